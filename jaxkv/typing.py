@@ -14,20 +14,32 @@ from typing import Any
 from jax import Array
 
 try:
-    from jaxtyping import BFloat16, Bool, Float, Float32, Int8, Int32, Integer, UInt8, UInt32
+    from jaxtyping import (
+        BFloat16,
+        Bool,
+        Float,
+        Float16,
+        Float32,
+        Int8,
+        Int32,
+        Integer,
+        UInt8,
+        UInt32,
+    )
 except ImportError:
 
     class _Plain:
         def __class_getitem__(cls, item: Any) -> Any:
             return item[0]
 
-    BFloat16 = Bool = Float = Float32 = Int8 = Int32 = Integer = UInt8 = UInt32 = _Plain  # type: ignore[assignment,misc]
+    BFloat16 = Bool = Float = Float16 = Float32 = Int8 = Int32 = Integer = UInt8 = UInt32 = _Plain  # type: ignore[assignment,misc]
 
 __all__ = [
     "Array",
     "BFloat16",
     "Bool",
     "Float",
+    "Float16",
     "Float32",
     "Int8",
     "Int32",

@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
-from jaxkv.models import xla_cpu
+from jaxkv.models import quantised, xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.models.int8 import Quantised, rows
+from jaxkv.models.quantised import Quantised
 from jaxkv.models.xla_cpu import dot, has_head_last_product
 from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
         embed, vocab = _value(self.embed), self.config.vocab
         known = tokens if self.sink_tokens is None else jnp.minimum(tokens, vocab - 1)
         if isinstance(embed, Quantised):
-            x = rows(embed, known, self.dtype)
+            x = quantised.rows(embed, known, self.dtype)
         else:  # in training the embedding is wider than the other matrices
             x = jnp.take(embed, known, axis=0).astype(self.dtype)
         if self.sink_tokens is not None:
@@ -230,9 +230,7 @@ def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
 def matmul(weight: Array | Quantised, x: Array, dtype: jnp.dtype | None = None) -> Array:
     """weight [O,I] @ x [I,B,T], accumulated in float32."""
     if isinstance(weight, Quantised):
-        plain = lambda values, x: dot(values, x, (1, 0), jnp.float32)  # noqa: E731
-        y = xla_cpu.matmul_widened(weight.values, x, plain)
-        return (y * along(weight.scale, 0, y.ndim)).astype(dtype or x.dtype)
+        return quantised.matmul(weight, x).astype(dtype or x.dtype)
     return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
 
 
@@ -240,12 +238,12 @@ def product(
     a: Array | Quantised, b: Array | Quantised, contract: tuple[int, int], axis: int
 ) -> Array:
     """`dot(a, b, contract)`, of which one may be quantised; axis: its output channels."""
-    for weight, x in ((a, b), (b, a)):
-        if isinstance(weight, Quantised):
-            values = xla_cpu.widen(weight.values, x)
-            a, b = (values if one is weight else one for one in (a, b))
-            y = dot(a, b, contract, jnp.float32)
-            return (y * along(weight.scale, axis, y.ndim)).astype(x.dtype)
+    if isinstance(a, Quantised):
+        multiply = lambda a: dot(a, b, contract, jnp.float32)  # noqa: E731
+        return quantised.product(a, b, multiply, axis).astype(b.dtype)
+    if isinstance(b, Quantised):
+        multiply = lambda b: dot(a, b, contract, jnp.float32)  # noqa: E731
+        return quantised.product(b, a, multiply, axis).astype(a.dtype)
     return dot(a, b, contract)
 
 

@@ -15,21 +15,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import DTYPES, Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.models import int8
+from jaxkv.models import quantised
 from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.hf.names import shapes
-from jaxkv.models.int8 import Quantised
 from jaxkv.models.published import Published, open_published
+from jaxkv.models.quantised import FORMATS, Quantised
 from jaxkv.models.sinks import with_sinks
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
 
-INT8 = "int8"
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEFAULT = Path(__file__).with_name("default")  # the model in the package
 
@@ -60,9 +59,10 @@ class Llm:
         return sum(shape.size * shape.dtype.itemsize for shape in shapes)
 
     @property
-    def quantised(self) -> bool:
-        """Whether the matrices are in int8."""
-        return isinstance(self.weights["layers.0.q"], Quantised)
+    def quantised(self) -> str:
+        """The format of the matrices, int8 or int4; empty if they are floats."""
+        found = {w.FORMAT for w in self.weights.values() if isinstance(w, Quantised)}
+        return min(found, default="")  # with int4 some are in int8
 
     @property
     def name(self) -> str:
@@ -105,7 +105,9 @@ class Llm:
     def fingerprint(self) -> str:
         """A short hash of the settings, the sinks, and the first values of each loaded weight."""
         sinks = self.tokenizer.front
-        found = hashlib.sha256(f"{self.config} {self.dtype} {self.quantised} {sinks}".encode())
+        found = hashlib.sha256(
+            f"{self.config} {self.dtype} {bool(self.quantised)} {sinks}".encode()
+        )
         for leaf in jax.tree.leaves(self.weights):
             found.update(_corner(leaf).tobytes())
         return found.hexdigest()[:8]
@@ -139,10 +141,10 @@ def load(
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
     dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
     times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
-    progress: called with (bytes read, all bytes). weights: int8 quantises the matrices while they
-    are loaded (models/int8.py); None keeps `dtype`. sinks: what begins every stream: a file of
-    learned sinks, constant or constant:TOKEN (models/sinks.py).
-    Raises UserError for anything wrong with the model, and for int8 over a mesh.
+    progress: called with (bytes read, all bytes). weights: int8 or int4 quantises the matrices
+    while they are loaded (models/quantised.py); None keeps `dtype`. sinks: what begins every
+    stream: a file of learned sinks, constant or constant:TOKEN (models/sinks.py).
+    Raises UserError for anything wrong with the model, and for quantised weights over a mesh.
     """
     published = open_published(name)
     llm = without_weights(published, dtype, mesh, weights, sinks)
@@ -167,13 +169,16 @@ def without_weights(
         dtype = jnp.dtype(dtype).name
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-    if weights not in (None, INT8):
-        raise UserError(f"weights must be {INT8}, got {weights!r}; leave it out for {dtype}")
+    if weights not in (None, *FORMATS):
+        names = " or ".join(FORMATS)
+        raise UserError(f"weights must be {names}, got {weights!r}; leave it out for {dtype}")
     if weights is not None and mesh is not None:
-        raise UserError(f"weights in {INT8} run on one device, got a mesh; leave one of them out")
+        raise UserError(
+            f"weights in {weights} run on one device, got a mesh; leave one of them out"
+        )
     found = {
-        name: int8.shapes(shape)
-        if weights is not None and int8.is_matrix(name)
+        name: quantised.shapes(name, shape, weights)
+        if weights is not None and quantised.is_matrix(name)
         else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for name, (_, shape) in shapes(config).items()
     }
@@ -190,10 +195,10 @@ def load_weights(
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
-    quantise = llm.quantised
+    how = llm.quantised
 
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
-        return int8.quantise(name, host) if quantise and int8.is_matrix(name) else host
+        return quantised.quantise(name, host, how) if how and quantised.is_matrix(name) else host
 
     llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))
 

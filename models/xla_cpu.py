@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.typing import Array, Float, Float32
+from jaxkv.typing import Array, Float
 
 _BLOCK = 2**20  # integers of a matrix that are widened at a time for one token
 _PARTS = 8  # of the product of one token with a weight of at least _LARGE elements
@@ -72,43 +73,49 @@ def widen(values: Array, x: Float[Array, "I B T"]) -> Array:
     """`values.astype(x.dtype)` for a product with x; on a CPU, inside the loop over tokens.
 
     XLA:CPU otherwise moves the conversion out of the loop. Each step then reads all weights in
-    float32, and memory holds a float copy of the model. Here the integers depend on x, so a step
-    reads int8. A test checks the memory of the compiled loop.
+    float32, and memory holds a float copy of the model. A test checks the memory of the compiled
+    loop.
     Record workarounds, row widen.
     """
+    return in_loop(values, x).astype(x.dtype)
+
+
+def in_loop(integers: Array, x: Float[Array, "I B T"]) -> Array:
+    """The integers; on a CPU they depend on x for one token, so a step reads integers (`widen`)."""
     if x.shape[-1] != 1:
-        return values.astype(x.dtype)
+        return integers
 
-    def each_step(values: Array, x: Array) -> Array:
+    def each_step(integers: Array, x: Array) -> Array:
         first = x.reshape(-1)[0]
-        return (values ^ (first != first).astype(values.dtype)).astype(x.dtype)
+        return integers ^ (first != first).astype(integers.dtype)
 
-    plain = lambda values, x: values.astype(x.dtype)  # noqa: E731
-    return jax.lax.platform_dependent(values, x, cpu=each_step, default=plain)
+    plain = lambda integers, x: integers  # noqa: E731
+    return jax.lax.platform_dependent(integers, x, cpu=each_step, default=plain)
 
 
 def matmul_widened(
-    values: Array, x: Float[Array, "I B T"], plain: Callable[[Array, Array], Array]
-) -> Float32[Array, "O B T"]:
-    """`plain(values.astype(x.dtype), x)`; on a CPU large matrices by blocks of rows, in float32.
+    rows: Any, x: Float[Array, "I B T"], plain: Callable[[Any, Array], Array]
+) -> Array:
+    """`plain(rows, x)` of a quantised matrix; on a CPU large ones by blocks, in float32.
 
     XLA:CPU writes the float copy of a whole matrix before the product reads it. That of a block
-    stays in the processor's cache, that of a whole output head does not.
+    stays in the processor's cache, that of a whole output head does not. rows: arrays that begin
+    with an axis of rows, and so does the result.
     Record workarounds, row matmul_widened.
     """
-    blocks = max(1, values.size // _BLOCK)
-    while values.shape[0] % blocks:
+    first = jax.tree.leaves(rows)[0]
+    blocks = max(1, first.size // _BLOCK)
+    while first.shape[0] % blocks:
         blocks -= 1
     if x.shape[-1] != 1 or blocks == 1:
-        return plain(widen(values, x), x)
+        return plain(rows, x)
 
-    def by_block(values: Array, x: Array) -> Array:
-        split, x = values.reshape(blocks, -1, values.shape[1]), x.astype(jnp.float32)
-        return jax.lax.map(lambda one: plain(widen(one, x), x), split).reshape(-1, *x.shape[1:])
+    def by_block(rows: Any, x: Array) -> Array:
+        split = jax.tree.map(lambda a: a.reshape(blocks, -1, *a.shape[1:]), rows)
+        found = jax.lax.map(lambda one: plain(one, x.astype(jnp.float32)), split)
+        return found.reshape(-1, *found.shape[2:])
 
-    return jax.lax.platform_dependent(
-        values, x, cpu=by_block, default=lambda values, x: plain(widen(values, x), x)
-    )
+    return jax.lax.platform_dependent(rows, x, cpu=by_block, default=plain)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

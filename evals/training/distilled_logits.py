@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxkv import models
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.models import sinks, uncached
+from jaxkv.models.compaction import optimizer
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.divergence import divergence
@@ -33,7 +33,6 @@ from jaxkv.models.published import open_published
 from jaxkv.typing import Array, Float32, Int32
 
 LOG = "distilled.json"  # beside the file of sinks
-LAST_RATE = 0.1  # the final learning rate, as a share of the first
 EVERY = 5  # steps between two lines
 
 
@@ -69,7 +68,7 @@ def distil(
     config: Config, weights: Weights, batches: Int32[np.ndarray, "S B T"], window: int, lr: float
 ) -> tuple[Float32[np.ndarray, "L N"], list[float], float]:
     """The logits after a step per batch, the divergence before each step, and the seconds."""
-    adam = optax.adam(optax.cosine_decay_schedule(lr, len(batches), LAST_RATE))
+    adam = optimizer(lr, len(batches))
     logits = jnp.zeros((config.layers, config.heads), jnp.float32)
     moments, losses, begun = adam.init(logits), [], perf_counter()
     for number, batch in enumerate(batches):

@@ -102,8 +102,8 @@ def add_model(parser: argparse.ArgumentParser, mesh: bool = True, sinks: bool = 
     )
     group.add_argument(
         "--weights",
-        metavar="int8",
-        help="quantise the matrices to int8 while they are loaded (default: keep --dtype)",
+        metavar="FORMAT",
+        help="quantise the matrices to int8 or int4 while they are loaded (default: keep --dtype)",
     )
     if sinks:
         group.add_argument(
