@@ -78,7 +78,7 @@ def check(llm: Llm, document: Sequence[int], slots: int) -> None:
             f"the document must have at most {llm.config.context - 2 * SPAN} tokens, which the "
             f"model's context takes with {2 * SPAN} more, got {len(document)}; give a shorter text"
         )
-    if any(llm.config.windows) or llm.quantised or llm.sink_pairs:
+    if any(llm.config.windows) or llm.weight_format or llm.sink_pairs:
         raise UserError(
             "learned memory needs float weights, full attention in every layer and no other "
             "learned pairs; take another model, and leave out --weights and --sinks"

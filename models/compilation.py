@@ -35,7 +35,11 @@ def enable_compilation_cache() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"jaxkv: no compilation cache: {folder}: {error.strerror}", file=sys.stderr)
+        print(
+            f"jaxkv: no compilation cache: {folder}: {error.strerror}; set {VARIABLE} to another "
+            "folder, or to off",
+            file=sys.stderr,
+        )
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # By default JAX does not store programs that compile in under a second.

@@ -59,7 +59,7 @@ class Llm:
         return sum(shape.size * shape.dtype.itemsize for shape in shapes)
 
     @property
-    def quantised(self) -> str:
+    def weight_format(self) -> str:
         """The format of the matrices, int8 or int4; empty if they are floats."""
         found = {w.FORMAT for w in self.weights.values() if isinstance(w, Quantised)}
         return min(found, default="")  # with int4 some are in int8
@@ -106,7 +106,7 @@ class Llm:
         """A short hash of the settings, the sinks, and the first values of each loaded weight."""
         sinks = self.tokenizer.front
         found = hashlib.sha256(
-            f"{self.config} {self.dtype} {bool(self.quantised)} {sinks}".encode()
+            f"{self.config} {self.dtype} {bool(self.weight_format)} {sinks}".encode()
         )
         for leaf in jax.tree.leaves(self.weights):
             found.update(_corner(leaf).tobytes())
@@ -195,10 +195,12 @@ def load_weights(
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
-    how = llm.quantised
+    chosen = llm.weight_format
 
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
-        return quantised.quantise(name, host, how) if how and quantised.is_matrix(name) else host
+        if chosen and quantised.is_matrix(name):
+            return quantised.quantise(name, host, chosen)
+        return host
 
     llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))
 

@@ -1,11 +1,12 @@
 """Matrices in int8 and int4, which are converted to floats in each product.
 
-Decoding is limited by the bytes of the weights. Norms and biases stay as they are: they are small.
+Each decoding step reads all weights. Norms and biases stay as they are: they are small.
 
 int8: symmetric, one scale per output channel. A row's scale is its largest absolute value over 127.
-int4: 32 inputs of an output channel are multiples 0 to 15 of a scale, added to their least value.
-This is the grid of Q4_1 in GGUF files, so matrices of such a file keep their values. The embedding
-and the output head are in int8 then, and so is a matrix whose shape does not divide.
+int4: 32 inputs of an output channel are multiples 0 to 15 of a scale, added to their minimum. This
+is the grid of Q4_1 in GGUF files. A block of such a file that uses 0 and 15, as llama.cpp writes
+them, keeps its values in float32. The embedding and the output head are in int8 then, and so is a
+matrix whose shape does not divide.
 
 On a CPU that other programs use, decoding can be slower than in float32, because a step has twice
 as many parallel sections (not recorded).
@@ -27,13 +28,14 @@ from jaxkv.typing import Array, Float, Float16, Float32, Int8, Int32, UInt8
 
 Format = Literal["int8", "int4"]
 FORMATS = ("int8", "int4")
-ENDS = ("embed", "head")
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *ENDS)
+EMBEDDINGS = ("embed", "head")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EMBEDDINGS)
 LARGEST = 127  # in int8
-GROUP, STEPS = 32, 15  # inputs with one scale in int4, and its largest multiple
+MOST = float(np.finfo(np.float16).max)  # in int4, whose scales are in float16
+GROUP, LEVELS = 32, 15  # inputs with one scale in int4, and its largest multiple
 
 
-class InInt8(NamedTuple):
+class Int8Matrix(NamedTuple):
     """A matrix: row o is values[o] * scale[o]."""
 
     values: Int8[Array, "O I"]
@@ -46,16 +48,16 @@ class InInt8(NamedTuple):
         return self.values.shape
 
 
-class InInt4(NamedTuple):
+class Int4Matrix(NamedTuple):
     """A matrix of 2 R rows: row r is in the low four bits of packed[r], row R + r in the high ones.
 
     Inputs g GROUP to (g + 1) GROUP of row h R + r are multiples of scale[r, h, g], plus
-    least[r, h, g].
+    minimum[r, h, g].
     """
 
     packed: UInt8[Array, "R I"]
     scale: Float16[Array, "R 2 G"]
-    least: Float16[Array, "R 2 G"]
+    minimum: Float16[Array, "R 2 G"]
 
     FORMAT = "int4"
 
@@ -64,7 +66,7 @@ class InInt4(NamedTuple):
         return 2 * self.packed.shape[0], self.packed.shape[1]
 
 
-Quantised = InInt8 | InInt4
+Quantised = Int8Matrix | Int4Matrix
 
 
 def is_matrix(name: str) -> bool:
@@ -72,60 +74,69 @@ def is_matrix(name: str) -> bool:
     return _kind(name) in MATRICES
 
 
-def quantise(name: str, weight: Float[np.ndarray, "O I"], how: Format) -> Quantised:
+def quantise(name: str, weight: Float[np.ndarray, "O I"], weight_format: Format) -> Quantised:
     """Round a matrix to the nearest multiples.
 
     name: of the weight; it decides, with the shape, whether int4 is possible.
-    Raises UserError for weights that are not finite.
+    Raises UserError for weights that are not finite, and for int4 beyond float16.
     """
     wide = np.asarray(weight, np.float32)
     if not np.isfinite(wide).all():
         raise UserError(
-            f"weights in {how} must be finite, and {name} has NaN or infinity; check the model"
+            f"weights in {weight_format} must be finite, and {name} has NaN or infinity; check the "
+            "model"
         )
-    return _in_int4(wide) if _format(name, wide.shape, how) == "int4" else _in_int8(wide)
+    if _format(name, wide.shape, weight_format) == "int8":
+        return _in_int8(wide)
+    largest = np.max(np.abs(wide))
+    if largest > MOST:
+        raise UserError(
+            f"weights in int4 must be at most {MOST:,.0f}, and {name} has {largest:,.0f}; "
+            "choose int8"
+        )
+    return _in_int4(wide)
 
 
-def _in_int8(weight: Float32[np.ndarray, "O I"]) -> InInt8:
+def _in_int8(weight: Float32[np.ndarray, "O I"]) -> Int8Matrix:
     largest = np.max(np.abs(weight), axis=1)
     scale = np.where(largest > 0, largest / LARGEST, 1).astype(np.float32)
-    return InInt8(np.rint(weight / scale[:, None]).astype(np.int8), scale)
+    return Int8Matrix(np.rint(weight / scale[:, None]).astype(np.int8), scale)
 
 
-def _in_int4(weight: Float32[np.ndarray, "O I"]) -> InInt4:
+def _in_int4(weight: Float32[np.ndarray, "O I"]) -> Int4Matrix:
     groups = weight.reshape(*weight.shape[:-1], -1, GROUP)
-    least, largest = groups.min(axis=-1), groups.max(axis=-1)
-    least, scale = least.astype(np.float16), ((largest - least) / STEPS).astype(np.float16)
+    minimum, largest = groups.min(axis=-1), groups.max(axis=-1)
+    minimum, scale = minimum.astype(np.float16), ((largest - minimum) / LEVELS).astype(np.float16)
     wide = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
-    values = np.rint((groups - least.astype(np.float32)[..., None]) / wide)
-    values = np.clip(values, 0, STEPS).astype(np.uint8).reshape(weight.shape)
+    values = np.rint((groups - minimum.astype(np.float32)[..., None]) / wide)
+    values = np.clip(values, 0, LEVELS).astype(np.uint8).reshape(weight.shape)
     low, high = np.split(values, 2)
-    by_row = (np.stack(np.split(a, 2), axis=1) for a in (scale, least))
-    return InInt4(low | high << 4, *by_row)
+    by_row = (np.stack(np.split(a, 2), axis=1) for a in (scale, minimum))
+    return Int4Matrix(low | high << 4, *by_row)
 
 
-def shapes(name: str, shape: tuple[int, ...], how: Format) -> Quantised:
+def shapes(name: str, shape: tuple[int, ...], weight_format: Format) -> Quantised:
     """The shapes of a quantised matrix, in place of its arrays."""
-    if _format(name, shape, how) == "int8":
-        return InInt8(
+    if _format(name, shape, weight_format) == "int8":
+        return Int8Matrix(
             jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:1], jnp.float32)
         )
     rows, inputs = shape[0] // 2, shape[1]
     group = jax.ShapeDtypeStruct((rows, 2, inputs // GROUP), jnp.float16)
-    return InInt4(jax.ShapeDtypeStruct((rows, inputs), jnp.uint8), group, group)
+    return Int4Matrix(jax.ShapeDtypeStruct((rows, inputs), jnp.uint8), group, group)
 
 
-def _format(name: str, shape: tuple[int, ...], how: Format) -> Format:
-    """The format of a matrix of a model whose weights are in `how`."""
+def _format(name: str, shape: tuple[int, ...], weight_format: Format) -> Format:
+    """The format of a matrix of a model whose weights are in `weight_format`."""
     divides = shape[0] % 2 == 0 == shape[1] % GROUP
-    return how if divides and _kind(name) not in ENDS else "int8"
+    return weight_format if divides and _kind(name) not in EMBEDDINGS else "int8"
 
 
 def _kind(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def rows(weight: InInt8, index: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
+def rows(weight: Int8Matrix, index: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
     """Rows of the matrix, as an embedding."""
     found = jnp.take(weight.values, index, axis=0).astype(jnp.float32)
     return (found * jnp.take(weight.scale, index)[..., None]).astype(dtype)
@@ -133,10 +144,10 @@ def rows(weight: InInt8, index: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
 
 def matmul(weight: Quantised, x: Float[Array, "I B T"]) -> Float32[Array, "O B T"]:
     """weight @ x, accumulated in float32."""
-    if isinstance(weight, InInt8):
-        y = xla_cpu.matmul_widened(weight.values, x, _product_with_int8)
+    if isinstance(weight, Int8Matrix):
+        y = xla_cpu.matmul_widened(weight.values, x, _product_with_int8, weight.values.size)
         return y * weight.scale.reshape(-1, *[1] * (y.ndim - 1))
-    y = xla_cpu.matmul_widened(weight, x, _product_with_int4)
+    y = xla_cpu.matmul_widened(weight, x, _product_with_int4, 2 * weight.packed.size)
     return y.swapaxes(0, 1).reshape(-1, *x.shape[1:])
 
 
@@ -144,32 +155,32 @@ def _product_with_int8(values: Int8[Array, "O I"], x: Array) -> Float32[Array, "
     return dot(xla_cpu.widen(values, x), x, (1, 0), jnp.float32)
 
 
-def _product_with_int4(weight: InInt4, x: Array) -> Float32[Array, "R 2 B T"]:
+def _product_with_int4(weight: Int4Matrix, x: Array) -> Float32[Array, "R 2 B T"]:
     return jnp.stack([dot(half, x, (1, 0), jnp.float32) for half in _halves(weight, x)], axis=1)
 
 
-def _halves(weight: InInt4, x: Array) -> tuple[Array, Array]:
+def _halves(weight: Int4Matrix, x: Array) -> tuple[Array, Array]:
     """The first and the second half of the rows, in the dtype of x."""
     packed = xla_cpu.in_loop(weight.packed, x)
     return tuple(
-        _widened(values, weight.scale[:, half], weight.least[:, half]).astype(x.dtype)
+        _widened(values, weight.scale[:, half], weight.minimum[:, half]).astype(x.dtype)
         for half, values in enumerate((packed & 15, packed >> 4))
     )
 
 
 def _widened(
-    values: UInt8[Array, "R I"], scale: Float16[Array, "R G"], least: Float16[Array, "R G"]
+    values: UInt8[Array, "R I"], scale: Float16[Array, "R G"], minimum: Float16[Array, "R G"]
 ) -> Float32[Array, "R I"]:
-    scale, least = (a.astype(jnp.float32)[..., None] for a in (scale, least))
+    scale, minimum = (a.astype(jnp.float32)[..., None] for a in (scale, minimum))
     groups = values.astype(jnp.float32).reshape(*scale.shape[:2], GROUP)
-    return (groups * scale + least).reshape(values.shape)
+    return (groups * scale + minimum).reshape(values.shape)
 
 
 def product(
     weight: Quantised, x: Array, multiply: Callable[[Array], Array], axis: int
 ) -> Float32[Array, "..."]:
     """`multiply` of the matrix in the dtype of x; axis: the output channels of the result."""
-    if isinstance(weight, InInt4):
+    if isinstance(weight, Int4Matrix):
         return multiply(jnp.concatenate(_halves(weight, x)))
     y = multiply(xla_cpu.widen(weight.values, x))
     return y * weight.scale.reshape([-1 if i == axis else 1 for i in range(y.ndim)])

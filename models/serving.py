@@ -56,7 +56,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
         selected = decoder.normed(jnp.take_along_axis(x, indices[None], axis=2))
         return xla_cpu.keep_transpose_apart(decoder.logits(selected)).transpose(1, 2, 0)
 
-    identity = f"{llm.name} {llm.config} {llm.dtype} {llm.quantised}"
+    identity = f"{llm.name} {llm.config} {llm.dtype} {llm.weight_format}"
     return Model(
         embed,
         layer,

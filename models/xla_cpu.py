@@ -94,18 +94,17 @@ def in_loop(integers: Array, x: Float[Array, "I B T"]) -> Array:
 
 
 def matmul_widened(
-    rows: Any, x: Float[Array, "I B T"], plain: Callable[[Any, Array], Array]
+    rows: Any, x: Float[Array, "I B T"], plain: Callable[[Any, Array], Array], size: int
 ) -> Array:
     """`plain(rows, x)` of a quantised matrix; on a CPU large ones by blocks, in float32.
 
     XLA:CPU writes the float copy of a whole matrix before the product reads it. That of a block
     stays in the processor's cache, that of a whole output head does not. rows: arrays that begin
-    with an axis of rows, and so does the result.
+    with an axis of rows, and so does the result. size: integers that are widened.
     Record workarounds, row matmul_widened.
     """
-    first = jax.tree.leaves(rows)[0]
-    blocks = max(1, first.size // _BLOCK)
-    while first.shape[0] % blocks:
+    count, blocks = jax.tree.leaves(rows)[0].shape[0], max(1, size // _BLOCK)
+    while count % blocks:
         blocks -= 1
     if x.shape[-1] != 1 or blocks == 1:
         return plain(rows, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECTION = "## Training"
 SHORT = "rows=8 accumulate=1 steps=2 look_every=2 save_every=2 valid_samples=8 context=16"
 SMALL = f"{SHORT} layers=1 width=32 heads=4 kv_heads=2 mlp=48"
+REHEARSED = "steps=400 save_every=20 look_every=400"
 NOT_RUN = ("tests/models/test_cudnn.py",)  # a test, which needs a GPU
 # Words of a command -> words that end it sooner; the last of a repeated flag counts.
 SOONER = {
@@ -30,6 +32,8 @@ SOONER = {
     "data --tokenizer": "--processes 1",
     "pretrain --preset": " ".join(f"--set {setting}" for setting in SMALL.split()),
     "pretrain --from": " ".join(f"--set {setting}" for setting in SHORT.split()),
+    "evals.training.rehearsal": "--preset tiny --kill 30 --quick "
+    + " ".join(f"--set {setting}" for setting in (*SMALL.split(), *REHEARSED.split())),
     "evals.training.mfu": "--preset backcopy --rows 1 --rounds 1 --quick",
     "evals.training.sink_tables": "--tokens 1100 --rows 2 --quick",
     "evals.training.sinks_in_front": "--tokens 40 --windows 12 --starts 1 --quick",
@@ -100,10 +104,13 @@ def run_both(words: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    flags = os.environ | {"JAX_PLATFORMS": "cpu"}
-    flags["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-    both = []
-    for number in "01":
-        its = [word.replace("1234", port).replace("NUMBER", number) for word in words]
-        both.append(subprocess.Popen([sys.executable, "-m", *its], env=flags))
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    with contextlib.ExitStack() as stack:
+        both = []
+        for number in "01":
+            its = [word.replace("1234", port).replace("NUMBER", number) for word in words]
+            process = subprocess.Popen([sys.executable, "-m", *its], env=environment)
+            both.append(process)
+            stack.callback(process.kill)  # the other one fails, if one does
+        assert [process.wait(timeout=300) for process in both] == [0, 0]

@@ -263,6 +263,23 @@ def frozen_enough(r: Results) -> Finding:
     return text, grade(loss(r, "frozen_token", 1) <= 0)
 
 
+@claim("sinks_distilled", "A logit per head, distilled from a frozen model, replaces its sink",
+       "not in the papers")  # fmt: skip
+def distilled_enough(r: Results) -> Finding:
+    """A window without first tokens, against the published model with four."""
+    names, counts = ("plain", "zero", "distilled"), (0, 1, 4)
+    shown = [f"{name} {', '.join(f'{loss(r, name, n):+.4f}' for n in counts)}" for name in names]
+    run = r["runs"]["distilled-0"]
+    tokens = run["steps"] * run["rows"] * run["context"]
+    text = (
+        f"SmolLM2-135M, {len(r['stretches'])} stretches, cache of {SIZE}, 0/1/4 sinks; loss over "
+        f"that of the published model with 4: {joined(shown)}; distilled on {tokens:,} tokens in "
+        f"{run['seconds'] / 60:.0f} minutes"
+    )
+    plain, _, found = (loss(r, name, 0) for name in names)
+    return text, grade(found < FELT, found < plain / 2)
+
+
 @claim("learned_memory", "Trained keys and values say more of a document than compressed ones of "
        "equal bytes", "not in the papers")  # fmt: skip
 def learned_memory(r: Results) -> Finding:

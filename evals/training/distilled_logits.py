@@ -1,9 +1,9 @@
 """Sink logits distilled from the model with its first token: one number per head and layer.
 
 In a window without the first token, the attention that a head gives to that token goes to others. A
-sink logit takes it without a token. Here the logits are trained, and nothing else: the model that
-sees the last `--window` tokens shall predict what it predicts with all tokens of the sample, in
-KL(all || window). `jaxkv pretrain --train sinks --set sinks=logit` trains them on the text instead.
+sink logit takes it without a token. Here the logits are trained, and all weights are frozen. The
+loss is KL(all || window): between the predictions from all tokens of a sample and those from the
+last `--window` tokens. `jaxkv pretrain --train sinks --set sinks=logit` trains them on text.
 
     python -m jaxkv.evals.training.distilled_logits --texts BOOKS --out out/distilled
     python -m jaxkv.evals.training.sinks_in_front --variants distilled=out/distilled --texts OTHERS
@@ -11,6 +11,7 @@ KL(all || window). `jaxkv pretrain --train sinks --set sinks=logit` trains them 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from functools import partial
@@ -23,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
 from jaxkv.models.compaction import optimizer
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.divergence import divergence
 from jaxkv.models.published import open_published
+from jaxkv.models.run_metadata import run_metadata
 from jaxkv.typing import Array, Float32, Int32
 
 LOG = "distilled.json"  # beside the file of sinks
@@ -37,18 +39,29 @@ EVERY = 5  # steps between two lines
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.training.distilled_logits", __doc__)
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.training.distilled_logits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
+    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
     ask.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")
     ask.add_argument("--window", type=int, default=256, help="tokens that a query sees")
     ask.add_argument("--context", type=int, default=512, help="tokens of a sample")
     ask.add_argument("--rows", type=int, default=1, help="samples a step")
-    ask.add_argument("--steps", type=int, default=100)
+    ask.add_argument("--steps", type=int, default=160)
     ask.add_argument("--lr", type=float, default=0.1)
     ask.add_argument("--seed", type=int, default=0, help="the order of the samples")
     given = ask.parse_args()
-    if given.window >= given.context:
-        ask.error(f"--context must be longer than --window {given.window}, got {given.context}")
+    if not 0 < given.window < given.context:
+        ask.error(f"--window must be from 1 to less than --context {given.context}, got "
+                  f"{given.window}; give another")  # fmt: skip
+    if min(given.rows, given.steps) < 1 or not 0 < given.lr < float("inf"):
+        ask.error(f"--rows and --steps must be at least 1 and --lr a number above 0, got "
+                  f"{given.rows}, {given.steps} and {given.lr}; give others")  # fmt: skip
     llm = models.load(given.model, "float32")
+    about = run_metadata("distilled_logits", [*llm.files, *given.texts], [given.seed])
     needed = -(-given.steps * given.rows // len(given.texts))  # samples of each text
     texts = first_tokens(ask, llm, given.texts, needed * given.context)
     samples = np.concatenate([np.reshape(ids, (needed, -1)) for ids in texts.values()])
@@ -59,8 +72,8 @@ def main() -> None:
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
     fingerprint = open_published(llm.path).fingerprint()
     print(sinks.write(given.out / sinks.FILE, named, len(logits), fingerprint))
-    options = {k: v for k, v in vars(given).items() if type(v) in (int, float)}
-    about = options | {"texts": list(texts), "divergence": losses, "seconds": seconds}
+    options = {k: v for k, v in vars(given).items() if isinstance(v, int | float)}
+    about |= options | {"divergence": losses, "seconds": seconds}
     (given.out / LOG).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
@@ -99,9 +112,9 @@ def _divergence(
     decoder, hidden, _ = uncached.forward(config, weights, ids)
     full = jax.lax.stop_gradient(decoder.logits(hidden[:, :, window:]))
     limited: dict[str, Any] = {"windows": (window,) * config.layers, "sink_logit": "learned"}
-    student = dataclasses.replace(config, **limited)
+    windowed = dataclasses.replace(config, **limited)
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
-    decoder, hidden, _ = uncached.forward(student, {**weights, **named}, ids)
+    decoder, hidden, _ = uncached.forward(windowed, {**weights, **named}, ids)
     return jnp.mean(divergence(full, decoder.logits(hidden[:, :, window:]))[0])
 
 

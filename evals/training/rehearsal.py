@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.models import compilation, data, memory_plan
 from jaxkv.models.data import DataFolder
@@ -55,10 +56,14 @@ def main() -> None:
     ask.add_argument("--kill", type=int, default=10, help="kill the run after this step")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
-    every = ["log_every=1", *given.settings]
+    every = [*given.settings, "log_every=1"]
     recipe, tokens = read_recipe(given.preset, every), data.read(given.data)
-    if not 0 < given.kill < recipe.steps:
-        ask.error(f"--kill must be from 1 to {recipe.steps - 1}, got {given.kill}; give another")
+    saves = saved_every(recipe)
+    if not saves < given.kill < recipe.steps or given.kill % saves == 0:
+        ask.error(
+            f"--kill must be between the first and the last checkpoint, and not at one (every "
+            f"{saves} of {recipe.steps} steps), got {given.kill}; give another, or --set save_every"
+        )
     record = Record("rehearsal", [given.data / "manifest.json"], [recipe.seed], quick=given.quick)
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--preset={given.preset}", f"--data={given.data}", f"--out={folder}/run"]
@@ -73,17 +78,17 @@ def rehearse(
     command = [sys.executable, "-m", "jaxkv", "pretrain", *words]
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         plan, program = process.submit(compile_step, recipe, tokens.folder).result()
-    killed = watch(command, out, recipe.save_every, kill)
-    before = read_log(out)
-    # A checkpoint that the kill interrupted has another name.
-    last = max((int(one.name) for one in (out / "last").glob("*") if one.name.isdigit()), default=0)
-    resumed = watch(command, out, recipe.save_every)
+    killed = watch(command, out, 0, saved_every(recipe), kill)
+    before, last = read_log(out), newest(out)
+    if last == before[-1]["step"]:
+        raise SystemExit(f"the kill met the checkpoint of step {last}; give another --kill")
+    resumed = watch(command, out, last, saved_every(recipe))
     after = read_log(out)
     if [line["step"] for line in after] != list(range(1, recipe.steps + 1)):
         raise SystemExit(f"the log must have each of {recipe.steps} steps once, got {len(after)}")
     again = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=False)]
     again = again[last:]  # the resumed process computed these
-    held = killed["step"] - program
+    added = killed["step"] - program
     read = read_exported(recipe, tokens, out / "hf")
     differs = abs(read["valid_loss"] - after[-1]["valid_loss"])
     return {
@@ -97,35 +102,45 @@ def rehearse(
         "valid_loss": after[-1]["valid_loss"],
         "exported": read,
         "bars": [
-            row("steps that have another loss after the kill", again.count(False), 0),
-            row("exported model, nats from the logged validation loss", differs, CLOSE),
-            row("memory of a step over its plan, minus 1", abs(held / plan.total - 1), WITHIN),
+            bar("rehearsal, steps with another loss after the kill", again.count(False), "<=", 0),
+            bar("rehearsal, exported model, nats from the logged loss", differs, "<=", CLOSE),
+            bar("rehearsal, memory of a step from its plan, as a share of it",
+                abs(added / plan.total - 1), "<=", WITHIN),
         ],
     }  # fmt: skip
 
 
-def row(name: str, value: float, most: float) -> dict[str, Any]:
-    return {"bar": name, "value": value, "ask": f"at most {most:g}", "met": bool(value <= most)}
+def saved_every(recipe: Recipe) -> int:
+    """Steps between checkpoints; evaluations save one too."""
+    return min(recipe.save_every, recipe.look_every)
+
+
+def newest(out: Path) -> int:
+    """The step of the newest complete checkpoint; 0 for none."""
+    # One that is being written has another name.
+    return max((int(one.name) for one in (out / "last").glob("*") if one.name.isdigit()), default=0)
 
 
 def watch(
-    command: list[str], out: Path, save_every: int, kill: int | None = None
+    command: list[str], out: Path, begun: int, saves: int, kill: int | None = None
 ) -> dict[str, int]:
     """Run a training command to its end, or kill it once it has logged step `kill`.
 
+    begun: the step that it starts from. saves: steps between checkpoints. The kill waits for a
+    complete checkpoint.
     Returns resident bytes: step, the most while steps ran before the first checkpoint; peak, the
     most in all. Raises SystemExit where the command fails.
     """
-    begun, found = len(read_log(out)), {"step": 0, "peak": 0}
+    found = {"step": 0, "peak": 0}
     process = subprocess.Popen(command, env=os.environ | {compilation.VARIABLE: "off"})
     while process.poll() is None:
         lines = read_log(out)
         with contextlib.suppress(OSError, KeyError):  # it is ending
             now = memory(process.pid)
             found["peak"] = now["peak"]
-            if 0 < len(lines) - begun < save_every:
+            if 0 < len(lines) - begun < saves:
                 found["step"] = max(found["step"], now["resident"])
-        if kill is not None and lines and lines[-1]["step"] >= kill:
+        if kill is not None and lines and lines[-1]["step"] >= kill and newest(out):
             process.send_signal(signal.SIGKILL)
             process.wait()
             return found

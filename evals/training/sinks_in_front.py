@@ -3,7 +3,7 @@
 The same stretches of text are read under caches of equal size: by the model as it is (plain), with
 a token that begins every stream (constant), and with what `jaxkv pretrain --from` or
 `distilled_logits` made of the model; --variants zero adds a zero sink that nobody trained. Each
-stretch begins elsewhere in its text, so the first token, on which the plain model leans, differs.
+stretch begins elsewhere in its text, so the first token, on which the plain model depends, differs.
 Losses are kept under out/, so that an interrupted run continues, and several processes can measure
 a few cache sizes each.
 """

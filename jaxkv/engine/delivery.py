@@ -26,7 +26,7 @@ class Delivery:
 
     def deliver(self, step: InFlightStep) -> None:
         """Wait for a step's output and deliver it to the listeners."""
-        output = StepOutput(*map(np.asarray, step.output))
+        output = on_host(step.output)
         now = time.monotonic()
         for index, handle in step.handles:
             if handle.finished:
@@ -75,3 +75,8 @@ class Delivery:
             LOG.exception("a listener failed")
             self._finish(handle, "error", traceback.format_exc().splitlines()[-1])
             return False
+
+
+def on_host(output: StepOutput) -> StepOutput:
+    """Wait for a step's output and copy it to the host."""
+    return StepOutput(*map(np.asarray, output))

@@ -16,7 +16,7 @@ from jaxkv.models import quantised as formats
 from jaxkv.models import xla_cpu
 from jaxkv.models.decoder import matmul, product
 from jaxkv.models.decoding import compiled_decode_block
-from jaxkv.models.quantised import FORMATS, InInt4, InInt8, Quantised
+from jaxkv.models.quantised import FORMATS, Int4Matrix, Int8Matrix, Quantised
 from jaxkv.models.serving import make_engine
 from jaxkv.state.sharding import mesh_of
 from tests.tiny import write_tiny
@@ -47,7 +47,7 @@ def rounded(quantised):
 
 def dequantised(weight: Quantised) -> np.ndarray:
     """The values of a matrix, in numpy."""
-    if isinstance(weight, InInt8):
+    if isinstance(weight, Int8Matrix):
         return np.asarray(weight.values, np.float32) * np.asarray(weight.scale)[:, None]
     packed, (outputs, inputs) = np.asarray(weight.packed), weight.shape
     found = np.zeros((outputs, inputs), np.float32)
@@ -77,7 +77,7 @@ def test_a_group_in_int4_is_rounded_to_multiples_of_its_scale(rng):
     weight = rng.normal(size=(8, 96)).astype(np.float32) * 10.0 ** np.arange(-3, 5)[:, None]
     weight[2], weight[5, :32] = 0, 7.5
     found = formats.quantise("layers.0.q", weight, "int4")
-    assert isinstance(found, InInt4) and found.shape == (8, 96)
+    assert isinstance(found, Int4Matrix) and found.shape == (8, 96)
     assert found.packed.dtype == np.uint8 and found.scale.dtype == np.float16
     groups = weight.reshape(8, 3, 32)
     step = np.ptp(groups, axis=2) / 15
@@ -105,34 +105,48 @@ def test_the_values_of_a_q4_1_file_stay_as_they_are(rng):
     [("embed", (64, 64)), ("head", (64, 64)), ("layers.0.q", (63, 64)), ("layers.0.q", (64, 48))],
 )
 def test_ends_and_shapes_that_do_not_divide_are_in_int8(name, shape):
-    assert isinstance(formats.quantise(name, np.ones(shape, "f4"), "int4"), InInt8)
-    assert isinstance(formats.shapes(name, shape, "int4"), InInt8)
+    assert isinstance(formats.quantise(name, np.ones(shape, "f4"), "int4"), Int8Matrix)
+    assert isinstance(formats.shapes(name, shape, "int4"), Int8Matrix)
 
 
-@pytest.mark.parametrize("how", FORMATS)
-def test_shapes_are_those_of_the_arrays(how):
-    found = formats.quantise("layers.0.q", np.ones((6, 64), np.float32), how)
-    wanted = formats.shapes("layers.0.q", (6, 64), how)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_shapes_are_those_of_the_arrays(weight_format):
+    found = formats.quantise("layers.0.q", np.ones((6, 64), np.float32), weight_format)
+    wanted = formats.shapes("layers.0.q", (6, 64), weight_format)
     for one, other in zip(found, wanted, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_named(bad, how):
+def test_weights_that_are_not_finite_are_named(bad, weight_format):
     weight = np.ones((2, 32), np.float32)
     weight[1, 1] = bad
-    with pytest.raises(UserError, match=rf"{how} must be finite, and layers\.0\.q has NaN or inf"):
-        formats.quantise("layers.0.q", weight, how)
+    with pytest.raises(
+        UserError, match=rf"{weight_format} must be finite, and layers\.0\.q has NaN or inf"
+    ):
+        formats.quantise("layers.0.q", weight, weight_format)
 
 
-@pytest.mark.parametrize("how", FORMATS)
+def test_a_weight_beyond_the_scales_is_named():
+    weight = np.zeros((2, 32), np.float32)
+    weight[0, 3] = 7e4
+    with pytest.raises(
+        UserError, match=r"int4 must be at most 65,504, and layers\.1\.up has 70,000"
+    ):
+        formats.quantise("layers.1.up", weight, "int4")
+    assert formats.quantise("layers.1.up", weight, "int8").scale[0] == np.float32(7e4 / 127)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (2, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [2**20, 64], ids=["whole", "blocks"])
-def test_products_are_those_of_the_rounded_matrix(rng, monkeypatch, shape, dtype, block, how):
+def test_products_are_those_of_the_rounded_matrix(
+    rng, monkeypatch, shape, dtype, block, weight_format
+):
     monkeypatch.setattr(xla_cpu, "_BLOCK", block)
-    matrix = formats.quantise("q", rng.normal(size=(24, 64)), how)
+    matrix = formats.quantise("q", rng.normal(size=(24, 64)), weight_format)
     weight = jax.tree.map(jnp.asarray, matrix)
     x = jnp.asarray(rng.normal(size=(64, *shape)), dtype)
     exact = np.einsum("oi,ibt->obt", dequantised(weight), np.asarray(x, np.float32))
@@ -141,7 +155,7 @@ def test_products_are_those_of_the_rounded_matrix(rng, monkeypatch, shape, dtype
     wide = matmul(weight, x, jnp.float32)
     assert wide.dtype == jnp.float32
     # In half precision the values of int4 are rounded to it, but not those of int8.
-    close = 1e-5 if dtype == "float32" or how == "int8" else 0.06
+    close = 1e-5 if dtype == "float32" or weight_format == "int8" else 0.06
     np.testing.assert_allclose(wide, exact, close, close)
     if dtype != "float32":
         return  # in half precision jax 0.7 has no other product on a CPU
@@ -156,12 +170,12 @@ def test_a_loaded_model_has_a_part_of_the_bytes(folder, quantised):
     for name, weight in plain.weights.items():
         found = quantised.weights[name]
         assert isinstance(found, Quantised) == (weight.ndim == 2)
-        if isinstance(found, InInt8):
+        if isinstance(found, Int8Matrix):
             assert found.values.nbytes * 4 == weight.nbytes
-        if isinstance(found, InInt4):
+        if isinstance(found, Int4Matrix):
             assert found.packed.nbytes * 8 == weight.nbytes
     of_layers = [w for name, w in quantised.weights.items() if name.endswith((".q", ".gate"))]
-    assert {w.FORMAT for w in of_layers} == {quantised.quantised} and not plain.quantised
+    assert {w.FORMAT for w in of_layers} == {quantised.weight_format} and not plain.weight_format
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,10 +194,10 @@ def test_losses_are_those_of_the_rounded_weights(quantised, rounded, rng):
     np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("how", FORMATS)
-def test_decoding_holds_no_float_copy_of_the_model(tmp_path, how):
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_decoding_holds_no_float_copy_of_the_model(tmp_path, weight_format):
     folder = write_tiny(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=6)
-    llm = models.load(folder, weights=how)
+    llm = models.load(folder, weights=weight_format)
     stream = models.Stream(llm, POLICIES[0])
     arguments = stream.decode_arguments(stream.decoding, models.Sampling(), (), 1)
     memory = compiled_decode_block().lower(*arguments).compile().memory_analysis()
@@ -205,7 +219,9 @@ def test_other_formats_are_refused(folder, weights):
         models.load(folder, weights=weights)
 
 
-@pytest.mark.parametrize("how", FORMATS)
-def test_quantised_weights_over_a_mesh_are_refused(folder, how):
-    with pytest.raises(UserError, match=f"weights in {how} run on one device, got a mesh"):
-        models.load(folder, mesh=mesh_of("data=2"), weights=how)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_quantised_weights_over_a_mesh_are_refused(folder, weight_format):
+    with pytest.raises(
+        UserError, match=f"weights in {weight_format} run on one device, got a mesh"
+    ):
+        models.load(folder, mesh=mesh_of("data=2"), weights=weight_format)

@@ -1,7 +1,8 @@
-"""Sink logits distilled from a small model whose heads lean on their first token."""
+"""Sink logits distilled from a small random model."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.training import distilled_logits, sinks_in_front
+from jaxkv.models import uncached
 from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
@@ -33,11 +35,23 @@ def test_the_divergence_falls(folder, batches):
     assert losses[-1] < 0.98 * losses[0]
 
 
-def test_a_window_of_all_tokens_asks_for_no_sink(folder, batches):
-    """The student is then the teacher but for its logits, which fall."""
+def test_the_divergence_is_that_of_tokens_beyond_the_window(folder, batches):
+    """Against numpy, from the logits of both models."""
     llm = models.load(folder, "float32")
-    found = distilled_logits.distil(llm.config, llm.weights, batches, 23, lr=0.5)
-    assert found[0].mean() < -1
+    ids, sinks = batches[0], np.full((llm.config.layers, llm.config.heads), 0.7, np.float32)
+    named = {f"layers.{i}.sinks": row for i, row in enumerate(sinks)}
+    windows = (WINDOW,) * llm.config.layers
+    other = dataclasses.replace(llm.config, windows=windows, sink_logit="learned")
+
+    def logprobs(config, weights):
+        decoder, hidden, _ = uncached.forward(config, weights, ids)
+        logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, WINDOW:]
+        return logits - np.log(np.exp(logits).sum(axis=0))
+
+    p, q = logprobs(llm.config, llm.weights), logprobs(other, llm.weights | named)
+    wanted = (np.exp(p) * (p - q)).sum(axis=0).mean()
+    found = distilled_logits._divergence(sinks, llm.config, WINDOW, llm.weights, ids)
+    assert wanted > 1e-6 and float(found) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_the_file_is_read_as_sinks(folder, tmp_path, monkeypatch):
@@ -52,9 +66,19 @@ def test_the_file_is_read_as_sinks(folder, tmp_path, monkeypatch):
     assert about["steps"] == 4 == len(about["divergence"]) and about["file_bytes"] > 100
 
 
-def test_a_window_as_long_as_a_sample_is_refused(folder, tmp_path, monkeypatch, capsys):
-    words = f"x --model {folder} --texts {tmp_path / 'none'} --window 24 --context 24 --out x"
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--window 24 --context 24", "--window must be from 1 to less than --context 24, got 24"),
+        ("--window 0", "--window must be from 1"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--rows 0", "--rows and --steps must be at least 1"),
+        ("--lr nan", "--lr a number above 0, got 1, 160 and nan"),
+    ],
+)
+def test_wrong_numbers_are_refused(folder, tmp_path, monkeypatch, capsys, flags, message):
+    words = f"x --model {folder} --texts {tmp_path / 'none'} --out x {flags}"
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit):
         distilled_logits.main()
-    assert "--context must be longer than --window 24, got 24" in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
