@@ -43,7 +43,7 @@ class Llm:
     """
 
     config: Config
-    weights: dict[str, Array | Quantised | jax.ShapeDtypeStruct]
+    weights: dict[str, Array | Quantised | jax.ShapeDtypeStruct] = field(repr=False)
     tokenizer: Tokenizer
     chat: Chat
     path: Path

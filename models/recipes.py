@@ -23,8 +23,10 @@ Train = Literal["all", "attention", "sinks"]
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
 # Fields that --from takes from the model.
 ARCHITECTURE = ("layers", "width", "heads", "kv_heads", "mlp")
-# Learning rates of --from, by `train`: a sink is a few numbers far from their optimum.
+# Learning rates of --from, by `train`: a sink is a few numbers far from their optimum, and sink
+# logits are the farthest (record sinks_distilled).
 LR: dict[str, float] = {"all": 1e-4, "attention": 1e-4, "sinks": 1e-2}
+LOGITS_LR = 1e-1  # of sink logits alone
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,9 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
             "window=0, or sinks=none, zero or logit"
         )
     if not any(setting.startswith("lr=") for setting in settings):
-        recipe = dataclasses.replace(recipe, lr=LR[recipe.train])
+        logits_alone = recipe.train == "sinks" and recipe.sinks == "logit"
+        lr = LOGITS_LR if logits_alone else LR[recipe.train]
+        recipe = dataclasses.replace(recipe, lr=lr)
     return recipe
 
 

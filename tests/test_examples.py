@@ -46,8 +46,6 @@ NOT_RUN = {
     ),
     "python -m jaxkv.evals.comparison.learned_memory": "trains for three documents, for minutes",
     "python -m jaxkv.evals.training.sinks_in_front": "reads a novel 32 times, for hours",
-    "python -m jaxkv.evals.training.distilled_logits": "trains for minutes",
-    'jaxkv generate "Once upon a time" --model smollm2-135m --sinks distilled': "reads its file",
 }
 # The beginning of a command -> words that end it sooner.
 SOONER = {

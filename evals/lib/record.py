@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv import files
+from jaxkv.errors import UserError
 from jaxkv.models.run_metadata import ROOT, load, run_metadata
 
 RESULTS = ROOT / "evals" / "results"
@@ -59,6 +61,15 @@ class Record:
             from jaxkv.evals.lib.figures import draw
 
             draw(self.file.stem)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an experiment; an error that the user can correct is one line, with exit code 2."""
+    try:
+        main()
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def print_bar(line: dict[str, Any]) -> None:

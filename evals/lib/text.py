@@ -59,7 +59,13 @@ def tokens_of(
 def first_tokens(
     ask: argparse.ArgumentParser, llm: Llm, texts: Sequence[Path], count: int
 ) -> dict[str, list[int]]:
-    """The first `count` tokens of each text, by its name; exits with code 2 if a text has fewer."""
+    """The first `count` tokens of each text, by its name.
+
+    Exits with code 2 if a text has fewer, and if two have one name.
+    """
+    names = [path.stem for path in texts]
+    if len(set(names)) < len(names):
+        ask.error(f"--texts must have names of their own, got {', '.join(names)}; rename one")
     found = {path.stem: tokens_of(llm, path, count)[0] for path in texts}
     short = [name for name, ids in found.items() if len(ids) < count]
     if short:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import Record, spread, standard_error
+from jaxkv.evals.lib.record import Record, run, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import smollm2
@@ -126,4 +126,4 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,7 +3,8 @@
 In a window without the first token, the attention that a head gives to that token goes to others. A
 sink logit takes it without a token. Here the logits are trained, and all weights are frozen. The
 loss is KL(all || window): between the predictions from all tokens of a sample and those from the
-last `--window` tokens. `jaxkv pretrain --train sinks --set sinks=logit` trains them on text.
+last `--window` tokens. `jaxkv pretrain --train sinks --set sinks=logit` trains them on text, which
+gives the same losses with this learning rate (record sinks_distilled).
 
     python -m jaxkv.evals.training.distilled_logits --texts BOOKS --out out/distilled
     python -m jaxkv.evals.training.sinks_in_front --variants distilled=out/distilled --texts OTHERS
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.evals.lib.record import run
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
 from jaxkv.models.compaction import optimizer
@@ -57,9 +59,14 @@ def main() -> None:
     if not 0 < given.window < given.context:
         ask.error(f"--window must be from 1 to less than --context {given.context}, got "
                   f"{given.window}; give another")  # fmt: skip
-    if min(given.rows, given.steps) < 1 or not 0 < given.lr < float("inf"):
-        ask.error(f"--rows and --steps must be at least 1 and --lr a number above 0, got "
-                  f"{given.rows}, {given.steps} and {given.lr}; give others")  # fmt: skip
+    if min(given.rows, given.steps) < 1 or given.seed < 0 or not 0 < given.lr < float("inf"):
+        ask.error(f"--rows and --steps must be at least 1, --seed at least 0 and --lr above 0, got "
+                  f"{given.rows}, {given.steps}, {given.seed} and {given.lr}")  # fmt: skip
+    if not all(path.is_file() for path in given.texts):
+        ask.error(f"--texts must be files, got {', '.join(map(str, given.texts))}; name others")
+    if (given.out / sinks.FILE).exists():
+        ask.error(f"--out must be a new folder, and {given.out} has {sinks.FILE}; name another")
+    given.out.mkdir(parents=True, exist_ok=True)  # fails before minutes of training
     llm = models.load(given.model, "float32")
     about = run_metadata("distilled_logits", [*llm.files, *given.texts], [given.seed])
     needed = -(-given.steps * given.rows // len(given.texts))  # samples of each text
@@ -68,7 +75,8 @@ def main() -> None:
     samples = np.random.default_rng(given.seed).permutation(samples)[: given.steps * given.rows]
     batches = samples.reshape(given.steps, given.rows, -1).astype(np.int32)
     logits, losses, seconds = distil(llm.config, llm.weights, batches, given.window, given.lr)
-    given.out.mkdir(parents=True, exist_ok=True)
+    if not np.isfinite(losses).all():
+        raise SystemExit(f"the divergence must be finite, got {losses[-1]}; give a smaller --lr")
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
     fingerprint = open_published(llm.path).fingerprint()
     print(sinks.write(given.out / sinks.FILE, named, len(logits), fingerprint))
@@ -119,4 +127,4 @@ def _divergence(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

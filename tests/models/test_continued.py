@@ -328,6 +328,17 @@ def test_bad_settings_are_refused(folder, setting):
         start(folder, *setting.split())
 
 
+def test_sink_logits_alone_have_a_learning_rate_of_their_own(folder):
+    config = continued.open_base(folder).config
+    for settings, lr in (
+        (["train=sinks", "sinks=logit"], 0.1),
+        (["train=sinks", "sinks=token"], 0.01),
+        (["sinks=logit"], 1e-4),
+        (["train=sinks", "sinks=logit", "lr=0.5"], 0.5),
+    ):
+        assert recipe_from(config, settings).lr == lr
+
+
 def test_data_of_another_tokenizer_are_refused(folder, tokens):
     base, recipe = start(folder)
     with pytest.raises(UserError, match=r"have another tokenizer than .*; make them with `jaxkv"):

@@ -111,18 +111,21 @@ def test_verdicts_on_the_smallest_models():
     assert claims.small_two_needed(small(two_tokens=(0.9, 0.0)))[1] == NOT
 
 
-def distilled(none, zero=0.3, plain=0.6):
+def logits(text, distilled):
     """A record of sinks_distilled; the losses with no first token."""
+    found = {"plain": 0.6, "zero": 0.3, "text": text, "distilled": distilled}
     variants = {
         f"{name}-0": {size: {"loss_over_base": gap} for size in ("0+256", "1+255", "4+252")}
-        for name, gap in (("plain", plain), ("zero", zero), ("text", zero), ("distilled", none))
+        for name, gap in found.items()
     }
     run = {"steps": 160, "rows": 1, "context": 512}
     return {"variants": variants, "runs": {"distilled-0": run}, "stretches": {"a": 2048}}
 
 
-def test_verdicts_on_distilled_logits():
-    text, verdict = claims.distilled_enough(distilled(0.01))
+def test_verdicts_on_sink_logits():
+    text, verdict = claims.logits_replace(logits(0.01, 0.5))
     assert verdict == HOLDS and "81,920 tokens" in text
-    assert claims.distilled_enough(distilled(0.06))[1] == PART
-    assert claims.distilled_enough(distilled(0.5))[1] == NOT
+    assert claims.logits_replace(logits(0.06, 0.0))[1] == PART
+    assert claims.logits_replace(logits(0.5, 0.0))[1] == NOT
+    assert claims.distilled_better(logits(0.06, 0.03))[1] == HOLDS
+    assert claims.distilled_better(logits(0.06, 0.05))[1] == NOT

@@ -73,7 +73,9 @@ def test_the_file_is_read_as_sinks(folder, tmp_path, monkeypatch):
         ("--window 0", "--window must be from 1"),
         ("--steps 0", "--steps must be at least 1"),
         ("--rows 0", "--rows and --steps must be at least 1"),
-        ("--lr nan", "--lr a number above 0, got 1, 160 and nan"),
+        ("--lr nan", "--lr above 0, got 1, 160, 0 and nan"),
+        ("--seed -1", "--seed at least 0"),
+        ("", "--texts must be files"),
     ],
 )
 def test_wrong_numbers_are_refused(folder, tmp_path, monkeypatch, capsys, flags, message):
@@ -82,3 +84,20 @@ def test_wrong_numbers_are_refused(folder, tmp_path, monkeypatch, capsys, flags,
     with pytest.raises(SystemExit):
         distilled_logits.main()
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_texts_of_one_name_and_an_old_folder_are_refused(folder, tmp_path, monkeypatch, capsys):
+    for name in ("a", "b", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("the cat sat on a mat. " * 40)
+    (tmp_path / "out" / sinks_in_front.FILE).touch()
+    both = f"{tmp_path / 'a/text.txt'} {tmp_path / 'b/text.txt'}"
+    words = f"x --model {folder} --window 8 --context 24 --steps 2 --texts"
+    for texts, out, message in (
+        (both, "new", "names of their own, got text, text"),
+        (tmp_path / "a/text.txt", "out", "--out must be a new folder"),
+    ):
+        monkeypatch.setattr(sys, "argv", f"{words} {texts} --out {tmp_path / out}".split())
+        with pytest.raises(SystemExit):
+            distilled_logits.main()
+        assert message in " ".join(capsys.readouterr().err.split())
