@@ -86,7 +86,7 @@ def test_every_record_names_its_model_and_whether_it_read_one_novel():
     names = [name for name in claims.MODULES if (record.RESULTS / f"{name}.json").exists()]
     found = {name: measured_on(name, record.read(name)) for name in names}
     assert found["tree_slots"] == found["peers"] == "SmolLM2-135M"
-    assert found["int8"] == found["cache_int8"] == "SmolLM2-135M, one novel"
+    assert found["quantised_weights"] == found["cache_int8"] == "SmolLM2-135M, one novel"
     assert found["serving"] == found["prefix_engine"] == "default model"
     with pytest.raises(ValueError, match="new names no file of a model"):
         measured_on("new", {"data": {}})
