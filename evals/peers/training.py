@@ -13,7 +13,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, run
 from jaxkv.evals.lib.text import PASSAGE
-from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
+from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
 from jaxkv.evals.peers.weights import as_folder
 from jaxkv.models import training
 from jaxkv.models.continued import Base, open_base
@@ -97,13 +97,13 @@ def samples(base: Base, recipe: Recipe) -> Int32[np.ndarray, "S B X"]:
 def stepping(step: Step, batches: Sequence[np.ndarray], losses: list[float]) -> Variant:
     """A variant that trains on the next batch and stores its loss."""
 
-    def run() -> float:
-        sleep(PAUSE)
-        begun = perf_counter()
-        losses.append(step(batches[len(losses)]))
-        return perf_counter() - begun
+    measured = timed(lambda: losses.append(step(batches[len(losses)])))
 
-    return run
+    def after_pause() -> float:
+        sleep(PAUSE)
+        return measured()
+
+    return after_pause
 
 
 def jaxkv_step(base: Base, recipe: Recipe) -> Step:

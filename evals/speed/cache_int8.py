@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Spec, State
+from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, spread, standard_error
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.text import tokens_of
@@ -44,7 +45,6 @@ LAYER = Spec(1, 64, 64**-0.5, rotary(64, 10_000.0))
 STRETCH = 2048  # tokens of a prompt and its continuation
 PROMPT = 1024  # cached tokens when decoding is timed
 CHUNK = 256
-BIN = 256  # tokens whose mean difference is one sample of the interval
 
 
 def main() -> None:
@@ -118,12 +118,11 @@ def losses(llm: Llm, name: str, ids: Sequence[int]) -> dict[str, Any]:
         for form, policy in forms(name).items()
     }
     apart = found["int8"] - found["float"]
-    bins = [float(np.mean(apart[at : at + BIN])) for at in range(0, len(apart) - BIN + 1, BIN)]
     return {
         "tokens": len(apart),
         "loss": {form: float(np.mean(one)) for form, one in found.items()},
         "difference": float(np.mean(apart)),
-        "standard_error": standard_error(bins),
+        "standard_error": standard_error(bin_means(apart)),
     }
 
 

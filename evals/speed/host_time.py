@@ -100,12 +100,12 @@ def programs(engine: Engine) -> Variant:
     """Calls of the decode program for the sequences of an engine."""
     batch, active = engine._running, np.ones(BATCH, bool)
 
-    def run() -> None:
+    def calls() -> None:
         for _ in range(CALLS):
             batch._batch, output = engine._programs.decode(batch._batch, active, scored=False)
         jax.block_until_ready((batch._batch, output))
 
-    return timed(run)
+    return timed(calls)
 
 
 def profile(steps: Callable[[], None]) -> dict[str, float]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults, models
+from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, run, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
@@ -26,7 +27,6 @@ from jaxkv.models.quantised import FORMATS
 
 FORMS = ("float32", *FORMATS)
 SIDE = 4096  # of the matrix that measures the bandwidth
-BIN = 256  # tokens whose mean difference is one sample of the interval
 
 
 def main() -> None:
@@ -82,13 +82,8 @@ def loss(llms: dict[str, Llm], text: Path, tokens: int) -> dict[str, Any]:
         "tokens": len(ids),
         "loss": {name: float(np.mean(one)) for name, one in losses.items()},
         "difference": {form: float(np.mean(one)) for form, one in apart.items()},
-        "standard_error": {form: standard_error(in_bins(one)) for form, one in apart.items()},
+        "standard_error": {form: standard_error(bin_means(one)) for form, one in apart.items()},
     }
-
-
-def in_bins(values: np.ndarray) -> list[float]:
-    """Means of stretches, because nearby losses are correlated."""
-    return [float(np.mean(values[at : at + BIN])) for at in range(0, len(values) - BIN + 1, BIN)]
 
 
 def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:

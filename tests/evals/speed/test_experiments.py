@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import timing
+from jaxkv.evals.lib import paired_losses, timing
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.speed import cache_int8, kernels, profile, rates
 from jaxkv.evals.streaming import endless
@@ -130,7 +130,7 @@ def test_drift_counts_rows_that_are_not_those_of_their_token(policy, monkeypatch
 
 def test_losses_of_both_forms_of_a_cache(compress, ids, monkeypatch):
     monkeypatch.setitem(cache_int8.POLICIES, "streaming", "sinks=4,window=28")
-    monkeypatch.setattr(cache_int8, "BIN", 64)
+    monkeypatch.setattr(paired_losses, "BIN", 64)
     found = cache_int8.losses(compress, "streaming", ids)
     assert found["tokens"] == len(ids) - 1
     assert 0 < abs(found["difference"]) < 0.05 and found["standard_error"] > 0
