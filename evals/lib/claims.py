@@ -47,14 +47,16 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: f"peers.{name}" for name in ("llama_cpp", "servers")},
     "training_peers": "peers.training",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
-    **dict.fromkeys(("sparse_135m", "sparse_135m_4096"), "magicpig.sparse_losses"),
+    **dict.fromkeys(
+        ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680"), "magicpig.sparse_losses"
+    ),
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"speed.{name}" for name in ("serving", "soak", "workarounds")},
     **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
     **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
-    **dict.fromkeys(("task_gates", "tasks", "tasks_query_aware"), "tasks"),
+    **dict.fromkeys(("task_gates", "tasks", "tasks_2048", "tasks_query_aware"), "tasks"),
 }
 MISCOMPILES = "0.10.2"  # the version of jax
 BAR = r"\|"  # a bar inside a cell

@@ -91,7 +91,12 @@ def rows() -> dict[str, Any]:
 
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
-TABLES |= {name: partial(report.table, name) for name in ("tasks", "tasks_query_aware")}
-TABLES |= {name: partial(sparse_report.table, name) for name in ("sparse_135m", "sparse_135m_4096")}
+TABLES |= {
+    name: partial(report.table, name) for name in ("tasks", "tasks_2048", "tasks_query_aware")
+}
+TABLES |= {
+    name: partial(sparse_report.table, name)
+    for name in ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680")
+}
 TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

@@ -42,6 +42,7 @@ def main(words: list[str] | None = None) -> None:
     ask.add_argument("--seed", type=int, default=0)
     ask.add_argument("--gates", action="store_true", help="measure full attention alone")
     ask.add_argument("--query-aware", action="store_true", help="put the question into the prefill")
+    ask.add_argument("--name", help="of the record (default: of what is measured)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args(words)
     try:
@@ -55,7 +56,7 @@ def main(words: list[str] | None = None) -> None:
             raise UserError("--gates must stand without --query-aware: full attention sees all; "
                             "leave one out")  # fmt: skip
         name = "task_gates" if given.gates else name
-        record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
+        record = Record(given.name or name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
         record.finish(run(llm, given, plan, record))
     except UserError as error:
         fail(error)

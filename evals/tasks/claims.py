@@ -47,15 +47,14 @@ def rows(results: Results, policy: str, scored: bool) -> Iterator[ROW]:
 
 def score_claim(
     says: str, paper: str, policy: str, holds: Callable[[Results, Results, float], bool],
-    needs: str = "", record: str = "tasks",
+    needs: str = "", records: tuple[str, ...] = ("tasks", "tasks_2048"),
 ) -> None:  # fmt: skip
-    """A claim on the score of one policy.
+    """A claim on the score of one policy, tested on each record.
 
     holds: of the results of full attention and of the policy in one case, and of the budget as a
     share of the context. needs: part of the name of a task without which it holds only in part.
     """
 
-    @claim(record, says, paper)
     def find(r: Results) -> Finding:
         every, scored = list(rows(r, policy, False)), list(rows(r, policy, True))
         if not every:
@@ -74,6 +73,9 @@ def score_claim(
         whole = all(found) and any(needs in name for name, *_ in scored)
         verdict = grade(whole, any(found)) if scored else UNSEEN
         return f"{r['model']}, {r['samples']} samples; {joined([*parts, *missed])}", verdict
+
+    for record in records:
+        claim(record, says, paper)(find)
 
 
 def forgets(full: Results, row: Results, ratio: float) -> bool:
@@ -103,7 +105,7 @@ score_claim(
 )  # fmt: skip
 score_claim(
     "SnapKV answers from a compressed prompt with the question as full attention does",
-    "SnapKV, needle in a haystack", "snapkv", keeps, record="tasks_query_aware",
+    "SnapKV, needle in a haystack", "snapkv", keeps, records=("tasks_query_aware",),
 )  # fmt: skip
 score_claim(
     "Attention to the ends and the largest logits answers as full attention does",

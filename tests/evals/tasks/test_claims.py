@@ -44,18 +44,20 @@ def record(full, **policies):
     ],
 )
 def test_verdicts_follow_the_scores(says, holds, fails, verdict):
-    (claim,) = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
+    claim, longer = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
+    assert (claim.record, longer.record) == ("tasks", "tasks_2048")
+    assert claim.find is longer.find
     assert claim.find(holds)[1] == verdict
     assert claim.find(fails)[1] == NOT
     assert claim.find(record(1.0, quest=1.0))[1].startswith(OPEN)
 
 
 def test_without_the_gate_there_is_no_score():
-    (claim,) = [
+    claim = next(
         c
         for c in claims.LONG_TASKS
         if c.says.startswith("SnapKV answers from a compressed prompt as")
-    ]
+    )
     text, verdict = claim.find(record(0.85, snapkv=1.0))
     assert verdict == UNSEEN
     gate = "needle, 1024 tokens: not scored: full attention is right in 3 of 20"

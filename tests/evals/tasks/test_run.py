@@ -236,6 +236,8 @@ def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
         return np.array([[0.5, 0, 1, 4, 100]] * len(self.prompts))
 
     monkeypatch.setattr(Batch, "result", result)
+    tasks.main([*ARGUMENTS, str(folder), "--gates", "--name", "longer"])
+    assert [file.name for file in trials.glob("*.json")] == ["longer.json"]
     tasks.main([*ARGUMENTS, str(folder), "--gates"])
     assert set(asked) == {"full"} and not (trials / "tasks.json").exists()
     found = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
