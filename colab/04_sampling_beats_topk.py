@@ -270,7 +270,7 @@ runtime.TextBox(captured.loss_table(losses, {n: f"reads {x:.1%}" for n, x in par
 #
 # Of these four policies, only `magicpig` selects keys without reading every key, so only it can save
 # time. On a CPU it is faster than full attention after tens of thousands of tokens
-# ([measurements](https://github.com/jaxkv/jaxkv/blob/main/evals/results/sparse.png)).
+# ([measurements](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md)).
 #
 # The last cell checks these results.
 

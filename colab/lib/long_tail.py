@@ -2,7 +2,7 @@
 
 Computations and tables of the notebook on MagicPIG (arXiv 2410.16179), on a model's attention and
 on synthetic attention; colab/lib/long_tail_figures.py has the plots. The experiments at full size
-are evals/magicpig/sampling.py, tune_lsh.py and sparse.py.
+are evals/magicpig/sampling.py, tune_lsh.py and sparse_losses.py.
 """
 
 from __future__ import annotations

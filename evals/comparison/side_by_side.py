@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli.progress import show_progress
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib import timing
+from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
-from jaxkv.evals.magicpig import matched_budgets, sparse
-from jaxkv.evals.magicpig.sparse import ScoredText
+from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.device import cores
 from jaxkv.models.llm import Llm
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import SparsePolicy
@@ -49,6 +52,14 @@ DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budg
 WRITTEN = 32  # timed tokens
 # Recorded loss of full attention after the short prompt, by number of stretches; its tolerance.
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
+
+
+class Stretches(NamedTuple):
+    """Equally long stretches of a text, each with `prompt` tokens of prompt and others to score."""
+
+    llm: Llm
+    tokens: Sequence[Sequence[int]]
+    prompt: int
 
 
 def settings(rounds: int, more: int = 0) -> dict[str, str]:
@@ -125,13 +136,13 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     stretches = [
         [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
     ]
-    text = ScoredText(llm, [PASSAGE], stretches, [], prompt)
+    text = Stretches(llm, stretches, prompt)
     short = settings(SHORT)
-    base = sparse.losses(text, short["full"], 1, "full")
+    base = losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "after_prompt": sparse.excess_loss(
-            base if name == "full" else sparse.losses(text, setting, draws(name, seeds), name),
+        name: {"policy": setting, "after_prompt": excess(
+            base if name == "full" else losses(text, setting, draws(name, seeds), name),
             base), "tokens": attended_after(text, setting)}
         for name, setting in short.items()
     }  # fmt: skip
@@ -140,7 +151,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, each in endless.items():
-        rows[name]["endless"] = sparse.excess_loss(each, endless["streaming"])
+        rows[name]["endless"] = excess(each, endless["streaming"])
         rows[name]["endless"]["loss"] = float(each.mean())
     after_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
@@ -169,6 +180,37 @@ def check(loss: float, stretches: int) -> None:
         )
 
 
+def losses(text: Stretches, setting: str, seeds: int, title: str) -> Float[np.ndarray, "X N"]:
+    """The mean loss after the prompt of each stretch, by seed."""
+    count = len(text.tokens)
+
+    def mean(number: int) -> float:
+        seed, stretch = divmod(number, count)
+        return after_prompt(text, setting, stretch, seed + seeds * stretch)  # seeds of its own
+
+    found = [mean(0)]  # compiles
+    progress = show_progress(title, seeds * count, "stretches")
+    with progress as report, ThreadPoolExecutor(cores()) as pool:
+        for one in pool.map(mean, range(1, seeds * count)):
+            found.append(one)
+            report(len(found))
+    jax.clear_caches()  # a process can map only this many compiled programs
+    return np.reshape(found, (seeds, count))
+
+
+def after_prompt(text: Stretches, policy: str | Policy, stretch: int, seed: int) -> float:
+    """The mean loss of a stretch after its prompt; exits where it is not finite."""
+    tokens, prompt = text.tokens[stretch], text.prompt
+    stream = models.Stream(text.llm, policy, seed=seed, tokens=len(tokens))
+    stream.prefill([tokens[:prompt]], prompt)
+    stream.finish_prefill()
+    rest = tokens[prompt:]
+    found = np.concatenate(list(models.losses(text.llm, rest, chunk=len(rest), stream=stream)))
+    if not np.isfinite(found).all():
+        raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
+    return float(found.mean(dtype=np.float64))
+
+
 def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.ndarray, "X N"]:
     """The mean loss of each whole block of an unbounded text, by seed."""
 
@@ -178,13 +220,17 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
         each = each[: len(each) - len(each) % BLOCK].reshape(-1, BLOCK)
         return each.mean(axis=1, dtype=np.float64)
 
-    name = setting.split(":")[0]
-    return np.stack(sparse.with_progress(map(one, range(seeds)), seeds, f"{name}, endless text"))
+    found = []
+    with show_progress(f"{setting.split(':')[0]}, endless text", seeds, "seeds") as report:
+        for seed in range(seeds):
+            found.append(one(seed))
+            report(len(found))
+    return np.stack(found)
 
 
-def attended_after(text: ScoredText, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(text: Stretches, setting: str) -> dict[str, dict[str, float]]:
     """The number of attended tokens after the first stretch's prompt, and after its last token."""
-    tokens, prompt = text.stretches[0], text.prompt
+    tokens, prompt = text.tokens[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))
     stream.prefill([tokens[:prompt]])
     stream.finish_prefill()

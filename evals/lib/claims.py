@@ -34,7 +34,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "remat": "training.remat",
     "rehearsal": "training.rehearsal",
     "backcopy": "training.backcopy",
-    **{name: "training.sink_tables" for name in ("sink_tables", "sink_tables_160m")},
+    "sink_tables": "training.sink_tables",
     **dict.fromkeys(("sinks_in_front", "sinks_distilled"), "training.sinks_in_front"),
     **{name: f"training.{name}" for name in ("emergence", "default_model")},
     "learned_memory": "comparison.learned_memory",
@@ -46,7 +46,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "peers": "peers.compare",
     **{name: f"peers.{name}" for name in ("llama_cpp", "servers")},
     "training_peers": "peers.training",
-    **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse", "tune_lsh")},
+    **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse_tokens", "tune_lsh")},
     **dict.fromkeys(
         ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680"), "magicpig.sparse_losses"
     ),
@@ -60,7 +60,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
 }
 MISCOMPILES = "0.10.2"  # the version of jax
 BAR = r"\|"  # a bar inside a cell
-BY_GPU = {"sink_tables_160m": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
+BY_GPU = {"sink_tables": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
 HEAD = """\
 # Claims

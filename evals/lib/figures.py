@@ -39,10 +39,10 @@ PAGES = (
     *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )
 LEGENDS = {
-    **dict.fromkeys(("sink_tables", "sink_tables_160m"), "upper right"),
+    "sink_tables": "upper right",
     **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
-    **dict.fromkeys(("sampled", "recall", "recall_compressed"), "outside right upper"),
-    **dict.fromkeys(("sparse", "sparse_recall"), "outside right upper"),
+    **dict.fromkeys(("recall", "recall_compressed"), "outside right upper"),
+    "sparse": "outside right upper",
     **dict.fromkeys(("sinks_in_front", "emergence"), "outside right upper"),
     "backcopy_curves": "center right",
     "streaming_tables": "upper left",
@@ -55,7 +55,6 @@ LEGENDS = {
 }
 SHAPES = {  # height in inches, and panels side by side
     "agents": (3.6, 2),
-    "sampled": (3.6, 2),
     "recall": (3.8, 1),
     "stream_losses": (5.4, 1),
     "attention_maps": (2.4, 1),
@@ -202,7 +201,7 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
 
 
 def sparse(axes: Any, results: dict[str, Any]) -> None:
-    """Loss after a prompt minus full attention's, with two standard errors over stretches, by the
+    """Loss after a prompt minus full attention's, with two standard errors over texts, by the
     share of the keys between the ends that is read."""
     found = next(iter(results["perplexity"].values()))
     by_share = list(found["shares"].values())
@@ -213,37 +212,13 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
         errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
         losses = [line["over_full"]["mean"] for line in lines]
         axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
-    draw_share_axis(axes, found["shares"], found["ends alone"]["over_full"]["mean"])
-    axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
-    axes.set(ylabel="loss over full (nats per token)")
-
-
-def sparse_recall(axes: Any, results: dict[str, Any]) -> None:
-    """Right answers by the share of the keys between the ends that is read: mean over distances,
-    minimum and maximum of the trained models. Line: full attention."""
-    seeds = list(results["recall"]["seeds"].values())
-    right = lambda line: 100 * np.mean(list(line["right"].values()))  # noqa: E731
-    by_share = seeds[0]["shares"]
-    names = list(next(iter(by_share.values())))
-    for name, style in zip(names, styles(names), strict=True):
-        each = [[found["shares"][share][name] for share in by_share] for found in seeds]
-        at = np.mean([[100 * line["share_read"]["mean"] for line in row] for row in each], axis=0)
-        found = np.array([[right(line) for line in row] for row in each])
-        middle = found.mean(axis=0)
-        ends = np.abs([found.min(axis=0) - middle, found.max(axis=0) - middle])
-        axes.errorbar(at, middle, ends, marker="o", markersize=3, capsize=2, label=name, **style)
-    draw_share_axis(axes, by_share, np.mean([right(found["ends alone"]) for found in seeds]))
-    full = np.mean([right(found["full"]) for found in seeds])
-    axes.axhline(full, color=COLOURS["full"], linewidth=0.8)
-    axes.set(ylabel="right answers (%)", ylim=(0, None))
-
-
-def draw_share_axis(axes: Any, shares: dict[str, Any], ends: float) -> None:
-    """The x axis of requested shares, and a line for the ends of a cache alone."""
-    axes.axhline(ends, color=COLOURS["full"], linestyle="dotted", label="ends alone")
-    at = [100 * float(share) for share in shares]
-    axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)")
-    axes.set_xticks(at, [f"{share:g}" for share in at])
+    ends, full = found["ends alone"]["over_full"]["mean"], COLOURS["full"]
+    axes.axhline(ends, color=full, linestyle="dotted", label="ends alone")
+    axes.axhline(0, color=full, linewidth=0.8)
+    axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)",
+             ylabel="loss over full (nats per token)")  # fmt: skip
+    ticks = [100 * float(share) for share in found["shares"]]
+    axes.set_xticks(ticks, [f"{share:g}" for share in ticks])
     axes.set_xticks([], minor=True)
 
 
@@ -314,22 +289,19 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "first_token": ("attention_maps", streaming_plots.first_token),
     "latency": ("latency", latency),
     "sink_tables": ("sink_tables", sink_tables),
-    "sink_tables_160m": ("sink_tables_160m", sink_tables),
     "sinks_in_front": ("sinks_in_front", training_plots.sinks_in_front),
     "emergence": ("emergence", training_plots.emergence),
     "backcopy": ("backcopy", backcopy),
     "backcopy_curves": ("backcopy", backcopy_curves),
     "single_layer": ("single_layer", single_layer),
     "single_layer_135m": ("single_layer_135m", single_layer),
-    "sampled": ("sampled", reservoir_plots.sampled),
     "stream_losses": ("stream_losses", reservoir_plots.stream_losses),
     "recall": ("recall", reservoir_plots.recall),
     "recall_compressed": ("recall", reservoir_plots.recall_compressed),
     "sampling": ("sampling", sampling),
     "sampling_budgets": ("sampling", sampling_budgets),
     "tune_lsh": ("tune_lsh", tune_lsh),
-    "sparse": ("sparse", sparse),
-    "sparse_recall": ("sparse", sparse_recall),
+    "sparse": ("sparse_135m", sparse),
     "peers": ("peers", peers),
     "prefix_report": ("prefix_replay", plots.report),
     "prefix_snapshots": ("prefix_replay", plots.snapshots),

@@ -28,8 +28,7 @@ OTHERS = {
     "remat": RANDOM,
     "sampling": f"{REAL}, {SYNTHETIC}",
     "sink_tables": TRAINED,
-    "sink_tables_160m": TRAINED,
-    "sparse": f"{DEFAULT}, {STORIES}, {TRAINED}, {RANDOM} (110M)",
+    "sparse_tokens": f"{RANDOM} (110M)",
     "startup": f"{DEFAULT}, {REAL}, {RANDOM}",
 }
 

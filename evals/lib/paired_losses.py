@@ -156,6 +156,17 @@ def loss_over_base(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
     return np.array(mine["loss"][:size]) - np.array(theirs[:size])
 
 
+def excess(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """Losses [seeds,texts] minus the base's: the mean, two standard errors over texts and over
+    seeds, and the difference by text."""
+    more = each - base
+    errors = {
+        name: 2 * standard_error(means) if len(means) > 1 else None
+        for name, means in (("stretches", more.mean(axis=0)), ("seeds", more.mean(axis=1)))
+    }
+    return {"mean": more.mean(), "two_errors": errors, "each": more.mean(axis=0).tolist()}
+
+
 def compare(
     by_text: ByText, names: Sequence[str], base: str, skip: int, end: int | None = None
 ) -> dict[str, Any]:

@@ -6,9 +6,8 @@ stretches.
 
 from __future__ import annotations
 
-from statistics import mean
-
 from jaxkv.evals.lib.claim import (
+    UNSEEN,
     Claim,
     Finding,
     Results,
@@ -21,8 +20,9 @@ from jaxkv.evals.lib.claim import (
     pick,
     spread,
 )
-from jaxkv.evals.lib.measured_on import DEFAULT, RANDOM, STORIES, TRAINED
+from jaxkv.evals.lib.measured_on import RANDOM
 from jaxkv.evals.magicpig.error_claims import ERRORS, METHODS
+from jaxkv.evals.tasks.report import cases
 
 COUNTED = "measured, no claim"
 MAGICPIG: list[Claim] = [*ERRORS]
@@ -55,13 +55,13 @@ LITTLE = (
     "With few keys (2 % in the paper), the loss rises by less than a tenth of its rise without any "
     "key between the ends"
 )
+FACTS = "Facts of a prompt are recalled, and more often than with Quest"
 LESS, BY_QUEST = "At equal shares, the loss rises less than with Quest", "RULER 87.6 against 82.1"
-SMALL = f"{DEFAULT}, {STORIES}"
 
 
 @claim("sparse_135m", LITTLE, FEW)
 @claim("sparse_135m_4096", LITTLE, FEW)
-@claim("sparse", LITTLE, FEW, model=SMALL)
+@claim("sparse_135m_7680", LITTLE, FEW)
 def little_is_lost(r: Results) -> Finding:
     """At each share; the smallest share decides."""
     shown, small = [], []
@@ -80,7 +80,7 @@ def little_is_lost(r: Results) -> Finding:
 
 @claim("sparse_135m", LESS, BY_QUEST)
 @claim("sparse_135m_4096", LESS, BY_QUEST)
-@claim("sparse", LESS, BY_QUEST, model=SMALL)
+@claim("sparse_135m_7680", LESS, BY_QUEST)
 def less_than_others(r: Results) -> Finding:
     lines = {
         f"{name}, {percent(share)}":
@@ -91,57 +91,36 @@ def less_than_others(r: Results) -> Finding:
     return joined(f"{name}: {listed(x, of_loss)}" for name, x in lines.items()), by_all(better)
 
 
-@claim("sparse", "A question that is read sparsely after prefill costs more than one that is part "
-       "of the prompt", "not claimed; public scores move from 60 to 90", model=DEFAULT)  # fmt: skip
-def by_question(r: Results) -> Finding:
-    """Losses with the end of the prompt read densely or sparsely, and with a dense layer."""
-    shown, worse = [], []
-    for share in r["protocol"]["shares"]:
-        lines = pick(r, f"protocol/shares/{share}/*/over_full")
-        shown.append(f"{percent(share)}: {listed(lines, of_loss)}")
-        worse += [
-            lines[name.replace("dense", "sparse", 1)]["mean"] > x["mean"] + x["two_errors"]["seeds"]
-            for name, x in lines.items() if name.startswith("question dense")
-        ]  # fmt: skip
-    tokens = r["protocol"]["question"]
-    return f"question: the last {tokens} tokens of a prompt; {joined(shown)}", by_all(worse)
-
-
-@claim("sparse", "Facts of a prompt are recalled, and more often than with Quest",
-       "RULER 87.6 against 82.1", model=TRAINED)  # fmt: skip
+@claim("tasks", FACTS, BY_QUEST)
+@claim("tasks_2048", FACTS, BY_QUEST)
 def answers(r: Results) -> Finding:
-    """Right answers; mean over distances and trained models."""
-    models = list(r["recall"]["seeds"].values())
-
-    def right(path: str) -> float:
-        return mean(mean(pick(model, f"{path}/right").values()) for model in models)
-
-    full = right("full")
-    shown, good = [f"full {full:.0%}, the ends alone {right('ends alone'):.0%}"], []
-    for share in models[0]["shares"]:
-        by_kind = {kind: right(f"shares/{share}/{kind}") for kind in METHODS}
-        shown.append(f"{float(share):.1%}: {listed(by_kind, '{:.0%}'.format)}")
-        good.append(by_kind["quest"] <= by_kind["magicpig"] > 0.95 * full)
-    return f"{len(models)} trained models; {joined(shown)}", by_all(good)
-
-
-@claim("sparse", "MagicPIG stores every token and hash tables; evicting policies store less",
-       "not claimed", model=f"{DEFAULT}, {RANDOM} (110M)")  # fmt: skip
-def at_equal_bytes(r: Results) -> Finding:
-    """Bytes of a prompt, tables included, and the loss of policies that evict."""
-    found = next(iter(r["perplexity"].values()))
-    (tokens, first), *others = r["bytes"].items()
-    of_keys = {name: x["over_full"] for name, x in first.items() if "magicpig" in name}
-    shown = [f"bytes over those of full, {tokens} tokens: {listed(of_keys)}"]
-    shown += [f"{int(size):,} tokens of the 110M model: {x['magicpig']['over_full']:.2f}"
-              for size, x in others]  # fmt: skip
-    dropped = {f"{name} ({x['state_bytes'] / first['full']['state_bytes']:.2f})":
-               of_loss(x["over_full"]) for name, x in found["evicting"].items()}  # fmt: skip
-    shown.append(f"loss of evicting policies (bytes over full's): {listed(dropped, str)}")
-    return joined(shown), COUNTED
+    """Right answers where full attention passes the gate, by budget."""
+    shown, good = [], []
+    for task, length, found in cases(r):
+        for ratio, rows in found["ratios"].items() if found["scored"] else ():
+            right = {n: rows[n]["score"] for n in (*METHODS, "topp") if n in rows}
+            full = found["full"]["score"]
+            shown.append(
+                f"{task}, {int(length):,} tokens, {100 * float(ratio):g}%: full {full:.0%}, "
+                f"{listed(right, '{:.0%}'.format)}"
+            )
+            good.append(right["quest"] <= right["magicpig"] > 0.95 * full)
+    text = f"{r['samples']} samples, right answers; {joined(shown)}"
+    return (text, by_all(good)) if good else (text, UNSEEN)
 
 
-@claim("sparse", "Decoding is faster after long prompts", "1.5 to 5 times the throughput",
+@claim("sparse_tokens", "MagicPIG stores every token and hash tables", "not claimed",
+       model=f"{RANDOM} (110M)")  # fmt: skip
+def of_bytes(r: Results) -> Finding:
+    """Bytes of the caches, tables included, over those of full attention."""
+    over = {
+        f"{int(size):,} tokens": found["state_bytes"]["magicpig"] / found["state_bytes"]["full"]
+        for size, found in r.items()
+    }
+    return f"bytes over those of full: {listed(over)}", COUNTED
+
+
+@claim("sparse_tokens", "Decoding is faster after long prompts", "1.5 to 5 times the throughput",
        model=f"{RANDOM} (110M)")  # fmt: skip
 def written_faster(r: Results) -> Finding:
     return joined(
@@ -149,8 +128,8 @@ def written_faster(r: Results) -> Finding:
         f"{listed(pick(found, 'tokens_per_second/*/median'))} tokens per second, "
         f"{spread(found['times_faster'])} times, {found['share_attended']['mean']:.1%} of the keys "
         f"attended, indexed in {found['seconds_to_index']:.0f} s"
-        for size, found in r["tokens"].items()
-    ), by_all([x >= 1.5 for x in pick(r, "tokens/*/times_faster/median").values()])
+        for size, found in r.items()
+    ), by_all([x >= 1.5 for x in pick(r, "*/times_faster/median").values()])
 
 
 MAGICPIG.append(

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
@@ -35,7 +36,6 @@ from jaxkv.evals.magicpig.matched_budgets import (
     Masses,
     Seen,
 )
-from jaxkv.evals.magicpig.sparse import ANGLES, SHARES, SINKS, WINDOW, excess_loss
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.device import cores
@@ -47,6 +47,9 @@ from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 PROMPT, SCORED = 2_048, 256  # tokens
+SHARES = (0.02, 0.05, 0.1, 0.2)
+SINKS, WINDOW = 4, 16
+ANGLES = 4  # texts on which K, L and the mass are chosen
 EVERY = 16  # of the queries by which K, L and the mass are chosen
 TIMED = 4  # tokens of a text that are read one by one, for the time
 COLUMNS = ("loss", "kl", "agreement", "read", "bytes", "seconds")  # of a method, by text
@@ -209,8 +212,8 @@ class MethodLosses:
         found = columns(self.of(policy, drawing))
         return {
             "policy": format_policy(policy),
-            "over_full": excess_loss(found["loss"], columns(base)["loss"]),
-            "kl": excess_loss(found["kl"], np.zeros_like(found["kl"])),
+            "over_full": excess(found["loss"], columns(base)["loss"]),
+            "kl": excess(found["kl"], np.zeros_like(found["kl"])),
             "agreement": found["agreement"].mean(),
             "share_read": {"mean": found["read"].mean(), "each": found["read"].mean(0).tolist()},
         } | cost(found)

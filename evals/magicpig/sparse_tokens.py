@@ -8,7 +8,7 @@ not fit in memory.
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,7 @@ from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
@@ -40,13 +40,31 @@ BUDGET = 8192  # keys per query head; more than it attends to, so that none is d
 MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
-def tokens(given: Namespace) -> dict[str, Any]:
-    """Tokens per second by prompt length."""
+def main() -> None:
+    ask = argparse.ArgumentParser(
+        prog="python -m jaxkv.evals.magicpig.sparse_tokens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ask.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the prompts")
+    ask.add_argument("--written", type=int, default=16, help="tokens that are timed")
+    ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--quick", action="store_true", help="a small model, into out/")
+    given = ask.parse_args()
+    if min(given.sizes) < 256:
+        ask.error(f"--sizes must be at least 256 tokens, got {given.sizes}; give longer prompts")
+    for name in ("written", "rounds"):
+        if getattr(given, name) < 1:
+            ask.error(f"--{name} must be at least 1, got {getattr(given, name)}; give more")
+    if (given.rounds + 2) * given.written > ROOM:
+        ask.error(f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got "
+                  f"{(given.rounds + 2) * given.written}; give fewer")  # fmt: skip
     shape = SMALL if given.quick else LARGE
-    return {str(size): measure(shape, size, given) for size in given.sizes}
+    record = Record("sparse_tokens", quick=given.quick)
+    record.finish({str(size): measure(shape, size, given) for size in given.sizes})
 
 
-def measure(shape: dict[str, int], size: int, given: Namespace) -> dict[str, Any]:
+def measure(shape: dict[str, int], size: int, given: argparse.Namespace) -> dict[str, Any]:
     """One length; both policies alternate."""
     policies = {"full": Full(max=size + ROOM, start=1),
                 "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
@@ -144,3 +162,7 @@ def attended_share(
 
     layers = np.array(jax.device_get(ask(llm.weights, stream.decoding.states)))
     return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}
+
+
+if __name__ == "__main__":
+    main()

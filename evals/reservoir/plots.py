@@ -11,23 +11,6 @@ from jaxkv.evals.lib.facts import VALUES
 from jaxkv.models.palette import COLOURS, styles
 
 
-def sampled(panels: Any, results: dict[str, Any]) -> None:
-    """Loss of each block of a long text, divided by that of streaming at equal bytes; below 1 is
-    better. Weighted: a sampled token counts for all tokens that it represents."""
-    caches, block = results["worth"]["caches"], results["worth"]["block"]
-    base = np.array(caches["streaming"]["blocks"])
-    at = block / 1e6 * np.arange(1, len(base) + 1)
-    for (name, found), style in zip(caches.items(), styles(list(caches)), strict=True):
-        axes = panels[int("weighted" in name)]
-        width = 5 if name == "streaming" else 1.5  # visible below lines that are close to 1
-        axes.plot(at, np.array(found["blocks"]) / base, label=name, lw=width, **style)
-    panels[1].axhline(1, color=COLOURS["streaming"], lw=5)
-    for axes, kind in zip(panels, ("not weighted", "weighted"), strict=True):
-        axes.set_title(kind, fontsize=9)
-        axes.set_xlabel("million tokens")
-    panels[0].set(ylabel="loss / loss of streaming")
-
-
 def stream_losses(axes: Any, results: dict[str, Any]) -> None:
     """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
     Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.

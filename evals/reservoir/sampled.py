@@ -1,16 +1,13 @@
-"""Cost and loss of sampled caches, compared with StreamingLLM.
+"""Time of sampled caches.
 
-Three experiments, by their names for --only:
-  "worth"     an endless stream of books through every cache at equal bytes: loss per block, memory
-  "token"     time per token over that of `streaming` at equal slots, with all halving included
+Two experiments, by their names for --only:
+  "token"        time per token over that of `streaming` at equal slots, with all halving included
   "compression"  compressing a long prompt, against prefill (a Llama of 110 million random weights)
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,11 +17,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, spread, standard_error
-from jaxkv.evals.lib.state_sizes import streaming, streaming_window
-from jaxkv.evals.lib.text import HELD_BACK, tokens_of
+from jaxkv.evals.lib.record import Record, spread
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
-from jaxkv.evals.streaming.endless import read
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -41,8 +35,7 @@ CACHES = {  # of equal slots
         "balance-stream:sinks=4,window=124,levels=3,block=64,weighted=true",
 }  # fmt: skip
 LONG = "balance:rounds=2"
-CHUNK = 200  # tokens per chunk of a stream
-WORSE, DEARER, SHARE, GROWN = 1.01, 1.3, 0.1, 16  # upper bars; GROWN in MiB
+DEARER, SHARE = 1.3, 0.1  # upper bars
 
 
 def main() -> None:
@@ -51,81 +44,23 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
-    ask.add_argument("--tokens", type=int, default=1_000_000, help="scored tokens")
-    ask.add_argument("--block", type=int, default=100_000, help="tokens per reported loss")
     ask.add_argument("--written", type=int, default=10_000, help="timed tokens")
     ask.add_argument("--prompt", type=int, default=32_768, help="length of the compressed prompt")
     ask.add_argument("--rounds", type=int, default=7, help="rounds per measurement")
     ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
-    if given.block % CHUNK or given.tokens % given.block:
-        ask.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
-
     llm = models.load()
-    ids, files = tokens_of(llm, given.texts, given.tokens + 1, HELD_BACK)
-    if len(ids) <= given.tokens:
-        ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
     quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
-    record = Record("sampled", [*llm.files, *files], [0], quick)
+    record = Record("sampled", llm.files, [0], quick)
     results: dict[str, Any] = {"bars": []}
     for part in given.only:
-        results[part] = PARTS[part](llm, ids, given)
+        results[part] = PARTS[part](llm, given)
         results["bars"] += results[part].pop("bars")
     record.finish(results)
 
 
-def worth(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
-    """The loss of each block of one text, by cache."""
-    caches = {"streaming": streaming(streaming_window(llm, CACHES.values())), **CACHES}
-    found: dict[str, Any] = {
-        "tokens": given.tokens, "block": given.block, "chunk": CHUNK, "caches": {}
-    }  # fmt: skip
-    for name, text in caches.items():
-        blocks = read(llm, ids, text, CHUNK, given.block, 0, name)
-        later = [block["resident_bytes"] for block in blocks[1:]] or [blocks[0]["resident_bytes"]]
-        found["caches"][name] = {
-            "policy": text,
-            "blocks": [finite(block["loss"]) for block in blocks],
-            "not_finite": sum(block["not_finite"] for block in blocks),
-            "state_bytes": sorted({block["state_bytes"] for block in blocks}),
-            "grown_bytes": later[-1] - later[0],
-            "tokens_per_second": given.tokens / sum(block["seconds"] for block in blocks),
-        }
-    base = found["caches"]["streaming"]["blocks"]
-    for line in found["caches"].values():
-        line["over_streaming"] = over(line["blocks"], base)
-    found["bars"] = [
-        bar(f"{name}: loss of {given.tokens:,} tokens over that of {caches['streaming']}",
-            1 + found["caches"][name]["over_streaming"]["mean"], "<=", WORSE)
-        for name in ("reservoir", "balance-stream")
-        if found["caches"][name]["over_streaming"]
-    ]  # fmt: skip
-    every = found["caches"].values()
-    found["bars"] += [
-        bar("losses that are not finite", sum(x["not_finite"] for x in every), "<=", 0),
-        bar("sizes of one state, the maximum over caches",
-            max(len(x["state_bytes"]) for x in every), "<=", 1),
-        bar("MiB by which the process grew after the first block, the maximum over caches",
-            max(x["grown_bytes"] for x in every) / 2**20, "<=", GROWN),
-    ]  # fmt: skip
-    return found
-
-
-def finite(loss: float) -> float | None:
-    return loss if np.isfinite(loss) else None
-
-
-def over(blocks: list[float | None], base: list[float | None]) -> dict[str, float] | None:
-    """Relative difference of the losses by block: mean and standard error."""
-    if None in blocks or None in base:
-        return None
-    share = np.array(blocks) / np.array(base) - 1
-    return {"mean": share.mean(), "standard_error": standard_error(share)}
-
-
-def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
+def token(llm: Llm, given: argparse.Namespace) -> dict[str, Any]:
     """Seconds per generated token; the caches alternate."""
     caches = {"streaming": STREAMING, **CACHES}
     variants = {}
@@ -145,7 +80,7 @@ def token(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, 
     }  # fmt: skip
 
 
-def time_compression(llm: Llm, ids: Sequence[int], given: argparse.Namespace) -> dict[str, Any]:
+def time_compression(llm: Llm, given: argparse.Namespace) -> dict[str, Any]:
     """Seconds of prompt compression and of prefill."""
     large, _ = random_llama(SMALL if given.quick else LARGE)
     tokens = prompt(large, given.prompt)
@@ -180,7 +115,7 @@ def time_compression(llm: Llm, ids: Sequence[int], given: argparse.Namespace) ->
     }  # fmt: skip
 
 
-PARTS = {"worth": worth, "token": token, "compression": time_compression}
+PARTS = {"token": token, "compression": time_compression}
 
 
 if __name__ == "__main__":

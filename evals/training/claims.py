@@ -159,8 +159,7 @@ SECTION_3_3 = (  # claim, its figure in the paper, variants that it needs, verdi
      tasks_unharmed),
 )  # fmt: skip
 TRAINING = [
-    Claim(says, paper, record, given(variants, find))
-    for record in ("sink_tables", "sink_tables_160m")
+    Claim(says, paper, "sink_tables", given(variants, find))
     for says, paper, variants, find in SECTION_3_3
 ]
 claim = adder(TRAINING)

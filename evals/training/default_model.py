@@ -6,6 +6,9 @@ r"""The default model: exported from a run of the preset `default`, and evaluate
     python -m jaxkv.evals.training.default_model --run out/runs/default --data out/novels \
       --texts books/test
 
+Without --run, the last command measures the model of the package again; the record keeps what it
+says of the training.
+
 The first command removes marks of emphasis and lines of a repeated punctuation mark, because a
 small model degenerates into them. The project's other books are not all novels; a model trained on
 all books ended in lists.
@@ -28,7 +31,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cli.progress import Progress
-from jaxkv.evals.lib.record import TRIALS, Record, plain, read
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, plain, read
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.sink_tables import logged
@@ -107,7 +110,8 @@ def main() -> None:
     ask = argparse.ArgumentParser(
         prog="python -m jaxkv.evals.training.default_model", description=__doc__
     )
-    ask.add_argument("--run", type=Path, help="folder of a finished run")
+    ask.add_argument("--run", type=Path, help="folder of a finished run (default: the model of the "
+                     "package)")  # fmt: skip
     ask.add_argument("--data", type=Path, help="the data folder that it was trained on")
     ask.add_argument("--texts", type=Path, help="folder of held-out books, *.txt")
     ask.add_argument(
@@ -123,10 +127,9 @@ def main() -> None:
                 "the model card is stale; run python -m jaxkv.evals.training.default_model"
             )
         return
-    if None in (given.run, given.data, given.texts):
-        ask.error(
-            "--run, --data and --texts are required: run to store, its data, and books to score"
-        )
+    if not given.texts or bool(given.run) != bool(given.data):
+        ask.error("--texts must name books to score, and --run and --data stand together; give "
+                  "the missing one")  # fmt: skip
     if given.block % CHUNK or given.tokens % given.block:
         ask.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
 
@@ -134,10 +137,17 @@ def main() -> None:
     if len(files) < 2 or given.tokens % len(files):
         ask.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
     record = Record("default_model", files, [0], given.quick)
-    reported = training(given.run, given.data)
+    reported = (
+        training(given.run, given.data) if given.run
+        else read("default_model", RESULTS)["results"]["training"]
+    )  # fmt: skip
     folder = TRIALS / "default" if given.quick else DEFAULT
     with tempfile.TemporaryDirectory() as scratch:
-        stored = store(given.run, Path(scratch))
+        stored = Path(scratch)
+        if given.run:
+            store(given.run, stored)
+        else:
+            shutil.copytree(DEFAULT, stored, dirs_exist_ok=True)
         results = measure(models.load(stored), files, given.tokens, given.block)
         weights = stored / "model.safetensors"
         record.about["data"][f"models/default/{weights.name}"] = sha256(weights)
@@ -148,11 +158,11 @@ def main() -> None:
     print("wrote", record.save(results), "and", folder.name)
 
 
-def store(run: Path, folder: Path) -> Path:
-    """Export the trained model in bfloat16; return the folder."""
+def store(run: Path, folder: Path) -> None:
+    """Export the trained model in bfloat16."""
     llm = models.load(run / "hf")
     front = llm.tokenizer.front
-    return export(folder, llm.config, llm.weights, run / "hf" / data.TOKENIZER, front, "bfloat16")
+    export(folder, llm.config, llm.weights, run / "hf" / data.TOKENIZER, front, "bfloat16")
 
 
 def training(run: Path, folder: Path) -> dict[str, Any]:

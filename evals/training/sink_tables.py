@@ -48,7 +48,6 @@ def main() -> None:
     ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl (default: no Table 4)")
     ask.add_argument("--tokens", type=int, default=100_000)
     ask.add_argument("--rows", type=int, default=1_000, help="maximal rows per task")
-    ask.add_argument("--name", default="sink_tables", help="name of the record")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
 
@@ -66,14 +65,14 @@ def main() -> None:
         data += files
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
     data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
-    record = Record(given.name, data, quick=given.quick)
+    record = Record("sink_tables", data, quick=given.quick)
     variants: dict[str, Any] = {}
     for folder, run, variant in zip(given.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
         variants[variant] = trained(folder, run, llm) | measure(llm, texts, tasks, variant)
         where = TRIALS if given.quick else RESULTS
         where.mkdir(parents=True, exist_ok=True)
-        (where / f"{given.name}_{variant}.png").write_bytes(draw(llm, texts, variant))
+        (where / f"sink_tables_{variant}.png").write_bytes(draw(llm, texts, variant))
     record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
     record.finish({"variants": variants})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxkv.evals.lib.claim import HOLDS, NOT, PART
+from jaxkv.evals.lib.claim import HOLDS, NOT, PART, UNSEEN
 from jaxkv.evals.magicpig import claims, error_claims
 
 
@@ -153,30 +153,30 @@ def test_less_than_quest(quest, verdict):
     assert claims.less_than_others(perplexity(0.2, 0.05, quest))[1] == verdict
 
 
-@pytest.mark.parametrize(("sparse", "verdict"), [((0.3, 0.4), HOLDS), ((0.3, 0.2), PART),
-                                                 ((0.1, 0.2), NOT)])  # fmt: skip
-def test_questions(sparse, verdict):
-    variants = {f"question dense, {i}": loss(0.1 * (i + 1)) for i in range(2)}
-    variants |= {f"question sparse, {i}": loss(x) for i, x in enumerate(sparse)}
-    record = {"protocol": {"question": 32, "shares": {"0.02": variants}}}
-    assert claims.by_question(record)[1] == verdict
-
-
 @pytest.mark.parametrize(
     ("by_tables", "quest", "verdict"),
     [((0.9, 0.9), 0.5, HOLDS), ((0.5, 0.9), 0.4, PART), ((0.9, 0.9), 0.95, NOT),
      ((0.5, 0.5), 0.1, NOT)],
 )  # fmt: skip
 def test_answers(by_tables, quest, verdict):
-    def right(share):
-        return {"right": {"10": share, "40": share}}
+    by_ratio = {
+        ratio: {"magicpig": {"score": own},
+                **{name: {"score": quest} for name in (*error_claims.METHODS[1:], "snapkv")}}
+        for ratio, own in zip(("0.125", "0.5"), by_tables, strict=True)
+    }  # fmt: skip
+    case = {"scored": True, "full": {"score": 0.9}, "ratios": by_ratio}
+    record = {"samples": 20, "tasks": {"needle": {"1024": case}}}
+    text, found = claims.answers(record)
+    assert found == verdict and "needle, 1,024 tokens, 50%: full 90%, magicpig" in text
+    assert "snapkv" not in text
+    missed = {"needle": {"1024": case | {"scored": False}}}
+    assert claims.answers(record | {"tasks": missed})[1] == UNSEEN
 
-    by_share = {
-        name: {"magicpig": right(own), **dict.fromkeys(error_claims.METHODS[1:], right(quest))}
-        for name, own in zip(("0.005", "0.02"), by_tables, strict=True)
-    }
-    model = {"full": right(0.9), "ends alone": right(0.0), "shares": by_share}
-    assert claims.answers({"recall": {"seeds": {"0": model}}})[1] == verdict
+
+def test_bytes_of_magicpig_are_those_over_full():
+    bytes_ = {"full": 100, "magicpig": 171}
+    text, verdict = claims.of_bytes({"32768": {"state_bytes": bytes_}})
+    assert "32,768 tokens 1.71" in text and verdict == claims.COUNTED
 
 
 @pytest.mark.parametrize(("times", "verdict"), [((2.0, 3.0), HOLDS), ((1.1, 3.0), PART),
@@ -189,7 +189,7 @@ def test_tokens(times, verdict):
             "share_attended": {"mean": 0.02}, "seconds_to_index": 3.0,
         }  # fmt: skip
 
-    record = {"tokens": {str(i + 1): found(x) for i, x in enumerate(times)}}
+    record = {str(i + 1): found(x) for i, x in enumerate(times)}
     assert claims.written_faster(record)[1] == verdict
 
 
