@@ -23,7 +23,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
@@ -265,4 +265,4 @@ def show(results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -32,7 +32,7 @@ from jaxkv.evals.lib.paired_losses import (
     record_header,
 )
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.reservoir import attention_error
@@ -199,4 +199,4 @@ def positions_without_token(size: TreeSize, num_evicted: jax.Array, rng: jax.Arr
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,7 +10,6 @@ Learned pairs are kept under out/, so that an interrupted run continues.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from jaxkv import models
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks.generators import THINGS
 from jaxkv.models import compaction
@@ -233,24 +232,20 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=300, help="of training")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
-    try:
-        llm = models.load(given.model, "float32")
-        record = Record("learned_memory", [*llm.files, PASSAGE], [0], quick=given.quick)
-        cases = [case(llm, start, given.length, seed=start) for start in given.starts]
-        parts, seconds, found = Parts(record, len(cases)), [], []
-        for start, one in zip(given.starts, cases, strict=True):
+    llm = models.load(given.model, "float32")
+    record = Record("learned_memory", [*llm.files, PASSAGE], [0], quick=given.quick)
+    cases = [case(llm, start, given.length, seed=start) for start in given.starts]
+    parts, seconds, found = Parts(record, len(cases)), [], []
+    for start, one in zip(given.starts, cases, strict=True):
 
-            def train(one: Probed = one) -> np.ndarray:
-                begun = time.perf_counter()
-                pairs = compaction.compact(llm, one.document, given.slots, given.steps)
-                seconds.append(time.perf_counter() - begun)
-                return np.stack(pairs)
+        def train(one: Probed = one) -> np.ndarray:
+            begun = time.perf_counter()
+            pairs = compaction.compact(llm, one.document, given.slots, given.steps)
+            seconds.append(time.perf_counter() - begun)
+            return np.stack(pairs)
 
-            name = f"{llm.name}, {given.length} from {start}, {given.slots}, {given.steps} steps"
-            found.append(measure(llm, one, given.slots, parts.part(name, train)))
-    except UserError as error:
-        print(f"jaxkv.evals.comparison.learned_memory: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        name = f"{llm.name}, {given.length} from {start}, {given.slots}, {given.steps} steps"
+        found.append(measure(llm, one, given.slots, parts.part(name, train)))
     record.finish({
         "model": llm.name,
         "length": given.length,
@@ -265,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -28,7 +28,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.paired_losses import excess
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.models.config import Config
@@ -303,4 +303,4 @@ def attended_shares(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

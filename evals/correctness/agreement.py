@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from jaxkv.evals.lib.record import ROOT, Record
+from jaxkv.evals.lib.record import ROOT, Record, run_command
 from jaxkv.evals.lib.timing import bar
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
@@ -86,4 +86,4 @@ def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from jaxkv.evals.correctness.agreement import reported_by
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 
 TESTS = {
     "reservoir": "tests/policies/test_reservoir.py",
@@ -31,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

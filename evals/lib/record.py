@@ -63,7 +63,7 @@ class Record:
             draw(self.file.stem)
 
 
-def run(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None]) -> None:
     """Run an experiment; an error that the user can correct is one line, with exit code 2."""
     try:
         main()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Spec
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
@@ -221,4 +221,4 @@ def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.SampledPlaces
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

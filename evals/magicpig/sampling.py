@@ -25,9 +25,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Policy, Spec
-from jaxkv.errors import UserError
 from jaxkv.evals.balancekv.single_layer import QUERIES
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
@@ -116,10 +115,7 @@ def tokens_for(
                   f"more, got {given.stretches} and {given.seeds}")  # fmt: skip
     if not given.text.exists():
         ask.error(f"--text {given.text} does not exist")
-    try:
-        llm = models.load(*([model] if model else []))
-    except UserError as wrong:
-        ask.error(str(wrong))
+    llm = models.load(*([model] if model else []))
     length = llm.config.context if given.tokens is None else given.tokens
     least = SINKS + 2 * WINDOW + QUERIES
     if not least <= length <= llm.config.context:
@@ -258,4 +254,4 @@ def show(results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.magicpig.matched_budgets import (
@@ -303,4 +303,4 @@ def compared(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -22,7 +22,7 @@ from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
@@ -165,4 +165,4 @@ def attended_share(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

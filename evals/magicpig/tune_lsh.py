@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Spec
-from jaxkv.errors import UserError
 from jaxkv.evals.balancekv.single_layer import QUERIES
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.magicpig.heads import (
     CapturedLayer,
     Estimate,
@@ -88,12 +87,9 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(f"--target must be above 0, got {given.target}; try {TARGET}")
     if given.keys is not None and given.keys < 1:
         parser.error(f"--keys must be at least 1, got {given.keys}")
-    try:
-        for bits in given.bits:
-            for tables in given.tables:
-                hashing(HASHES[0], bits, tables)
-    except UserError as wrong:
-        parser.error(str(wrong))
+    for bits in given.bits:
+        for tables in given.tables:
+            hashing(HASHES[0], bits, tables)
 
 
 def hashing(name: str, bits: int, tables: int) -> Hashing:
@@ -225,4 +221,4 @@ def show(name: str, found: Mapping[str, Any], target: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

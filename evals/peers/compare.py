@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
@@ -178,4 +178,4 @@ def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

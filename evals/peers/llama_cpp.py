@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, rate, ratio, time_rounds
 from jaxkv.evals.peers import rates_table
@@ -261,4 +261,4 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[s
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.peers import server_requests as requests
 from jaxkv.evals.peers.llama_cpp_rates import memory
@@ -256,4 +256,4 @@ def memory_of(server: RunningServer) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, run
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
 from jaxkv.evals.peers.weights import as_folder
@@ -150,4 +150,4 @@ def torch_step(folder: Path, recipe: Recipe) -> Step:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

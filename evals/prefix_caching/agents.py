@@ -20,7 +20,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_ids
-from jaxkv.evals.lib.record import ROOT, Record
+from jaxkv.evals.lib.record import ROOT, Record, run_command
 from jaxkv.evals.prefix_caching import traces
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
@@ -124,4 +124,4 @@ def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

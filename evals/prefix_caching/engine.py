@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
-from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
@@ -196,4 +196,4 @@ def first_tokens(answers: Iterable) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
-from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.models import uncached
 from jaxkv.models.llm import Llm
@@ -132,4 +132,4 @@ def read(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) ->
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

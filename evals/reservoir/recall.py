@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
@@ -159,4 +159,4 @@ def endless(llm: Llm) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
@@ -119,4 +119,4 @@ PARTS = {"token": token, "compression": time_compression}
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -105,4 +105,4 @@ def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

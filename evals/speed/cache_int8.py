@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Spec, State
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, spread, standard_error
+from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
@@ -194,4 +194,4 @@ def token_at(positions: UInt32[Array, "B T"]) -> Float32[Array, "3 B T H"]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

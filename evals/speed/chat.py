@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.speed.startup import COMMAND, environment
 from jaxkv.models import smollm2
@@ -76,4 +76,4 @@ def chat(model: str, asked: list[str], folder: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

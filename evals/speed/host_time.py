@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.engine import Engine, Request
-from jaxkv.evals.lib.record import Record, run, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, bar, time_rounds, timed
 from jaxkv.models.llm import Llm
@@ -122,4 +122,4 @@ def profile(steps: Callable[[], None]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar
 from jaxkv.pallas_kernels.sampled_attention import bench as attention
 from jaxkv.pallas_kernels.sampled_attention.shapes import LENGTHS
@@ -71,4 +71,4 @@ def spreads(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -31,7 +31,7 @@ from jaxkv.evals.lib.baseline import (
     random_llama,
     thread_variants,
 )
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import (
     Variant,
     bar,
@@ -313,4 +313,4 @@ PARTS: dict[str, Callable[[Pair, Pair, Scale], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

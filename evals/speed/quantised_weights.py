@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkv import defaults, models
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, run, spread, standard_error
+from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import smollm2
@@ -121,4 +121,4 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

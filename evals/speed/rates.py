@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
 from jaxkv.models.llm import Llm
 
@@ -90,4 +90,4 @@ def read(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

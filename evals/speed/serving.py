@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
-from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.models import Llm
 from jaxkv.models.serving import make_engine
@@ -180,4 +180,4 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
 PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost}
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

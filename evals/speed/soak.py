@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.speed.serving import BOOKS, passages
 
@@ -340,4 +340,4 @@ def early_hits(life: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

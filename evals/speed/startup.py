@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import ROOT, Record, spread
+from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.models import smollm2
 from jaxkv.models.decoding import compiled_decode_block, prefill_programs
@@ -194,4 +194,4 @@ def environment(folder: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

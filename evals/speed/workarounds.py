@@ -26,7 +26,7 @@ from jaxkv.cache import ring
 from jaxkv.engine import model as engine_model
 from jaxkv.engine import programs as engine
 from jaxkv.evals.lib import hlo
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import Variant, ratio, time_rounds
 from jaxkv.evals.speed import plain_forms
 from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, LoadModel, Program, Sizes
@@ -294,4 +294,4 @@ def line(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.models import uncached
 from jaxkv.models.config import Config
@@ -100,4 +100,4 @@ def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, plain, resident
+from jaxkv.evals.lib.record import Record, plain, resident, run_command
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.state import batch
@@ -171,4 +171,4 @@ def compilations() -> Counter:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.models.llm import Llm
 
 CACHE = 256
@@ -126,4 +126,4 @@ def likelihood(llm: Llm, stream: models.Stream, ids: Sequence[int]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

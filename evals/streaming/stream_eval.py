@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, standard_error
+from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
 from jaxkv.evals.tasks.generators import DIGITS, THINGS
@@ -195,4 +195,4 @@ def _likeliest(config: Config, weights: Weights, x: Float[Array, "D B T"]) -> In
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,7 +24,7 @@ from jaxkv.evals.lib.paired_losses import (
     measure,
     record_header,
 )
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.models.llm import Llm
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
@@ -106,4 +106,4 @@ def curve(by_text: ByText) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -11,15 +11,14 @@ that an interrupted run continues, and a longer one starts from them.
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from jaxkv import models
 from jaxkv.errors import UserError, check_int
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
@@ -45,26 +44,18 @@ def main(words: list[str] | None = None) -> None:
     ask.add_argument("--name", help="of the record (default: of what is measured)")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args(words)
-    try:
-        for name in ("samples", "batch"):
-            check_int(f"--{name}", getattr(given, name))
-        check_int("--seed", given.seed, 0, 2**31)
-        llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-        plan = plan_of(llm, given)
-        name = "tasks_query_aware" if given.query_aware else "tasks"
-        if given.gates and given.query_aware:
-            raise UserError("--gates must stand without --query-aware: full attention sees all; "
-                            "leave one out")  # fmt: skip
-        name = "task_gates" if given.gates else name
-        record = Record(given.name or name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
-        record.finish(run(llm, given, plan, record))
-    except UserError as error:
-        fail(error)
-
-
-def fail(error: UserError) -> NoReturn:
-    print(f"jaxkv.evals.tasks: error: {error}", file=sys.stderr)
-    raise SystemExit(2)
+    for name in ("samples", "batch"):
+        check_int(f"--{name}", getattr(given, name))
+    check_int("--seed", given.seed, 0, 2**31)
+    if given.gates and given.query_aware:
+        raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
+                        "one out")  # fmt: skip
+    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
+    plan = plan_of(llm, given)
+    measured = "tasks_query_aware" if given.query_aware else "tasks"
+    name = given.name or ("task_gates" if given.gates else measured)
+    record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
+    record.finish(run(llm, given, plan, record))
 
 
 def plan_of(llm: Llm, given: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
@@ -171,4 +162,4 @@ def row(found: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str, An
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
 from jaxkv.models import corpus, data, uncached
 from jaxkv.models.llm import Llm
@@ -199,4 +199,4 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cli.progress import Progress
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, plain, read
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, plain, read, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.sink_tables import logged
@@ -347,4 +347,4 @@ def quoted(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

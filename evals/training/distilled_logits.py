@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import run
+from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
 from jaxkv.models.compaction import optimizer
@@ -127,4 +127,4 @@ def _divergence(
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

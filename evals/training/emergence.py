@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
@@ -51,4 +51,4 @@ def curve(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

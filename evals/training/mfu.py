@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.models import device, training
 from jaxkv.models.data import FRONT
@@ -124,4 +124,4 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

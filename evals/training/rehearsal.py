@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, run
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.models import compilation, data, memory_plan
@@ -188,4 +188,4 @@ def read_exported(recipe: Recipe, tokens: DataFolder, folder: Path) -> dict[str,
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

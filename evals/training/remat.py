@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.training.mfu import stepping
 from jaxkv.models import memory_plan, training
@@ -91,4 +91,4 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

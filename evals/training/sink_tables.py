@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, standard_error
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, run_command, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.models import pictures, uncached
@@ -293,4 +293,4 @@ def _score(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

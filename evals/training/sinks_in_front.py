@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
@@ -178,4 +178,4 @@ def bars(losses: dict[str, dict[str, Any]], windows: Sequence[int]) -> list[dict
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

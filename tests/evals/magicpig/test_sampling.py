@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.lib import figures
-from jaxkv.evals.lib.record import plain
+from jaxkv.evals.lib.record import plain, run_command
 from jaxkv.evals.magicpig import geometry, heads, inclusion, matched_budgets, sampling, synthetic
 from jaxkv.evals.magicpig.published_tables import DIMS
 from jaxkv.policies import MagicPIG, Oracle, TopK
@@ -207,6 +207,6 @@ def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypa
     monkeypatch.setattr(sys, "argv", ["sampling", *words])
     monkeypatch.setattr(sampling, "Record", None)
     with pytest.raises(SystemExit) as end:
-        sampling.main()
+        run_command(sampling.main)
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert end.value.code == 2 and "error: " in said and says in said

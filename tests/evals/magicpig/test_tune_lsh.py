@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from jaxkv.contract import Spec
 from jaxkv.evals.lib import figures
-from jaxkv.evals.lib.record import plain
+from jaxkv.evals.lib.record import plain, run_command
 from jaxkv.evals.magicpig import heads, tune_lsh
 from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
@@ -127,6 +127,6 @@ def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypa
     monkeypatch.setattr(sys, "argv", ["tune_lsh", "--text", ".", *words])
     monkeypatch.setattr(tune_lsh, "Record", None)
     with pytest.raises(SystemExit) as end:
-        tune_lsh.main()
+        run_command(tune_lsh.main)
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert end.value.code == 2 and "error: " in said and says in said
