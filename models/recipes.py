@@ -92,7 +92,7 @@ PRESETS: dict[str, Recipe] = {
         log_every=100, look_every=100, save_every=800,
     ),
     # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. Its
-    # time and loss are in evals/results/sink_tables.json, its speed in mfu.json.
+    # loss is in evals/results/emergence.json, its speed in mfu.json.
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
         rows=8, steps=1250, lr=2e-3,
