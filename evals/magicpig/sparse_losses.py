@@ -98,6 +98,10 @@ class RecordedText:
         (found,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
         return found
 
+    def forget(self) -> None:
+        """Free `seen`: a gigabyte after a prompt of 8,000 tokens."""
+        self.__dict__.pop("seen", None)
+
     def chunk(self, layer: int, part: slice) -> Chunk:
         """A part of what one layer attended with."""
         positions = np.arange(len(self.tokens) - 1, dtype=np.uint32)
@@ -188,6 +192,9 @@ class MethodLosses:
         drawn = len(DRAWING) * self.seeds
         methods = len(matched_budgets.methods(0.1, (4, 4), SINKS, WINDOW, 0.5))
         self.parts = Parts(self.record, 4 + len(shares) * (methods - len(DRAWING) + drawn))
+        angles, masses = self.angles(), self.masses()
+        for text in self.between:
+            text.forget()
         base = self.of(Full(max=self.size), False)
         full = columns(base)
         found: dict[str, Any] = {
@@ -197,7 +204,6 @@ class MethodLosses:
             "ends alone": self.line(EndsOnly(sinks=SINKS, window=WINDOW), False, base),
             "shares": {},
         }  # fmt: skip
-        angles, masses = self.angles(), self.masses()
         for share in shares:
             tables, mass = matched_budgets.tables(angles, share), masses.reaching(share)
             chosen = matched_budgets.methods(share, tables, SINKS, WINDOW, mass)
