@@ -55,11 +55,13 @@ def page() -> str:
         lines += ["", f"## {chapter}"]
         for name, title in titles.items():
             record, draw = FIGURES[name]
-            if not (RESULTS / f"{name}.png").exists():  # its record needs an accelerator
+            if not (RESULTS / f"{record}.json").exists():  # it needs an accelerator
                 continue
             lines += [
                 f"\n### {title}\n",
                 f"![{title}](../evals/results/{name}.png)\n",
                 f"{caption_of(draw)} ([record](../evals/results/{record}.json))",
             ]
+            maps = sorted(RESULTS.glob(f"{name}_*-*.png")) if name == "sink_tables" else ()
+            lines += [f"\n![Attention of {m.stem}](../evals/results/{m.name})" for m in maps]
     return "\n".join(lines) + "\n\n"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, read, standard_error
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
@@ -179,7 +180,7 @@ def compare(
     shared = min(len(one["bins"][name]["loss"]) for one in by_text.values() for name in names)
     last = shared if end is None else min(shared, end // BIN)
     if last <= skip // BIN:
-        raise SystemExit(
+        raise UserError(
             f"a text must have more than {skip:,} tokens to compare {', '.join(names)}, got "
             f"{shared * BIN:,}; give longer texts or larger --tokens"
         )

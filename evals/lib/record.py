@@ -36,10 +36,13 @@ class Record:
         self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
         there = next(folder for folder in self.file.parents if folder.exists())
         if not os.access(there, os.W_OK):  # fail before the run
-            raise SystemExit(f"records go to {self.file.parent}: {there} cannot be written")
+            raise UserError(
+                f"records go to {self.file.parent}, and {there} cannot be written; use another "
+                "copy of the repository"
+            )
         self.about = run_metadata(name, data, seeds)
         if not (self.about["commit"] or quick):
-            raise SystemExit(
+            raise UserError(
                 "a record names the commit of its code: run this in a git checkout, or set "
                 "JAXKV_COMMIT"
             )
@@ -64,11 +67,19 @@ class Record:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run an experiment; an error that the user can correct is one line, with exit code 2."""
+    """Run an experiment; an error that the user can correct is one line, with exit code 2.
+
+    Such errors are UserError, and those of files that cannot be opened.
+    """
     try:
         main()
-    except (UserError, OSError, UnicodeDecodeError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:  # of a connection or a pipe, so not of a file that is named
+            raise
+        print(f"error: {error.filename}: {error.strerror}; name another file", file=sys.stderr)
         sys.exit(2)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv.cli.files import read_text
+
 if TYPE_CHECKING:
     from jaxkv.models.llm import Llm
 
@@ -47,7 +49,7 @@ def tokens_of(
     files, text, ids = [], [], []
     for book in [texts] if texts.is_file() else books(texts, splits):
         files.append(book)
-        text.append(book.read_text("utf-8"))
+        text.append(read_text(str(book), "text"))
         # A token is rarely shorter than a byte, so encode only once there are enough bytes.
         if sum(map(len, text)) >= count:
             ids = llm.tokenizer.encode("\n\n".join(text))

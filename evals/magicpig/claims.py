@@ -22,6 +22,7 @@ from jaxkv.evals.lib.claim import (
 )
 from jaxkv.evals.lib.measured_on import RANDOM
 from jaxkv.evals.magicpig.error_claims import ERRORS, METHODS
+from jaxkv.evals.tasks.claims import LOSS
 from jaxkv.evals.tasks.report import cases
 
 COUNTED = "measured, no claim"
@@ -99,12 +100,12 @@ def answers(r: Results) -> Finding:
     for task, length, found in cases(r):
         for ratio, rows in found["ratios"].items() if found["scored"] else ():
             right = {n: rows[n]["score"] for n in (*METHODS, "topp") if n in rows}
-            full = found["full"]["score"]
+            full, own = found["full"]["score"], right["magicpig"]
             shown.append(
                 f"{task}, {int(length):,} tokens, {100 * float(ratio):g}%: full {full:.0%}, "
                 f"{listed(right, '{:.0%}'.format)}"
             )
-            good.append(right["quest"] <= right["magicpig"] > 0.95 * full)
+            good.append(right["quest"] < own > full - LOSS)
     text = f"{r['samples']} samples, right answers; {joined(shown)}"
     return (text, by_all(good)) if good else (text, UNSEEN)
 

@@ -32,7 +32,6 @@ from jaxkv.typing import Array, Float32
 
 PAGE = 4  # keys per page of Quest; with 16, a page of a short prompt exceeds the smallest share
 ASKED = 16  # queries per stretch on which shares are measured
-SEEDS = 4  # per stretch, all different
 ROOM = 128  # unindexed tokens after a prompt
 _BINS = 4000
 Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of every layer
@@ -156,39 +155,6 @@ def tables(found: CosineHistogram, share: float) -> tuple[int, int]:
         middle = (low + high) // 2
         low, high = (middle, high) if found.attended(bits, middle) < share else (low, middle)
     return bits, min((low, high), key=lambda count: abs(found.attended(bits, count) - share))
-
-
-def read(
-    llm: Llm, chosen: Policy, each: Sequence[Seen], prompt: int, queries: int = ASKED
-) -> dict[str, float]:
-    """The share of the keys between that the last queries read: mean, min and max over layers.
-
-    each: recorded queries, keys and values of stretches.
-    """
-    found = [
-        [_read(chosen, llm.spec, prompt, queries, *layer, seed) for layer in seen]
-        for number, seen in enumerate(each)
-        for seed in range(SEEDS * number, SEEDS * (number + 1))
-    ]
-    layers = np.mean(found, axis=0)
-    return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(
-    chosen: Policy, spec: Spec, prompt: int, queries: int, q: Array, k: Array, v: Array,
-    seed: Array,
-) -> Float32[Array, ""]:  # fmt: skip
-    positions = jnp.arange(len(q), dtype=jnp.uint32)
-    there, last = jnp.ones(len(q), bool), len(q) - queries
-    before, middle, asking = (
-        Chunk(*(a[None, part] for a in (q, k, v, positions, there)))
-        for part in (slice(prompt), slice(prompt, last), slice(last, None))
-    )
-    state = chosen.init(spec, 1, jax.random.key(seed))
-    state = chosen.update(spec, chosen.reserve(spec, state, prompt), before)[1]
-    state = chosen.reserve(spec, chosen.finish_prefill(spec, state), len(q) - prompt)
-    return share_after(chosen, spec, state, middle, asking, last)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -98,7 +98,7 @@ class RecordedText:
         (found,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
         return found
 
-    def forget(self) -> None:
+    def free_seen(self) -> None:
         """Free `seen`: a gigabyte after a prompt of 8,000 tokens."""
         self.__dict__.pop("seen", None)
 
@@ -194,7 +194,7 @@ class MethodLosses:
         self.parts = Parts(self.record, 4 + len(shares) * (methods - len(DRAWING) + drawn))
         angles, masses = self.angles(), self.masses()
         for text in self.between:
-            text.forget()
+            text.free_seen()
         base = self.of(Full(max=self.size), False)
         full = columns(base)
         found: dict[str, Any] = {

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
@@ -50,6 +51,8 @@ def main() -> None:
     ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
+    for name in ("written", "prompt", "rounds"):
+        check_int(f"--{name}", getattr(given, name))
     llm = models.load()
     quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
     record = Record("sampled", llm.files, [0], quick)

@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli.files import read_text
 from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, plain, read, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
@@ -124,7 +126,8 @@ def main() -> None:
     if given.check:
         if (DEFAULT / CARD).read_text("utf-8") != card(read("default_model")):
             raise SystemExit(
-                "the model card is stale; run python -m jaxkv.evals.training.default_model"
+                "the model card is stale; run python -m jaxkv.evals.training.default_model --texts "
+                "books/test"
             )
         return
     if not given.texts or bool(given.run) != bool(given.data):
@@ -169,11 +172,11 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     """The settings, data and losses of the run."""
     about, tokens = json.loads((run / "run.json").read_text("utf-8")), data.read(folder)
     if tokens.digest != about["data"]:
-        raise SystemExit(f"{run} was not trained on {folder}; name its own data folder")
+        raise UserError(f"{run} was not trained on {folder}; name its own data folder")
     log = logged(run)
     last, recipe = log[-1], about["recipe"]
     if last["step"] < recipe["steps"]:
-        raise SystemExit(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")
+        raise UserError(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")
     return about | {
         "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
         "tokens_there": tokens.count("train"),
@@ -190,11 +193,11 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
 
 def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
     """The model's size, its losses on a stream of books in equal parts, and its generated texts."""
-    texts = [file.read_text("utf-8") for file in files]
+    texts = [read_text(str(file), "book") for file in files]
     each = tokens // len(files)
     books = [llm.tokenizer.encode(text, bos=False) for text in texts]
     if min(map(len, books)) < each:
-        raise SystemExit(f"of each book {each:,} tokens are read, one has fewer; ask for fewer")
+        raise UserError(f"of each book {each:,} tokens are read, one has fewer; ask for fewer")
     ids = [*llm.tokenizer.front, *(i for book in books for i in book[:each])]
     results = {"model": model(llm)}
     results["reading"] = endless.run(llm, ids[: tokens + 1], POLICY, CHUNK, block)

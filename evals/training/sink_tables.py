@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, run_command, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
@@ -58,7 +59,9 @@ def main() -> None:
     texts, data = {}, []
     for path in given.texts:
         if path.stem in texts or (path / "manifest.json").exists():
-            raise SystemExit(f"texts need names of their own, and no split for training: {path}")
+            raise UserError(
+                f"texts need names of their own, and no split for training, got {path}; name others"
+            )
         ids, files = tokens_of(first, path, given.tokens + 1)
         # The front tokens differ by variant.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
@@ -80,8 +83,8 @@ def main() -> None:
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
     """Exit if two runs have the same variant and seed, or differ in another setting."""
     if len(set(names)) < len(names):
-        raise SystemExit(
-            f"every run must be a variant and a seed of its own, got {', '.join(names)}"
+        raise UserError(
+            f"runs must be variants and seeds of their own, got {', '.join(names)}; leave one out"
         )
     for run in runs[1:]:
         mine, first = (
@@ -89,7 +92,9 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
         )
         differ = [key for key in mine if mine[key] != first.get(key)]
         if differ:
-            raise SystemExit(f"runs must be alike but for sinks and seed, differ: {differ}")
+            raise UserError(
+                f"runs must be alike but for sinks and seed, differ: {differ}; leave one out"
+            )
 
 
 def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:

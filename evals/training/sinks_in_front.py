@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli.files import read_text
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts
@@ -84,11 +86,9 @@ def cut(llm: Llm, texts: Sequence[Path], starts: int, tokens: int) -> dict[str, 
     """Stretches of equal length, evenly spaced in each text, without a BOS."""
     found = {}
     for path in texts:
-        ids = llm.tokenizer.encode(path.read_text("utf-8"), bos=False)
+        ids = llm.tokenizer.encode(read_text(str(path), "text"), bos=False)
         if len(ids) < tokens:
-            raise SystemExit(
-                f"{path.name} has {len(ids)} tokens, a stretch {tokens}: give --tokens"
-            )
+            raise UserError(f"{path.name} has {len(ids)} tokens, a stretch {tokens}: give --tokens")
         for at in np.linspace(0, len(ids) - tokens, starts).astype(int).tolist():
             found[f"{path.stem} {at}"] = ids[at : at + tokens]
     return found
@@ -102,7 +102,7 @@ def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, st
         return models.load(given.model, "float32", sinks=given.constant)
     if name in runs and not runs[name]:
         if name != "zero":
-            raise SystemExit(f"a variant is NAME=RUN or zero, got {name}")
+            raise UserError(f"a variant is NAME=RUN or zero, got {name}")
         config = dataclasses.replace(plain.config, sink_logit="zero")
         return dataclasses.replace(plain, config=config)
     file, model = Path(runs[name]) / FILE, Path(runs[name]) / "hf"

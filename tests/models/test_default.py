@@ -10,7 +10,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.evals.lib import record as records
 from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.training import default_model
 from jaxkv.models.llm import DEFAULT
 from jaxkv.models.pretrain import pretrain
@@ -108,3 +110,26 @@ def test_mismatched_data_or_texts_write_nothing(made, tmp_path):
         with pytest.raises((SystemExit, UserError)):
             made(**other)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_shipped_model_is_measured_again(tmp_path, monkeypatch):
+    """Without --run: the weights stay, and the record keeps what it says of the training."""
+    trials = tmp_path / "trials"
+    for module in (default_model, records):
+        monkeypatch.setattr(module, "TRIALS", trials)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    words = PASSAGE.read_text("utf-8").split(" ")
+    for number in range(2):
+        some = " ".join(words[600 * number : 600 * (number + 1)])
+        (texts / f"{number}.txt").write_text(some, "utf-8")
+    sizes = ["--tokens", "400", "--block", "200", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["default_model", "--texts", str(texts), *sizes])
+    default_model.main()
+    found, known = read("default_model", trials), read("default_model")
+    assert found["results"]["training"] == known["results"]["training"]
+    assert found["results"]["reading"]["tokens"] == 400
+    weights = "models/default/model.safetensors"
+    assert found["data"][weights] == known["data"][weights]
+    assert (trials / "default" / "model.safetensors").exists()

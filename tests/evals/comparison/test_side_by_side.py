@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from jaxkv import models
 from jaxkv.evals.comparison import side_by_side
-from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT
+from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT, Stretches, after_prompt
 from jaxkv.evals.lib.text import passage
-from jaxkv.policies import POLICIES
+from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.policies import POLICIES, Full, Quest, TopK
+
+ENDS = {"sinks": 4, "window": 8}
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +79,55 @@ def test_costs_are_measured_without_empty_slots(llm):
     assert full["reading_bytes"] == full["state_bytes"] < 1.11 * len(ids) * a_token
     assert full["state_bytes"] > 2 * streaming["state_bytes"]
     assert full["times_as_long"]["median"] == 1 and uniform["times_as_long"]["n"] == 1
+
+
+@pytest.fixture(scope="module")
+def text(llm):
+    """Three random stretches for one layer of the model, quick to compile."""
+    one = replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
+    return Stretches(one, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72)
+
+
+def losses_after(text, policy, seed=0):
+    """The mean loss after the prompt of each stretch."""
+    return np.array([after_prompt(text, policy, i, seed) for i in range(len(text.tokens))])
+
+
+@pytest.mark.slow
+def test_reading_all_keys_is_full_attention(text):
+    whole = losses_after(text, Full(max=96))
+    for tokens, mean in zip(text.tokens, whole, strict=True):
+        every = np.concatenate(list(models.losses(text.llm, tokens, Full(max=96))))
+        assert mean == pytest.approx(every[text.prompt :].mean(), rel=1e-5)
+    assert np.all(losses_after(text, TopK(0.1, **ENDS)) != whole)
+    uniform = matched_budgets.methods(1.0, (4, 20), **ENDS)["uniform"]
+    for chosen in (TopK(1.0, **ENDS), uniform, Quest(1.0, page=4, **ENDS)):
+        found = losses_after(text, chosen)
+        np.testing.assert_allclose(found, whole, rtol=1e-5, err_msg=str(chosen))
+
+
+@pytest.mark.slow
+def test_random_methods_depend_on_the_seed(text):
+    first = text._replace(tokens=text.tokens[:1])
+    for name, chosen in matched_budgets.methods(0.2, (4, 12), **ENDS).items():
+        same = len({losses_after(first, chosen, seed)[0] for seed in (0, 1)}) == 1
+        assert same != (name in matched_budgets.DRAWING), name
+
+
+@pytest.mark.slow
+def test_losses_are_by_seed_and_stretch_with_seeds_of_their_own(text):
+    policy = "oracle:share=0.2,sinks=4,window=8"
+    found = side_by_side.losses(text, policy, 2, "oracle")
+    wanted = [[after_prompt(text, policy, i, seed + 2 * i) for i in range(3)] for seed in (0, 1)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert len(set(found.ravel())) == found.size
+
+
+@pytest.mark.slow
+def test_blocks_are_means_of_one_stream(text, monkeypatch):
+    monkeypatch.setattr(side_by_side, "BLOCK", 20)
+    tokens = [token for stretch in text.tokens for token in stretch]
+    found = side_by_side.blocks(text.llm, tokens, "streaming:sinks=4,window=60", 1)
+    stream = models.Stream(text.llm, "streaming:sinks=4,window=60", tokens=len(tokens))
+    every = np.concatenate(list(models.losses(text.llm, tokens, stream=stream)))
+    np.testing.assert_allclose(found, [every[:280].reshape(14, 20).mean(1)], rtol=1e-5)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import claim, paired_losses, parts, record
 from jaxkv.evals.lib.paired_losses import BIN, Case
 from tests.tiny import write_tiny
@@ -120,7 +121,7 @@ def test_one_text_has_no_interval():
 
 
 def test_texts_that_are_too_short_are_refused():
-    with pytest.raises(SystemExit, match="more than 1,024 tokens"):
+    with pytest.raises(UserError, match="more than 1,024 tokens"):
         paired_losses.compare(by_text([9.0, 2.0]), ["base"], "base", skip=4 * BIN)
 
 
@@ -131,3 +132,12 @@ def test_the_command_line_names_model_and_texts(llm, tmp_path, monkeypatch):
     loaded, texts, found = paired_losses.begin("jaxkv.evals.trial", "trial", "About.")
     assert loaded.name == llm.name and len(texts["book"]) == 21
     assert found.file == record.TRIALS / "trial.json" and len(found.about["data"]) > 1
+
+
+def test_errors_over_stretches_and_over_seeds():
+    base = np.array([[1.0, 2.0, 3.0]])
+    found = paired_losses.excess(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
+    assert found["mean"] == pytest.approx(0.3)
+    assert found["each"] == pytest.approx([0.2, 0.3, 0.4])
+    assert found["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
+    assert found["two_errors"]["seeds"] == pytest.approx(0.2)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import record
-from jaxkv.evals.lib.record import Record, plain, spread
+from jaxkv.evals.lib.record import Record, plain, run_command, spread
 from jaxkv.models.run_metadata import command, portable
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +52,7 @@ def test_a_record_has_a_commit(results, monkeypatch):
     monkeypatch.setattr("jaxkv.models.run_metadata._git", lambda *words: "")
     assert Record("trial").about["commit"] == "0" * 40
     monkeypatch.delenv("JAXKV_COMMIT")
-    with pytest.raises(SystemExit, match="JAXKV_COMMIT"):
+    with pytest.raises(UserError, match="JAXKV_COMMIT"):
         Record("trial")
     Record("trial", quick=True)
 
@@ -109,3 +110,33 @@ def test_the_command_of_a_run_can_be_typed(script, shown, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "compare", "--text", "a.txt"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert command() == shown
+
+
+def test_an_error_of_the_user_is_one_line_and_a_bug_is_not(capsys, tmp_path):
+    def refuse():
+        raise UserError("--rounds must be at least 1, got 0; give more")
+
+    for main, line in (
+        (refuse, "error: --rounds must be at least 1, got 0; give more\n"),
+        ((tmp_path / "no").read_text, f"error: {tmp_path / 'no'}: No such file or directory"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_command(main)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.startswith(line) and said.count("\n") == 1
+
+    def lose():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    for bug, main in ((ConnectionResetError, lose), (ZeroDivisionError, lambda: 1 / 0)):
+        with pytest.raises(bug):
+            run_command(main)
+
+
+def test_every_experiment_reports_errors_of_the_user():
+    """But for those that are no experiments, and replay, which has a program name of its own."""
+    others = {"claims", "figures", "kvpress_losses", "llama_cpp_rates", "our_rates", "replay"}
+    for file in (record.ROOT / "evals").rglob("*.py"):
+        text = file.read_text("utf-8")
+        if '__name__ == "__main__"' in text and file.stem not in others:
+            assert text.endswith("    run_command(main)\n"), file

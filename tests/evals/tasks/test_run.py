@@ -18,6 +18,7 @@ from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models import uncached
 from jaxkv.models.chat import Chat
 from jaxkv.policy_spec import parse_policy
+from tests.evals.magicpig.shares import share_read
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -250,5 +251,5 @@ def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
         text = budgets.settings(512, 0.25, 640, found)[name]
         chosen = parse_policy(text)
         assert (chosen.sinks, chosen.window) == (sinks, window)
-        read = matched_budgets.read(llm, chosen, seen, 512)["mean"]
+        read = share_read(llm, chosen, seen, 512)["mean"]
         assert read == pytest.approx(share, rel=0.3), name

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.training import sink_tables
 from jaxkv.models import data, training, uncached
 from jaxkv.models.hf.export import export
@@ -121,9 +122,9 @@ def test_runs_must_differ_only_in_sinks_and_seed():
     one = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
     other = one | {"recipe": one["recipe"] | {"sinks": "token", "seed": 1}}
     sink_tables.check(["none-0", "token-1"], [one, other])
-    with pytest.raises(SystemExit, match=r"differ: \['lr'\]"):
+    with pytest.raises(UserError, match=r"differ: \['lr'\]"):
         sink_tables.check(["a", "b"], [one, one | {"recipe": one["recipe"] | {"lr": 2.0}}])
-    with pytest.raises(SystemExit, match=r"differ: \['data'\]"):
+    with pytest.raises(UserError, match=r"differ: \['data'\]"):
         sink_tables.check(["a", "b"], [one, one | {"data": "e"}])
-    with pytest.raises(SystemExit, match="of its own"):
+    with pytest.raises(UserError, match="of their own"):
         sink_tables.check(["a", "a"], [one, one])

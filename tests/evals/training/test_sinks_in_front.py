@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.training import emergence, sinks_in_front
 from tests.tiny import write_tiny
@@ -35,7 +36,7 @@ def test_stretches_begin_at_different_tokens(llm, tmp_path):
     assert [llm.tokenizer.decode(ids) for ids in found.values()] == [
         "abcdefghij", "ijklmnopqr", "qrstuvwxyz"
     ]  # fmt: skip
-    with pytest.raises(SystemExit, match="has 26 tokens, a stretch 27: give --tokens"):
+    with pytest.raises(UserError, match="has 26 tokens, a stretch 27: give --tokens"):
         sinks_in_front.cut(llm, [text], 3, 27)
 
 

@@ -1,9 +1,8 @@
-"""Methods at equal shares: each reads its share, and a share of one is full attention."""
+"""Sparse attention at equal shares: shares that are read, and losses after a prompt."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -11,18 +10,17 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.comparison.side_by_side import Stretches, after_prompt
-from jaxkv.evals.lib import paired_losses, parts
+from jaxkv.evals.lib import parts
 from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig import (
     claims,
     matched_budgets,
     report,
     sparse_losses,
-    sparse_tokens,
 )
-from jaxkv.evals.magicpig.inclusion import isotropic
 from jaxkv.evals.magicpig.matched_budgets import EndsOnly
-from jaxkv.policies import Full, MagicPIG, Oracle, Quest, TopK, TopP
+from jaxkv.policies import Full, MagicPIG, Oracle, TopK, TopP
+from tests.evals.magicpig.shares import share_read
 
 CONTEXT, PROMPT, SINKS, WINDOW = 96, 72, 4, 8
 ENDS = {"sinks": SINKS, "window": WINDOW}
@@ -77,7 +75,7 @@ def test_chosen_tables_select_the_requested_share(text, between, seen):
         bits, tables = matched_budgets.tables(angles, wanted)
         near = [abs(angles.attended(bits, tables + more) - wanted) for more in (-1, 0, 1)]
         assert min(near) == near[1]
-        found = matched_budgets.read(text.llm, MagicPIG(bits, tables, **ENDS), seen, text.prompt, 8)
+        found = share_read(text.llm, MagicPIG(bits, tables, **ENDS), seen, text.prompt, 8)
         assert found["mean"] == pytest.approx(wanted, rel=0.15)
 
 
@@ -86,68 +84,11 @@ def test_each_method_reads_its_share(text, seen):
     between = np.arange(CONTEXT - 8, CONTEXT) + 1 - SINKS - WINDOW
     wanted = np.mean(np.ceil(0.1 * between) / between)
     for chosen in (TopK(0.1, **ENDS), drawn(0.1)):
-        found = matched_budgets.read(text.llm, chosen, seen, text.prompt, 8)
+        found = share_read(text.llm, chosen, seen, text.prompt, 8)
         assert found["mean"] == pytest.approx(wanted, rel=1e-5)
     # Repeated draws of one key read it once.
-    assert (
-        0
-        < matched_budgets.read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"]
-        < wanted
-    )
-    assert matched_budgets.read(text.llm, EndsOnly(**ENDS), seen, text.prompt, 8)["mean"] == 0
-
-
-@pytest.mark.slow
-def test_reading_all_keys_is_full_attention(text):
-    whole = losses_after(text, FULL)
-    assert np.all(losses_after(text, TopK(0.1, **ENDS)) != whole)
-    for chosen in (TopK(1.0, **ENDS), drawn(1.0), Quest(1.0, page=4, **ENDS)):
-        found = losses_after(text, chosen)
-        np.testing.assert_allclose(found, whole, rtol=1e-5, err_msg=str(chosen))
-
-
-@pytest.mark.slow
-def test_random_methods_depend_on_the_seed(text):
-    found = matched_budgets.methods(0.2, (4, 12), SINKS, WINDOW)
-    for name, chosen in found.items():
-        first = Stretches(text.llm, text.tokens[:1], PROMPT)
-        same = len({losses_after(first, chosen, seed)[0] for seed in (0, 1)}) == 1
-        assert same != (name in matched_budgets.DRAWING), name
-
-
-def test_errors_over_stretches_and_over_seeds():
-    base = np.array([[1.0, 2.0, 3.0]])
-    found = paired_losses.excess(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
-    assert found["mean"] == pytest.approx(0.3)
-    assert found["each"] == pytest.approx([0.2, 0.3, 0.4])
-    assert found["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
-    assert found["two_errors"]["seeds"] == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    "words, reported",
-    [
-        (["--sizes", "100"], "--sizes must be at least 256"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--written", "400"], "must be at most 1024 tokens, got 2800"),
-    ],
-)
-def test_sizes_that_cannot_be_timed_are_refused(words, reported, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sparse_tokens", *words])
-    with pytest.raises(SystemExit) as end:
-        sparse_tokens.main()
-    assert end.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
-    monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
-    given = Namespace(written=4, rounds=2)
-    found = sparse_tokens.measure({"layers": 1}, 600, given)
-    assert found["layers"] == 1 and found["times_faster"]["n"] == 2
-    assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
-    # Queries span more dimensions than keys.
-    assert isotropic(10, 150, 64) < found["share_attended"]["mean"] < isotropic(10, 150, 8)
+    assert 0 < share_read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"] < wanted
+    assert share_read(text.llm, EndsOnly(**ENDS), seen, text.prompt, 8)["mean"] == 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +129,7 @@ def test_the_mass_of_top_p_reads_the_requested_share(text, seen):
     found = matched_budgets.masses(text.llm.spec, seen, last, SINKS, WINDOW)
     for share in (0.1, 0.3):
         chosen = TopP(found.reaching(share), **ENDS)
-        read = matched_budgets.read(text.llm, chosen, seen, text.prompt)["mean"]
+        read = share_read(text.llm, chosen, seen, text.prompt)["mean"]
         assert read == pytest.approx(share, rel=0.02)
 
 

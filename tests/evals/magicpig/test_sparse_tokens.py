@@ -1,0 +1,60 @@
+"""The speed of MagicPIG after a long prompt, at a tiny size."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.lib.state_sizes import prefilled_bytes
+from jaxkv.evals.magicpig import sparse_tokens
+from jaxkv.evals.magicpig.inclusion import isotropic
+from jaxkv.policy_spec import parse_policy
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """One layer of the default model: quick to compile."""
+    whole = models.load()
+    return replace(whole, config=replace(whole.config, layers=1, windows=(None,)))
+
+
+@pytest.mark.parametrize(
+    "words, reported",
+    [
+        (["--sizes", "100"], "--sizes must be at least 256"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--written", "400"], "must be at most 1024 tokens, got 2800"),
+    ],
+)
+def test_sizes_that_cannot_be_timed_are_refused(words, reported, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparse_tokens", *words])
+    with pytest.raises(SystemExit) as end:
+        sparse_tokens.main()
+    assert end.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
+    monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
+    given = Namespace(written=4, rounds=2)
+    found = sparse_tokens.measure({"layers": 1}, 600, given)
+    assert found["layers"] == 1 and found["times_faster"]["n"] == 2
+    assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
+    # Queries span more dimensions than keys.
+    assert isotropic(10, 150, 64) < found["share_attended"]["mean"] < isotropic(10, 150, 8)
+
+
+@pytest.mark.slow
+def test_prefilled_bytes_are_those_of_a_stream(llm):
+    for text in (
+        "magicpig:K=4,L=20,sinks=4,window=8,start=72,tail=1",
+        "snapkv:capacity=36",
+    ):
+        stream = models.Stream(llm, text, tokens=72)
+        stream.prefill([list(range(3, 75))], 72)
+        stream.finish_prefill()
+        assert stream.state_bytes == prefilled_bytes(parse_policy(text), llm.spec, 72)
