@@ -70,7 +70,8 @@ def little_is_lost(r: Results) -> Finding:
         nothing = found["ends alone"]["over_full"]
         lines = pick(found, "shares/*/magicpig/over_full")
         shown.append(
-            f"{name}, full {found['full']['loss']:.3f}, the ends alone {of_loss(nothing)}, "
+            f"{name}, prompts of {found['prompt']:,} tokens, full {found['full']['loss']:.3f}, "
+            f"the ends alone {of_loss(nothing)}, "
             f"magicpig {listed({percent(share): x for share, x in lines.items()}, of_loss)}"
         )
         small.append([
@@ -84,7 +85,7 @@ def little_is_lost(r: Results) -> Finding:
 @claim("sparse_135m_7680", LESS, BY_QUEST)
 def less_than_others(r: Results) -> Finding:
     lines = {
-        f"{name}, {percent(share)}":
+        f"{name}, prompts of {found['prompt']:,} tokens, {percent(share)}":
             {kind: variants[kind]["over_full"] for kind in (*METHODS, "topp") if kind in variants}
         for name, found in r["perplexity"].items() for share, variants in found["shares"].items()
     }  # fmt: skip

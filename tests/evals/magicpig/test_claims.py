@@ -135,7 +135,7 @@ def perplexity(at_two, at_ten, quest=0.5, error=0.001):
         return {"magicpig": loss(more, error), **others}
 
     by_share = {"0.02": variants(at_two), "0.1": variants(at_ten)}
-    found = {"full": {"loss": 2.0}, "ends alone": loss(1.0), "shares": by_share}
+    found = {"prompt": 2048, "full": {"loss": 2.0}, "ends alone": loss(1.0), "shares": by_share}
     return {"perplexity": {"ours": found}}
 
 
