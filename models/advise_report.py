@@ -60,10 +60,10 @@ def _milliseconds(row: Row) -> str:
     return DASH if times is None else f"{times['median']:.1f}"
 
 
-def sentences(results: Mapping[str, Any], options: str = "") -> list[str]:
+def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[str]:
     """What the table means: how it counts, what is noise, and which policy to take.
 
-    options: of the command that runs this model, such as " --model DIR".
+    command: the one that runs this model, such as "jaxkv chat --model DIR".
     """
     block, first, count = (results[name] for name in ("block", "first_counted", "counted"))
     rows = [row for row in results["policies"] if row["policy"] != FULL]
@@ -84,10 +84,10 @@ def sentences(results: Mapping[str, Any], options: str = "") -> list[str]:
         elif not number and len(rows) > 1:
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
-    return [*told, *_choices([by_name[name] for name in results["levels"][0]], options)]
+    return [*told, *_choices([by_name[name] for name in results["levels"][0]], command)]
 
 
-def _choices(level: Sequence[Row], options: str) -> list[str]:
+def _choices(level: Sequence[Row], command: str) -> list[str]:
     """Which policy to take of those whose losses are within noise; level[0] has the lowest loss.
 
     One for endless text if there is one, because a chat has no length.
@@ -95,7 +95,7 @@ def _choices(level: Sequence[Row], options: str) -> list[str]:
     endless = [row for row in level if row["endless"]] or level
     choice, reason = _choice(endless)
     policy, use = choice["policy"], " for endless text" if len(endless) < len(level) else ""
-    told = [f'Take {policy}{use} ({reason}): jaxkv chat{options} --policy "{policy}"']
+    told = [f'Take {policy}{use} ({reason}): {command} --policy "{policy}"']
     if choice is not level[0] and choice["over_best"]["two_errors"] is not None:
         told.append(
             f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "
@@ -123,6 +123,7 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     if len(equal) == 1:
         return equal[0], "the fastest of these"
     default = [row for row in equal if row["policy"].partition(":")[0] == DEFAULT]
+    default.sort(key=lambda row: "cache=" in row["policy"])  # False first: the default is in float
     chosen = default[0] if default else equal[0]
     reason = "the default" if default else "the lowest loss"
     return chosen, f"{reason} of the {len(equal)} fastest, whose times overlap"

@@ -10,7 +10,6 @@ share of a walk's steps with a certain sign.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.lib.record import Record, run_command, spread
@@ -47,9 +47,7 @@ METHODS = {  # names in tables and plots; `rounds` is added
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.balancekv.single_layer", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.balancekv.single_layer", description=__doc__)
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")

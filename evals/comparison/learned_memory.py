@@ -9,7 +9,6 @@ Learned pairs are kept under out/, so that an interrupted run continues.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
@@ -220,9 +220,7 @@ def _recalled(right: Float[np.ndarray, "B T"]) -> Bool[np.ndarray, " B"]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.comparison.learned_memory", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.comparison.learned_memory", description=__doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--starts", type=int, nargs="+", default=[0, 4000, 8000],
                      help="first tokens of the documents in the passage")  # fmt: skip

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.cli.progress import show_progress
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
@@ -111,7 +112,7 @@ def prompt_of(rounds: int) -> int:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.comparison.side_by_side",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import ROOT, Record, run_command
 from jaxkv.evals.lib.timing import bar
 
@@ -32,7 +33,7 @@ TESTS = {
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    Parser(
         prog="python -m jaxkv.evals.correctness.agreement", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()  # fmt: skip

@@ -7,8 +7,7 @@ error of merge-and-reduce decreases with its size. If a test fails, nothing is w
 
 from __future__ import annotations
 
-import argparse
-
+from jaxkv.cli import Parser
 from jaxkv.evals.correctness.agreement import reported_by
 from jaxkv.evals.lib.record import Record, run_command
 
@@ -21,9 +20,7 @@ TESTS = {
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.correctness.known_answers", description=__doc__
-    ).parse_args()
+    Parser(prog="python -m jaxkv.evals.correctness.known_answers", description=__doc__).parse_args()
     record = Record("known_answers", seeds=[0])
     results = reported_by(TESTS)
     results["levels"] |= results.pop("theorem")

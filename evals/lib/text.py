@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv.cli import Parser
 from jaxkv.cli.files import read_text
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
 
     module: its full name. about: the help text.
     """
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,

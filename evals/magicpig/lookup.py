@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
@@ -43,7 +44,7 @@ class Form(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.magicpig.lookup",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record, run_command, spread
@@ -82,7 +83,7 @@ def main() -> None:
 
 def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
     """Arguments of experiments on captured layers."""
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,

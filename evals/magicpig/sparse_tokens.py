@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cache.ring import Ring
+from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
@@ -41,7 +42,7 @@ MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.magicpig.sparse_tokens",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

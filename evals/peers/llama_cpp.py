@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, rate, ratio, time_rounds
@@ -90,7 +91,7 @@ class PeerProcess:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.peers.llama_cpp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv import defaults, models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.peers import server_requests as requests
@@ -77,7 +78,7 @@ class RunningServer(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.peers.servers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,6 +18,7 @@ import jax
 
 import jaxkv
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_ids
 from jaxkv.evals.lib.record import ROOT, Record, run_command
@@ -40,7 +41,7 @@ CHUNK = 128
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.prefix_caching.agents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import ratio, time_rounds
@@ -49,7 +50,7 @@ class Load(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.prefix_caching.engine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,6 @@ Methods that compress a finished prompt do so before the question.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.models.llm import Llm
@@ -65,9 +65,7 @@ COMPRESSED = {
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.reservoir.recall", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.reservoir.recall", description=__doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
     ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
     ask.add_argument("--steps", type=int, default=600)

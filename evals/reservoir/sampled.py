@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, run_command, spread
@@ -40,7 +41,7 @@ DEARER, SHARE = 1.3, 0.1  # upper bars
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.reservoir.sampled",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,6 @@ compares each row that is stored at the end with its token.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Spec, State
 from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
@@ -48,9 +48,7 @@ CHUNK = 256
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.speed.cache_int8", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.speed.cache_int8", description=__doc__)
     ask.add_argument("--text", type=Path, required=True, help="a novel")
     ask.add_argument("--tokens", type=int, default=20_000, help="to score")
     ask.add_argument("--stream", type=int, default=1_000_000, help="tokens to stream for drift")

@@ -7,7 +7,6 @@ the cache that the cold one filled. The fourth message is a page long.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.speed.startup import COMMAND, environment
@@ -26,7 +26,7 @@ END = "tokens/s"  # the line after an answer, on standard error
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.chat", description=__doc__)
+    ask = Parser(prog="python -m jaxkv.evals.speed.chat", description=__doc__)
     ask.add_argument("--rounds", type=int, default=3)
     ask.add_argument("--quick", action="store_true", help="write to out/")
     given = ask.parse_args()

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.engine import Engine, Request
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import passage
@@ -53,7 +54,7 @@ class Ignore:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.speed.host_time",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -7,11 +7,11 @@ sides of a ratio alternate in one process. The record is named after the platfor
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import jax
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import bar
 from jaxkv.pallas_kernels.sampled_attention import bench as attention
@@ -23,7 +23,7 @@ DTYPES = "float32", "bfloat16"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.kernels", description=__doc__)
+    ask = Parser(prog="python -m jaxkv.evals.speed.kernels", description=__doc__)
     ask.add_argument("--rounds", type=int, default=20, help="of each time")
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.baseline import (
     LARGE,
     SMALL,
@@ -74,7 +75,7 @@ QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 512, 1024, 3, 2)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.speed.latency",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

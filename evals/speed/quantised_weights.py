@@ -8,7 +8,6 @@ and published in float32. Decoding continues from a prompt; all forms alternate 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults, models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
@@ -30,9 +30,7 @@ SIDE = 4096  # of the matrix that measures the bandwidth
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.speed.quantised_weights", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.speed.quantised_weights", description=__doc__)
     ask.add_argument("--text", type=Path, required=True, help="a novel")
     ask.add_argument("--tokens", type=int, default=20_000, help="to score")
     ask.add_argument("--rounds", type=int, default=9)

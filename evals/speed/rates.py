@@ -6,7 +6,6 @@ alternate in one process. `full` is full attention, whose cache holds the prompt
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
 from jaxkv.models.llm import Llm
@@ -31,7 +31,7 @@ BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.rates", description=__doc__)
+    ask = Parser(prog="python -m jaxkv.evals.speed.rates", description=__doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--dtype", help="default: by device and file")
     ask.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
@@ -31,7 +32,7 @@ FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.speed.serving",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

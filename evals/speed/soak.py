@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.speed.serving import BOOKS, passages
@@ -62,7 +63,7 @@ class SoakServer(NamedTuple):
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.speed.soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

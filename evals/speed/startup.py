@@ -9,7 +9,6 @@ layers; its weights are only shapes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.models import smollm2
@@ -49,7 +49,7 @@ DEPTHS, CHUNK = (4, 12, 30, 80), 256
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.speed.startup", description=__doc__)
+    ask = Parser(prog="python -m jaxkv.evals.speed.startup", description=__doc__)
     ask.add_argument("--rounds", type=int, default=3)
     ask.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
     given = ask.parse_args()

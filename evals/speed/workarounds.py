@@ -8,7 +8,6 @@ arguments and results.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 
 from jaxkv import attention, models, xla_cpu
 from jaxkv.cache import ring
+from jaxkv.cli import Parser
 from jaxkv.engine import model as engine_model
 from jaxkv.engine import programs as engine
 from jaxkv.evals.lib import hlo
@@ -168,9 +168,7 @@ WORKAROUNDS: dict[str, Workaround] = {
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.speed.workarounds", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.speed.workarounds", description=__doc__)
     ask.add_argument("--rounds", type=int, default=9)
     ask.add_argument("--only", nargs="+", choices=WORKAROUNDS, metavar="NAME",
                      help=f"some rows, into out/: {', '.join(WORKAROUNDS)}")  # fmt: skip

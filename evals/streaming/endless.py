@@ -9,7 +9,6 @@ continues.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, resident, run_command
 from jaxkv.evals.lib.text import tokens_of
@@ -32,9 +32,7 @@ BEFORE_WRAP = 2**32 - 50_000
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.streaming.endless", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.streaming.endless", description=__doc__)
     ask.add_argument("--model", required=True, help="a model folder or Hub id")
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
     ask.add_argument("--tokens", type=int, default=4_000_000)

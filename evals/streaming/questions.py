@@ -10,7 +10,6 @@ question. The paper compares exact matches of a chat model of 7 billion weights.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, standard_error
 from jaxkv.models.llm import Llm
 
@@ -36,9 +36,7 @@ Question = dict[str, Any]
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.streaming.questions", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.streaming.questions", description=__doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--questions", required=True, type=Path,
                      help="JSON lines with context, choices and answer")  # fmt: skip

@@ -9,7 +9,6 @@ tried with more layers, another learning rate and more steps, because it might t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
 from jaxkv.models import corpus, data, uncached
@@ -42,9 +42,7 @@ DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.training.backcopy", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.training.backcopy", description=__doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)

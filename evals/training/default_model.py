@@ -18,7 +18,6 @@ policy, and gets its model card. `--check` only checks that the card is current.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.cli.files import read_text
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
@@ -109,9 +109,7 @@ prejudices of their time, and neither the books nor the model were filtered.
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.training.default_model", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.training.default_model", description=__doc__)
     ask.add_argument("--run", type=Path, help="folder of a finished run (default: the model of the "
                      "package)")  # fmt: skip
     ask.add_argument("--data", type=Path, help="the data folder that it was trained on")

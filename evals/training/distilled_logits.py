@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
@@ -41,7 +42,7 @@ EVERY = 5  # steps between two lines
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.training.distilled_logits",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,12 +10,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
+    ask = Parser(
         prog="python -m jaxkv.evals.training.emergence",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

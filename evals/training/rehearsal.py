@@ -10,7 +10,6 @@ that of a process that has compiled the step, is compared with `--plan`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.peers.llama_cpp_rates import memory
@@ -47,9 +47,7 @@ PAUSE = 0.02  # seconds between two looks at the memory of the run
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.training.rehearsal", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.training.rehearsal", description=__doc__)
     ask.add_argument("--preset", default="160m")
     ask.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
     ask.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",

@@ -7,7 +7,6 @@ parts of a batch of 256 samples. That needs the extra tpu-check; each program co
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxkv.cli import Parser
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.training.mfu import stepping
@@ -30,7 +30,7 @@ PARTS = (8, 4, 2)  # of a batch of 160m
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.training.remat", description=__doc__)
+    ask = Parser(prog="python -m jaxkv.evals.training.remat", description=__doc__)
     ask.add_argument("--preset", choices=list(PRESETS), default="tiny")
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")

@@ -7,7 +7,6 @@ log-likelihood of its tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.cli import Parser
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, run_command, standard_error
 from jaxkv.evals.lib.text import tokens_of
@@ -40,9 +40,7 @@ ROWS = 32  # choices scored at a time
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        prog="python -m jaxkv.evals.training.sink_tables", description=__doc__
-    )
+    ask = Parser(prog="python -m jaxkv.evals.training.sink_tables", description=__doc__)
     ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
                      help="held-out text files, or folders of *.txt")  # fmt: skip

@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     elif results["policies"]:
-        sentences = advise_report.sentences(results, flags.model_options(args))
+        use = 'generate "Once upon a time"' if llm.chat.template is None else "chat"
+        command = f"jaxkv {use}{flags.model_options(args)}"
+        sentences = advise_report.sentences(results, command)
         print(advise_report.table(results), "", *sentences, sep="\n")
     if out is not None and measured:
         caption = (

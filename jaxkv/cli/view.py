@@ -61,7 +61,12 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]
-    prompt = min(args.prompt_tokens or -(-len(tokens) // 2), len(tokens))
+    prompt = args.prompt_tokens or -(-len(tokens) // 2)
+    if prompt > len(tokens):
+        raise UserError(
+            f"--prompt-tokens must be at most the {len(tokens)} tokens that are shown, got "
+            f"{prompt}; give fewer, a longer text or more --max-tokens"
+        )
     view.check(llm, args.policy, len(tokens), prompt, args.layers)
     load()
     pressed = threading.Event()

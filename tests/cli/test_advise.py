@@ -31,7 +31,7 @@ def test_table_and_files(run, model, text, tmp_path):
     found = {line.split()[-1]: line.split()[0] for line in lines[2:4]}
     assert set(found) == {"streaming:sinks=4,window=18", "window:window=16"}
     assert set(found.values()) == {"1", "2"}
-    assert f"jaxkv chat --model {model} --policy" in lines[-1]
+    assert f'jaxkv generate "Once upon a time" --model {model} --policy' in lines[-1]
     assert sorted(path.name for path in out.iterdir()) == ["advise.json", "advise.png"]
     report = json.loads((out / "advise.json").read_text())
     assert (report["text"], report["budget"], report["tokens"]) == ("text.txt", BUDGET, 211)

@@ -114,6 +114,7 @@ def test_bad_input(run, model, text, tmp_path):
     refused(view_with("--out", tmp_path / "folder.html"), "is a folder", "choose another")
     refused(view_with("--layers", "0,x"), "--layers", "0,1,29", "'0,x'")
     refused(view_with("--max-tokens", 60, "--policy", POLICY, "--layers", 5), "layer 5", "0 to 1")
+    refused(view_with("--prompt-tokens", 101, "--max-tokens", 100), "at most the 100 tokens", "101")
     snap = ("--policy", "snapkv:capacity=64", "--prompt-tokens", 40, "--max-tokens", 100)
     refused(view_with(*snap), "at least 65 tokens", "got a prompt of 40", "--prompt-tokens")
     refused(run("view", "--model", model), "--text")

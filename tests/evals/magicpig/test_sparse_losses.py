@@ -11,7 +11,7 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.comparison.side_by_side import Stretches, after_prompt
 from jaxkv.evals.lib import parts
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.magicpig import (
     claims,
     matched_budgets,
@@ -102,7 +102,7 @@ def test_losses_need_texts_of_some_length(texts, reported, monkeypatch, capsys):
     words = ["--model", str(models.llm.DEFAULT), "--texts", *texts, "--prompt", "100000"]
     monkeypatch.setattr(sys, "argv", ["sparse_losses", *words])
     with pytest.raises(SystemExit) as end:
-        sparse_losses.main()
+        run_command(sparse_losses.main)
     assert end.value.code == 2 and reported in capsys.readouterr().err
 
 

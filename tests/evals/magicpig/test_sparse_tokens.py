@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.magicpig import sparse_tokens
 from jaxkv.evals.magicpig.inclusion import isotropic
@@ -33,7 +34,7 @@ def llm():
 def test_sizes_that_cannot_be_timed_are_refused(words, reported, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sparse_tokens", *words])
     with pytest.raises(SystemExit) as end:
-        sparse_tokens.main()
+        run_command(sparse_tokens.main)
     assert end.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]
 
 

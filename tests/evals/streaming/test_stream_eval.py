@@ -7,7 +7,7 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib import parts
 from jaxkv.evals.lib.claim import HOLDS, NOT, PART, UNSEEN
-from jaxkv.evals.lib.record import Record
+from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.streaming import claims, stream_eval
 from jaxkv.evals.streaming.stream_eval import DISTANCES, EVERY, Fact, Streamed
 from jaxkv.models import uncached
@@ -118,5 +118,5 @@ def test_bad_input_is_one_line(llm, words, reported, monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(models, "load", lambda *_: llm)
     monkeypatch.setattr("sys.argv", ["stream_eval", *words, "--quick"])
     with pytest.raises(SystemExit) as stopped:
-        stream_eval.main()
+        run_command(stream_eval.main)
     assert stopped.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]

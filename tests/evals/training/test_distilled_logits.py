@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.training import distilled_logits, sinks_in_front
 from jaxkv.models import uncached
 from tests.tiny import write_tiny
@@ -82,7 +83,7 @@ def test_wrong_numbers_are_refused(folder, tmp_path, monkeypatch, capsys, flags,
     words = f"x --model {folder} --texts {tmp_path / 'none'} --out x {flags}"
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit):
-        distilled_logits.main()
+        run_command(distilled_logits.main)
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -99,5 +100,5 @@ def test_texts_of_one_name_and_an_old_folder_are_refused(folder, tmp_path, monke
     ):
         monkeypatch.setattr(sys, "argv", f"{words} {texts} --out {tmp_path / out}".split())
         with pytest.raises(SystemExit):
-            distilled_logits.main()
+            run_command(distilled_logits.main)
         assert message in " ".join(capsys.readouterr().err.split())

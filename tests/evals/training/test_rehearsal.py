@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.training import rehearsal
 from tests.models.training_data import SMALL, small, write_tokens
 
@@ -46,5 +47,5 @@ def test_a_kill_must_lose_steps(tokens, kill, monkeypatch, capsys):
     given = ["x", "--preset", "tiny", "--data", str(tokens.folder), "--kill", kill, *settings]
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit):
-        rehearsal.main()
+        run_command(rehearsal.main)
     assert "--kill must be between the first and the last checkpoint" in capsys.readouterr().err
