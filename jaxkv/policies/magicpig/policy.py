@@ -89,7 +89,7 @@ class MagicPIG(Policy):
     summary: ClassVar[str] = "every token; after the prompt, a sample of its keys by hash tables"
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
     use_for: ClassVar[str] = (
-        "prompts of tens of thousands of tokens on a CPU, to read fewer keys per token"
+        "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token"
     )
     avoid_for: ClassVar[str] = "short prompts; GPUs, where its lookup is slow; saving memory"
     bytes_formula: ClassVar[str] = (
