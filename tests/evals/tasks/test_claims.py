@@ -65,7 +65,8 @@ def test_without_the_gate_there_is_no_score():
 
 
 def test_the_page_of_gates_says_what_is_not_scored():
-    (claim,) = [c for c in claims.LONG_TASKS if c.record == "task_gates"]
+    claim, longer = [c for c in claims.LONG_TASKS if c.record.startswith("task_gates")]
+    assert claim.find is longer.find
     for full, verdict, word in ((0.95, HOLDS, "scored"), (0.85, NOT, "not scored")):
         given = record(full)
         text, found = claim.find(given)
