@@ -22,6 +22,7 @@ from jaxkv.cache.ring import Ring
 from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
+from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
@@ -52,11 +53,10 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=5)
     ask.add_argument("--quick", action="store_true", help="a small model, into out/")
     given = ask.parse_args()
-    if min(given.sizes) < 256:
-        ask.error(f"--sizes must be at least 256 tokens, got {given.sizes}; give longer prompts")
+    for size in given.sizes:
+        check_int("--sizes", size, 256)
     for name in ("written", "rounds"):
-        if getattr(given, name) < 1:
-            ask.error(f"--{name} must be at least 1, got {getattr(given, name)}; give more")
+        check_int(f"--{name}", getattr(given, name))
     if (given.rounds + 2) * given.written > ROOM:
         ask.error(f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got "
                   f"{(given.rounds + 2) * given.written}; give fewer")  # fmt: skip
