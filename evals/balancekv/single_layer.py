@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
@@ -47,7 +46,7 @@ METHODS = {  # names in tables and plots; `rounds` is added
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.balancekv.single_layer", description=__doc__)
+    ask = make_parser("jaxkv.evals.balancekv.single_layer", __doc__)
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")

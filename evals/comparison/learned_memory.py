@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command, standard_error
+from jaxkv.evals.lib.record import Record, make_parser, run_command, standard_error
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks.generators import THINGS
 from jaxkv.models import compaction
@@ -220,7 +219,7 @@ def _recalled(right: Float[np.ndarray, "B T"]) -> Bool[np.ndarray, " B"]:
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.comparison.learned_memory", description=__doc__)
+    ask = make_parser("jaxkv.evals.comparison.learned_memory", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--starts", type=int, nargs="+", default=[0, 4000, 8000],
                      help="first tokens of the documents in the passage")  # fmt: skip

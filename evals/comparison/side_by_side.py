@@ -12,7 +12,6 @@ with earlier ones.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,13 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.cli.progress import show_progress
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.paired_losses import excess
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.models.config import Config
@@ -112,11 +110,7 @@ def prompt_of(rounds: int) -> int:
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.comparison.side_by_side",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.comparison.side_by_side", __doc__)
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()
     llm = models.load()

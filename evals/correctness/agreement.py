@@ -9,7 +9,6 @@ skipped, nothing is written.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import ROOT, Record, run_command
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
@@ -33,10 +31,7 @@ TESTS = {
 
 
 def main() -> None:
-    Parser(
-        prog="python -m jaxkv.evals.correctness.agreement", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()  # fmt: skip
+    make_parser("jaxkv.evals.correctness.agreement", __doc__).parse_args()
     record = Record("agreement", [STORIES], seeds=[0])
     results = reported_by(TESTS, "--must-run=parity,tpu_check")
     record.finish(results | {"bars": bars(results)})

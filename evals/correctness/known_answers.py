@@ -7,9 +7,8 @@ error of merge-and-reduce decreases with its size. If a test fails, nothing is w
 
 from __future__ import annotations
 
-from jaxkv.cli import Parser
 from jaxkv.evals.correctness.agreement import reported_by
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 
 TESTS = {
     "reservoir": "tests/policies/test_reservoir.py",
@@ -20,7 +19,7 @@ TESTS = {
 
 
 def main() -> None:
-    Parser(prog="python -m jaxkv.evals.correctness.known_answers", description=__doc__).parse_args()
+    make_parser("jaxkv.evals.correctness.known_answers", __doc__).parse_args()
     record = Record("known_answers", seeds=[0])
     results = reported_by(TESTS)
     results["levels"] |= results.pop("theorem")

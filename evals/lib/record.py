@@ -6,6 +6,7 @@ writes the record at the end, in one step. Records contain no paths of a machine
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import files
+from jaxkv.cli import Parser
 from jaxkv.errors import UserError
 from jaxkv.models.run_metadata import ROOT, load, run_metadata
 
@@ -64,6 +66,18 @@ class Record:
             from jaxkv.evals.lib.figures import draw
 
             draw(self.file.stem)
+
+
+def make_parser(module: str, about: str | None) -> Parser:
+    """The parser of an experiment's command line.
+
+    module: its full name. about: the help text, which keeps its line breaks.
+    """
+    return Parser(
+        prog=f"python -m {module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run_command(main: Callable[[], None]) -> None:

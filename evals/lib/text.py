@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxkv.cli import Parser
 from jaxkv.cli.files import read_text
+from jaxkv.evals.lib.record import make_parser
 
 if TYPE_CHECKING:
     from jaxkv.models.llm import Llm
@@ -24,11 +24,7 @@ def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
 
     module: its full name. about: the help text.
     """
-    ask = Parser(
-        prog=f"python -m {module}",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser(module, about)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")

@@ -9,7 +9,6 @@ the planes, the unindexed tail, the first and the newest tokens.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Spec
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
@@ -44,11 +42,7 @@ class Form(NamedTuple):
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.magicpig.lookup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.magicpig.lookup", __doc__)
     ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
     ask.add_argument("--rounds", type=int, default=31, help="of each time")
     ask.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")

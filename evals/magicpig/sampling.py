@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import HELD_BACK, tokens_of
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
@@ -83,11 +82,7 @@ def main() -> None:
 
 def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
     """Arguments of experiments on captured layers."""
-    ask = Parser(
-        prog=f"python -m {module}",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser(module, about)
     ask.add_argument("--model", action="append", help="default: ours; may be given again")
     ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
     ask.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")

@@ -19,12 +19,11 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cache.ring import Ring
-from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.driver import step
 from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
@@ -43,11 +42,7 @@ MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.magicpig.sparse_tokens",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.magicpig.sparse_tokens", __doc__)
     ask.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the prompts")
     ask.add_argument("--written", type=int, default=16, help="tokens that are timed")
     ask.add_argument("--rounds", type=int, default=5)

@@ -33,8 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, rate, ratio, time_rounds
 from jaxkv.evals.peers import rates_table
@@ -91,11 +90,7 @@ class PeerProcess:
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.peers.llama_cpp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.peers.llama_cpp", __doc__)
     ask.add_argument("--peer-python", required=True, help="the Python that has llama-cpp-python")
     ask.add_argument("--prefill", type=int, nargs="+", default=[1024], help="tokens of a prompt")
     ask.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="begin with 1")

@@ -42,8 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv import defaults, models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.peers import server_requests as requests
 from jaxkv.evals.peers.llama_cpp_rates import memory
@@ -78,11 +77,7 @@ class RunningServer(NamedTuple):
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.peers.servers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.peers.servers", __doc__)
     ask.add_argument("--peer-python", required=True, help="the Python that has transformers")
     ask.add_argument("--rounds", type=int, default=3)
     ask.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])

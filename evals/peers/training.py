@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
 from jaxkv.evals.peers.weights import as_folder
@@ -38,7 +37,7 @@ Step = Callable[[np.ndarray], float]  # trains on a batch and returns its loss
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.peers.training", description=__doc__)
+    ask = make_parser("jaxkv.evals.peers.training", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
     ask.add_argument("--rows", type=int, default=4, help="samples a step")
     ask.add_argument("--context", type=int, default=512, help="tokens of a sample")

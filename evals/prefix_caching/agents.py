@@ -10,7 +10,6 @@ shared pages once, although the engine reserves memory for each.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import jax
 
 import jaxkv
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.engine import pool
 from jaxkv.engine.store import page_ids
-from jaxkv.evals.lib.record import ROOT, Record, run_command
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command
 from jaxkv.evals.prefix_caching import traces
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
@@ -41,11 +39,7 @@ CHUNK = 128
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.prefix_caching.agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.prefix_caching.agents", __doc__)
     ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
     ask.add_argument("--quick", action="store_true", help="few turns, into out/")
     given = ask.parse_args()

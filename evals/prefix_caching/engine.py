@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
-from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
@@ -50,11 +49,7 @@ class Load(NamedTuple):
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.prefix_caching.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.prefix_caching.engine", __doc__)
     ask.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
     ask.add_argument("--rounds", type=int, default=3, help="of each time")
     ask.add_argument("--only", nargs="+", choices=("report", *FILES), default=("report", *FILES))

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
@@ -65,7 +64,7 @@ COMPRESSED = {
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.reservoir.recall", description=__doc__)
+    ask = make_parser("jaxkv.evals.reservoir.recall", __doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
     ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
     ask.add_argument("--steps", type=int, default=600)

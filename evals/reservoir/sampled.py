@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
@@ -41,11 +40,7 @@ DEARER, SHARE = 1.3, 0.1  # upper bars
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.reservoir.sampled",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.reservoir.sampled", __doc__)
     ask.add_argument("--written", type=int, default=10_000, help="timed tokens")
     ask.add_argument("--prompt", type=int, default=32_768, help="length of the compressed prompt")
     ask.add_argument("--rounds", type=int, default=7, help="rounds per measurement")

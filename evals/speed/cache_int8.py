@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.contract import Chunk, Spec, State
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread, standard_error
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
@@ -48,7 +47,7 @@ CHUNK = 256
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.cache_int8", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.cache_int8", __doc__)
     ask.add_argument("--text", type=Path, required=True, help="a novel")
     ask.add_argument("--tokens", type=int, default=20_000, help="to score")
     ask.add_argument("--stream", type=int, default=1_000_000, help="tokens to stream for drift")

@@ -15,8 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.speed.startup import COMMAND, environment
 from jaxkv.models import smollm2
@@ -26,7 +25,7 @@ END = "tokens/s"  # the line after an answer, on standard error
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.chat", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.chat", __doc__)
     ask.add_argument("--rounds", type=int, default=3)
     ask.add_argument("--quick", action="store_true", help="write to out/")
     given = ask.parse_args()

@@ -9,7 +9,6 @@ device; the profiler itself slows those that are called often.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import re
@@ -22,9 +21,8 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.engine import Engine, Request
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, bar, time_rounds, timed
 from jaxkv.models.llm import Llm
@@ -54,11 +52,7 @@ class Ignore:
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.speed.host_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.speed.host_time", __doc__)
     ask.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")

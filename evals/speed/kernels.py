@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar
 from jaxkv.pallas_kernels.sampled_attention import bench as attention
 from jaxkv.pallas_kernels.sampled_attention.shapes import LENGTHS
@@ -23,7 +22,7 @@ DTYPES = "float32", "bfloat16"
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.kernels", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.kernels", __doc__)
     ask.add_argument("--rounds", type=int, default=20, help="of each time")
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     given = ask.parse_args()

@@ -11,7 +11,6 @@ and a profile of the compiled loop (evals/speed/profile.py).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.evals.lib.baseline import (
     LARGE,
     SMALL,
@@ -32,7 +30,7 @@ from jaxkv.evals.lib.baseline import (
     random_llama,
     thread_variants,
 )
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import (
     Variant,
     bar,
@@ -75,11 +73,7 @@ QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 512, 1024, 3, 2)
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.speed.latency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.speed.latency", __doc__)
     ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.cli import Parser
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, run_command, spread, standard_error
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
 from jaxkv.models import smollm2
@@ -30,7 +29,7 @@ SIDE = 4096  # of the matrix that measures the bandwidth
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.quantised_weights", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.quantised_weights", __doc__)
     ask.add_argument("--text", type=Path, required=True, help="a novel")
     ask.add_argument("--tokens", type=int, default=20_000, help="to score")
     ask.add_argument("--rounds", type=int, default=9)

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
 from jaxkv.models.llm import Llm
 
@@ -31,7 +30,7 @@ BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.rates", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.rates", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--dtype", help="default: by device and file")
     ask.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))

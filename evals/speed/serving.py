@@ -8,7 +8,6 @@ and of a cached one. `cost`: new prompts only, with and without prefix caching.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
-from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.models import Llm
 from jaxkv.models.serving import make_engine
@@ -32,11 +30,7 @@ FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.speed.serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.speed.serving", __doc__)
     ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
     ask.add_argument("--rounds", type=int, default=5, help="of each time")
     ask.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)

@@ -12,7 +12,6 @@ with load, where the last bits of logits, and so seldom a token, may depend on t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,8 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.speed.serving import BOOKS, passages
 
@@ -63,11 +61,7 @@ class SoakServer(NamedTuple):
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.speed.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.speed.soak", __doc__)
     ask.add_argument(
         "--requests", type=int, default=10_000, help="of each policy and kind of batch"
     )

@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import ROOT, Record, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.models import smollm2
 from jaxkv.models.decoding import compiled_decode_block, prefill_programs
@@ -49,7 +48,7 @@ DEPTHS, CHUNK = (4, 12, 30, 80), 256
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.startup", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.startup", __doc__)
     ask.add_argument("--rounds", type=int, default=3)
     ask.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
     given = ask.parse_args()

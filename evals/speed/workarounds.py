@@ -22,11 +22,10 @@ import numpy as np
 
 from jaxkv import attention, models, xla_cpu
 from jaxkv.cache import ring
-from jaxkv.cli import Parser
 from jaxkv.engine import model as engine_model
 from jaxkv.engine import programs as engine
 from jaxkv.evals.lib import hlo
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, ratio, time_rounds
 from jaxkv.evals.speed import plain_forms
 from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, LoadModel, Program, Sizes
@@ -168,7 +167,7 @@ WORKAROUNDS: dict[str, Workaround] = {
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.speed.workarounds", description=__doc__)
+    ask = make_parser("jaxkv.evals.speed.workarounds", __doc__)
     ask.add_argument("--rounds", type=int, default=9)
     ask.add_argument("--only", nargs="+", choices=WORKAROUNDS, metavar="NAME",
                      help=f"some rows, into out/: {', '.join(WORKAROUNDS)}")  # fmt: skip

@@ -20,9 +20,8 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, plain, resident, run_command
+from jaxkv.evals.lib.record import Record, make_parser, plain, resident, run_command
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.models.llm import Llm
 from jaxkv.state import batch
@@ -32,7 +31,7 @@ BEFORE_WRAP = 2**32 - 50_000
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.streaming.endless", description=__doc__)
+    ask = make_parser("jaxkv.evals.streaming.endless", __doc__)
     ask.add_argument("--model", required=True, help="a model folder or Hub id")
     ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
     ask.add_argument("--tokens", type=int, default=4_000_000)

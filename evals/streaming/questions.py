@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, standard_error
+from jaxkv.evals.lib.record import Record, make_parser, run_command, standard_error
 from jaxkv.models.llm import Llm
 
 CACHE = 256
@@ -36,7 +35,7 @@ Question = dict[str, Any]
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.streaming.questions", description=__doc__)
+    ask = make_parser("jaxkv.evals.streaming.questions", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--questions", required=True, type=Path,
                      help="JSON lines with context, choices and answer")  # fmt: skip

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.errors import UserError, check_int
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
@@ -29,7 +28,7 @@ from jaxkv.models.llm import Llm
 
 
 def main(words: list[str] | None = None) -> None:
-    ask = Parser(prog="python -m jaxkv.evals.tasks", description=__doc__)
+    ask = make_parser("jaxkv.evals.tasks", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
     ask.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096],

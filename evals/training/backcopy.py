@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
 from jaxkv.models import corpus, data, uncached
 from jaxkv.models.llm import Llm
@@ -42,7 +41,7 @@ DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.backcopy", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.backcopy", __doc__)
     ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ask.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)

@@ -29,11 +29,10 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.cli.files import read_text
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, plain, read, run_command
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, plain, read, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.sink_tables import logged
@@ -109,7 +108,7 @@ prejudices of their time, and neither the books nor the model were filtered.
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.default_model", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.default_model", __doc__)
     ask.add_argument("--run", type=Path, help="folder of a finished run (default: the model of the "
                      "package)")  # fmt: skip
     ask.add_argument("--data", type=Path, help="the data folder that it was trained on")

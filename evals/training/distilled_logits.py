@@ -12,7 +12,6 @@ gives the same losses with this learning rate (record sinks_distilled).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from functools import partial
@@ -25,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import run_command
+from jaxkv.evals.lib.record import make_parser, run_command
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
 from jaxkv.models.compaction import optimizer
@@ -42,11 +40,7 @@ EVERY = 5  # steps between two lines
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.training.distilled_logits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.training.distilled_logits", __doc__)
     ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
     ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
     ask.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")

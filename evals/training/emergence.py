@@ -6,21 +6,15 @@ first token, as Gu et al. (2024, arXiv 2410.10781) do for models of 60 million w
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
 def main() -> None:
-    ask = Parser(
-        prog="python -m jaxkv.evals.training.emergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ask = make_parser("jaxkv.evals.training.emergence", __doc__)
     ask.add_argument("--runs", required=True, type=Path, nargs="+", metavar="SIZE/SINKS",
                      help="folders of runs")  # fmt: skip
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.models import device, training
 from jaxkv.models.data import FRONT
@@ -32,7 +31,7 @@ SIDE = 2048  # side of the matrices whose product measures a CPU's peak
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.mfu", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.mfu", __doc__)
     ask.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
     ask.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
     ask.add_argument("--vocab", type=int, default=4096)

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.models import compilation, data, memory_plan
@@ -47,7 +46,7 @@ PAUSE = 0.02  # seconds between two looks at the memory of the run
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.rehearsal", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.rehearsal", __doc__)
     ask.add_argument("--preset", default="160m")
     ask.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
     ask.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.cli import Parser
-from jaxkv.evals.lib.record import Record, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.training.mfu import stepping
 from jaxkv.models import memory_plan, training
@@ -30,7 +29,7 @@ PARTS = (8, 4, 2)  # of a batch of 160m
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.remat", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.remat", __doc__)
     ask.add_argument("--preset", choices=list(PRESETS), default="tiny")
     ask.add_argument("--rounds", type=int, default=15)
     ask.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")

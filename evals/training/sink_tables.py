@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.cli import Parser
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, run_command, standard_error
+from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, run_command, standard_error
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.models import pictures, uncached
@@ -40,7 +39,7 @@ ROWS = 32  # choices scored at a time
 
 
 def main() -> None:
-    ask = Parser(prog="python -m jaxkv.evals.training.sink_tables", description=__doc__)
+    ask = make_parser("jaxkv.evals.training.sink_tables", __doc__)
     ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
     ask.add_argument("--texts", required=True, type=Path, nargs="+",
                      help="held-out text files, or folders of *.txt")  # fmt: skip
