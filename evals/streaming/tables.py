@@ -2,9 +2,9 @@
 
 Every case reads the beginning of the same texts. Its losses are compared, token by token, with
 those of 4 sinks in a cache of the same size, after the cache is full. Intervals are over texts.
-Re-computation is measured at every 64th token, because each of its predictions costs a forward pass
-over the window. An interrupted run continues, and a later run measures only the texts and cases
-that the record lacks.
+Re-computation is measured at every 64th or 128th token, because each of its predictions costs a
+forward pass over the window. An interrupted run continues, and a later run measures only the texts
+and cases that the record lacks.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ OTHERS = {  # of the smallest size
     "<|endoftext|>+255": Case(ring(1, SIZE), ("<|endoftext|>",)),
     "4 newlines+252": Case(ring(SINKS, SIZE), ("\n",) * 4),
 }
+LARGE_BASE, LARGE = label(SINKS, 1024), "re-computation of 1024"
+LARGER = {  # compared with the streaming cache of this size
+    LARGE_BASE: streaming(SINKS, 1024),
+    LARGE: Case("recompute:window=1024", every=128, tokens=BEGINNING),
+}
 CURVES = ("full", label(0, SIZE), label(1, SIZE), BASE, "re-computation")
 
 
@@ -72,12 +77,15 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     """All cases on all texts."""
     cases = RINGS | TABLE_6 | OTHERS
     by_text = measure(llm, texts, cases, BASE, record)
+    for text, one in measure(llm, texts, LARGER, LARGE_BASE, record).items():
+        by_text[text]["bins"] |= one["bins"]
     tables = {
         str(size): compare(by_text, [label(n, size) for n in COUNTS], label(SINKS, size), size)
         for size in SIZES
     }
-    return record_header(llm, cases, by_text) | {
+    return record_header(llm, cases | LARGER, by_text) | {
         "tables": tables,
+        "larger": compare(by_text, [*LARGER], LARGE_BASE, 1024),
         "others": compare(by_text, [BASE, *OTHERS], BASE, SIZE),
         "within_context": compare(by_text, [BASE, *OTHERS], BASE, SIZE, llm.config.context),
         "beyond_context": compare(by_text, [BASE, *OTHERS], BASE, llm.config.context),
