@@ -6,6 +6,7 @@ both sides: an observation window of 64, mean pooling over 5 neighbours, 4 sinks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +17,15 @@ from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
 from jaxkv.contract import Policy, Spec
-from jaxkv.policies import ExpectedAttention, KeyDiff, PyramidKV, SnapKV, Streaming
+from jaxkv.policies import (
+    Balance,
+    ExpectedAttention,
+    KeyDiff,
+    PyramidKV,
+    SnapKV,
+    Streaming,
+    Uniform,
+)
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.typing import Array
@@ -33,6 +42,7 @@ PRESSES = {
     "expected-attention": "ExpectedAttentionPress",
     "keydiff": "KeyDiffPress",
 }
+HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,11 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
         "expected-attention": ExpectedAttention(capacity, SINKS, **start),
         "keydiff": KeyDiff(capacity, **start),
     }
+    # Halved once more than to the budget, so that there is room for the ends.
+    rounds = round(math.log2(2 * prompt / capacity))
+    ends = (capacity * 2**rounds - prompt) // (2**rounds - 1)
+    fields = {"sinks": SINKS, "window": ends - SINKS, "rounds": rounds} | start
+    found |= {name: policy(**fields) for name, policy in HALVED.items()}
     budgets = pyramid_budgets(prompt, ratio, layers)
     if len(set(budgets)) > 1:
         found[BUDGETS] = tuple(SnapKV(max(one, WINDOW + 1), **snap) for one in budgets)
@@ -102,6 +117,11 @@ def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
 def press(name: str, ratio: float) -> dict[str, Any]:
     """The kvpress side of a case: the name of the press and its fields."""
     return {"press": PRESSES[name], "fields": {"compression_ratio": ratio}}
+
+
+def with_press(keys: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The cases that kvpress has too."""
+    return [key for key in keys if key[0] in PRESSES]
 
 
 def keys(prompt: int, layers: int, skip: Sequence[str] = ()) -> list[tuple[str, float]]:

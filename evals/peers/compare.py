@@ -44,7 +44,7 @@ def main() -> None:
     ask.add_argument("--peer-python", required=True, help="the Python that has kvpress")
     ask.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
     ask.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
-    optional = [name for name in cases.PRESSES if name != CHECKED[0]]
+    optional = [name for name in (*cases.PRESSES, *cases.HALVED) if name != CHECKED[0]]
     ask.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
     given = ask.parse_args()
     llm = models.load(given.model)
@@ -63,13 +63,15 @@ def run(
     for prompt in given.prompts:
         keys = cases.keys(prompt, llm.config.layers, given.skip)
         chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
-        asked = repr([(key, chosen[key[1]][key[0]], cases.press(*key)) for key in keys])
+        both = cases.with_press(keys)
+        asked = repr([(key, chosen[key[1]][key[0]]) for key in keys])
+        asked += repr([cases.press(*key) for key in both])
         sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
         for text, ids in texts.items():
             some = ids[: prompt + given.scored + 1]
             hash_ = zlib.crc32(f"{asked} {list(some)}".encode())
             of = f"{llm.name}, {text}, {prompt}, {given.scored}, {hash_:x}"
-            theirs = lambda s=some, p=prompt, k=keys: of_kvpress(llm, s, p, k, given.peer_python)  # noqa: E731
+            theirs = lambda s=some, p=prompt, k=both: of_kvpress(llm, s, p, k, given.peer_python)  # noqa: E731
             ours = lambda s=some, p=prompt, k=keys: of_jaxkv(llm, s, p, k)  # noqa: E731
             sides["theirs"].append(parts.part(f"kvpress, {of}", theirs))
             sides["ours"].append(parts.part(f"jaxkv, {of}", ours))
@@ -137,20 +139,23 @@ def versions_of(python: str) -> dict[str, str]:
 def table(
     keys: Sequence[Key], ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """Losses of both sides by case and ratio, and their difference; one array per text."""
+    """Losses by case and ratio, and their difference; keys: those of ours; one array per text."""
     full = {"ours": [one[-1, 1:].mean() for one in ours],
             "theirs": [one[-2, 1:].mean() for one in theirs]}  # fmt: skip
     found: dict[str, Any] = {"full": row(full, full), "cases": {}}
+    both = cases.with_press(keys)
     for number, (name, ratio) in enumerate(keys):
-        losses = {"ours": [one[number, 1:].mean() for one in ours],
-                  "theirs": [one[number, 1:].mean() for one in theirs]}  # fmt: skip
-        cached = {"ours": ours[0][number, 0], "theirs": theirs[0][number, 0]}
-        tokens = [np.abs(a[number, 1:] - b[number, 1:]).max()
-                  for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
-        found["cases"].setdefault(name, {})[f"{ratio:g}"] = row(losses, full) | {
-            "cached": cached, "largest_difference_of_a_token": max(tokens),
-        }  # fmt: skip
-    checked = keys.index(CHECKED)
+        sides = {"ours": [one[number] for one in ours]}
+        if (name, ratio) in both:
+            sides["theirs"] = [one[both.index((name, ratio))] for one in theirs]
+        losses = {side: [one[1:].mean() for one in each] for side, each in sides.items()}
+        line = row(losses, full) | {"cached": {side: each[0][0] for side, each in sides.items()}}
+        if "theirs" in sides:
+            pairs = zip(sides["ours"], sides["theirs"], strict=True)
+            tokens = [np.abs(a[1:] - b[1:]).max() for a, b in pairs]
+            line["largest_difference_of_a_token"] = max(tokens)
+        found["cases"].setdefault(name, {})[f"{ratio:g}"] = line
+    checked = both.index(CHECKED)
     found["checked"] = {
         "case": f"{CHECKED[0]}, {CHECKED[1]:g} removed",
         "largest_difference": max(np.abs(one[-1] - one[checked]).max() for one in theirs),
@@ -161,10 +166,12 @@ def table(
 def row(
     losses: Mapping[str, Float[np.ndarray, " X"]], full: Mapping[str, Float[np.ndarray, " X"]]
 ) -> dict[str, Any]:
-    """Both sides by text, each over full attention, and ours minus theirs."""
+    """Each side by text, over full attention, and ours minus theirs if kvpress has the case."""
     over = {side: paired(losses[side], full[side]) for side in losses}
-    return {"losses": losses, "over_full": over,
-            "difference": paired(losses["ours"], losses["theirs"])}  # fmt: skip
+    found = {"losses": losses, "over_full": over}
+    if "theirs" in losses:
+        found["difference"] = paired(losses["ours"], losses["theirs"])
+    return found
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:

@@ -10,20 +10,22 @@ from jaxkv.models.palette import COLOURS
 
 def peers(axes: Any, results: dict[str, Any]) -> None:
     """Loss after a prompt minus full attention's, by the part of the prompt that is removed, with
-    two standard errors over texts. Lines: jaxkv. Crosses: kvpress, same weights and prompts."""
+    two standard errors over texts. Lines: jaxkv. Crosses: kvpress, same weights and prompts;
+    it has no balance and no uniform."""
     at = next(iter(results["prompts"].values()))
     for name, rows in at["cases"].items():
         if name == BUDGETS:
             continue
         colour = COLOURS["streaming" if name == ENDS else name]
         removed = [100 * float(ratio) for ratio in rows]
-        ours, theirs = ([row["over_full"][side] for row in rows.values()]
-                        for side in ("ours", "theirs"))  # fmt: skip
+        over = [row["over_full"] for row in rows.values()]
+        ours, theirs = ([one[side] for one in over if side in one] for side in ("ours", "theirs"))
         errors = [2 * (one["standard_error"] or 0) for one in ours]
         axes.errorbar(
             removed, [one["mean"] for one in ours], errors,
             color=colour, capsize=2, label=name, linestyle="dotted" if name == "streaming" else "-",
         )  # fmt: skip
-        axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)
+        if theirs:
+            axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)
     axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
     axes.set(xlabel="removed, of the prompt (%)", ylabel="loss over full (nats per token)")

@@ -44,10 +44,15 @@ def test_budgets_are_those_of_kvpress():
 
 def test_every_case_has_a_press_and_its_budget():
     for prompt in (1024, 2048):
-        assert {name for name, _ in cases.keys(prompt, 30)} == set(cases.PRESSES)
+        keys = cases.keys(prompt, 30)
+        assert {name for name, _ in keys} == {*cases.PRESSES, *cases.HALVED}
+        assert {name for name, _ in cases.with_press(keys)} == set(cases.PRESSES)
     assert ("streaming", 0.5) not in cases.keys(1024, 30, ["streaming"])
     policies = cases.policies(1024, 0.75, 30)
     assert cases.BUDGETS not in policies  # kvpress then has no pyramid
+    for name in cases.HALVED:  # 146 + (1024 - 146) / 2^3 tokens
+        ends = policies[name].sinks + policies[name].window
+        assert (policies[name].rounds, ends) == (3, 146)
     assert policies["snapkv"] == SnapKV(256, 64, 5, "mean", 1024)
     assert policies["streaming"].window == policies[cases.ENDS].window == 252
     assert cases.press("keydiff", 0.5)["fields"] == {"compression_ratio": 0.5}
@@ -106,6 +111,16 @@ def arrays(shift=0.0):
     return ours, theirs
 
 
+def test_a_case_without_a_press_has_our_side_alone():
+    ours, theirs = arrays()
+    ours = [np.insert(one, 1, one[0] + 1, axis=0) for one in ours]
+    found = compare.table([KEYS[0], ("balance", 0.5), KEYS[1]], ours, theirs)
+    one = found["cases"]["balance"]["0.5"]
+    assert one["losses"] == {"ours": [4, 5]} and one["over_full"]["ours"]["by_text"] == [2, 2]
+    assert one["cached"] == {"ours": 81} and "difference" not in one
+    assert found["cases"]["keydiff"]["0.5"]["difference"]["mean"] == 0
+
+
 def test_rows_compare_text_by_text():
     found = compare.table(KEYS, *arrays(0.5))
     one = found["cases"]["keydiff"]["0.5"]
@@ -118,7 +133,7 @@ def test_rows_compare_text_by_text():
 
 
 def results(shift, best):
-    names = [name for name in cases.PRESSES if name != "streaming"]
+    names = [name for name in (*cases.PRESSES, *cases.HALVED) if name != "streaming"]
     error = {"standard_error": 0.001}
     row = {"difference": {"mean": shift} | error, "cached": {"ours": 70.0, "theirs": 80.0}}
     gaps = {name: [0.1 * (name != best), 0.11 * (name != best)] for name in names}
@@ -143,12 +158,14 @@ def test_a_pyramid_is_compared_where_kvpress_has_one():
 
 
 def test_the_best_policy_loses_clearly_less_than_every_other():
-    assert claims.best(results(0.0, "expected-attention"))[1] == HOLDS
-    text, verdict = claims.best(results(0.0, "snapkv"))
+    assert claims.expected_attention(results(0.0, "expected-attention"))[1] == HOLDS
+    assert claims.balance(results(0.0, "balance"))[1] == HOLDS
+    assert claims.balance(results(0.0, "uniform"))[1] == NOT
+    text, verdict = claims.expected_attention(results(0.0, "snapkv"))
     assert verdict == NOT and "full attention (3.1000)" in text
     r = results(0.0, "snapkv")
     r["prompts"]["2048"] = results(0.0, "expected-attention")["prompts"]["1024"]
-    assert claims.best(r)[1] == PART
+    assert claims.expected_attention(r)[1] == PART
 
 
 def test_the_peer_script_imports_nothing_of_jaxkv():
