@@ -34,7 +34,7 @@ PAGES = (
         ROOT / "docs" / f"{name}.md"
         for name in ("pictures", "policies", "results", "serving", "training")
     ),
-    ROOT / "docs" / "decisions" / "compilation.md",
+    *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
     ROOT / "evals" / "NEGATIVE.md",
     *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )

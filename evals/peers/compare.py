@@ -1,9 +1,10 @@
 """Prompt compression here and in kvpress: the same weights, prompts, ratios and metric.
 
 The first tokens of each text are the prompt, and the tokens after it are scored by teacher forcing.
-They take no part in the compression. kvpress runs in an environment of its own:
+They take no part in the compression. kvpress runs in an environment of its own. Its version 0.5.5
+needs a package that Python 3.13 cannot import:
 
-    python -m venv PEERS && PEERS/bin/pip install torch kvpress==0.5.5
+    python3.12 -m venv PEERS && PEERS/bin/pip install torch kvpress==0.5.5
     python -m jaxkv.evals.peers.compare --peer-python PEERS/bin/python --texts TEXT ...
 
 Intervals are over texts. Parts are stored under out/, so that an interrupted run continues.

@@ -33,6 +33,14 @@ def test_the_numbers_of_a_page_are_current(page):
     assert figures.fill(text) == text, "run python -m jaxkv.evals.lib.figures"
 
 
+def test_every_page_with_marks_is_filled():
+    folders = (record.ROOT, record.ROOT / "evals", record.ROOT / "docs")
+    pages = [page for folder in folders[:2] for page in folder.glob("*.md")]
+    pages += folders[2].rglob("*.md")
+    marked = {page for page in pages if figures.MARK.search(page.read_text("utf-8"))}
+    assert marked and not marked - set(figures.PAGES)
+
+
 def test_no_cell_of_a_table_has_a_bar():
     """A bar in a text would start another column."""
     rows = [line.replace(claims.BAR, "") for line in claims.page().splitlines()]
