@@ -23,7 +23,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
-from jaxkv.evals.lib.text import HELD_BACK, tokens_of
+from jaxkv.evals.lib.text import stretches_of
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.llm import Llm
@@ -48,11 +48,12 @@ METHODS = {  # names in tables and plots; `rounds` is added
 def main() -> None:
     ask = make_parser("jaxkv.evals.balancekv.single_layer", __doc__)
     ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
-    ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
+    ask.add_argument("--text", required=True, type=Path, nargs="+",
+                     help="texts, or a folder of books, which is one text")  # fmt: skip
     ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
     ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
     ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
-    ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
+    ask.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
     ask.add_argument("--seeds", type=int, default=10)
     ask.add_argument("--name", default="single_layer", help="name of the record")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
@@ -61,18 +62,18 @@ def main() -> None:
     llm = models.load(*([given.model] if given.model else []))
     tokens = given.tokens or llm.config.context - QUERIES
     length = tokens + QUERIES
-    ids, files = tokens_of(llm, given.text, given.stretches * length, HELD_BACK)
+    if tokens < 2 * ENDS + BLOCK:
+        ask.error(f"--tokens must be at least {2 * ENDS + BLOCK}, got {tokens}")
+    ids, files = stretches_of(llm, given.text, given.stretches, length)
     last = llm.config.layers - 1
     layers = given.layers or sorted({0, last // 2, last})
-    if len(ids) < given.stretches * length or tokens < 2 * ENDS + BLOCK:
-        ask.error(f"{given.stretches} x {length} tokens are needed, and of each at least "
-                  f"{2 * ENDS + BLOCK + QUERIES}: {given.text} has {len(ids)}")  # fmt: skip
     if not 0 <= min(layers) <= max(layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {layers}")
     seeds = list(range(given.seeds))
     record = Record(given.name, [*llm.files, *files], seeds, quick=given.quick)
     results: dict[str, Any] = {
         "model": llm.name, "tokens": tokens, "stretches": given.stretches,
+        "texts": len(given.text),
         "context": llm.config.context, "ends": ENDS, "rounds": given.rounds,
     }  # fmt: skip
     each = []

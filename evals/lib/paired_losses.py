@@ -73,11 +73,17 @@ def measure(
     are taken from it, with the commit that measured them.
     """
     known = known_bins(llm, texts, cases, base, record)
-    parts = Parts(record, len(cases) * len(texts) - sum(map(len, known.values())))
+    missing = {text: [name for name in cases if name not in known[text]] for text in texts}
+    # The base is read again for the tokens of cases that predict only some.
+    again = [
+        text for text, names in missing.items()
+        if base not in names and any(cases[name].every > 1 for name in names)
+    ]  # fmt: skip
+    parts = Parts(record, sum(map(len, missing.values())) + len(again))
     found: ByText = {}
     for text, ids in texts.items():
         bins = known[text]
-        for name in (name for name in cases if name not in bins):
+        for name in missing[text]:
             losses, commit = part_of(parts, llm, text, ids, cases[name])
             bins[name] = {"commit": commit, "loss": bin_means(losses)}
             if cases[name].every > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.cli.files import read_text
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import make_parser
 
 if TYPE_CHECKING:
@@ -70,6 +71,37 @@ def first_tokens(
     if short:
         ask.error(f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others")
     return found
+
+
+def stretches_of(
+    llm: Llm, texts: Sequence[Path], count: int, length: int
+) -> tuple[list[int], list[Path]]:
+    """The tokens of `count` stretches of `length`, one after the other, and their files.
+
+    Each text gives as many, from its beginning; a folder is one text, its books that the default
+    model has not seen. Raises UserError if the texts cannot give as many, or are too short.
+    """
+    of_each, rest = divmod(count, len(texts))
+    if rest:
+        raise UserError(
+            f"every text gives as many stretches, got {count} stretches of {len(texts)} texts; "
+            f"give --stretches {count + len(texts) - rest}"
+        )
+    ids: list[int] = []
+    files: list[Path] = []
+    for text in texts:
+        if not text.exists():
+            raise UserError(
+                f"a text must exist, got {text}; name a text file, or a folder of books"
+            )
+        some, found = tokens_of(llm, text, of_each * length, HELD_BACK)
+        if len(some) < of_each * length:
+            raise UserError(
+                f"{of_each} x {length} tokens of each text are needed, {text} has {len(some)}; "
+                "give fewer --stretches or --tokens"
+            )
+        ids, files = [*ids, *some], [*files, *found]
+    return ids, files
 
 
 def books(folder: Path, splits: Sequence[str]) -> Iterator[Path]:

@@ -31,7 +31,7 @@ from jaxkv.evals.lib.claim import (
 from jaxkv.evals.lib.measured_on import REAL, SYNTHETIC
 from jaxkv.evals.magicpig.published_tables import WITHIN_7, WITHIN_8
 
-METHODS = ("magicpig", "topk", "oracle", "quest", "vattention", "uniform")
+METHODS = ("magicpig", "topk", "oracle", "quest", "vattention", "uniform", "topp")
 SINK = 0.3  # of the attention: a layer that gives its first token more has a sink
 FORMULA = "formulas"
 ERRORS: list[Claim] = []

@@ -14,10 +14,10 @@ exact attention and averaged over query heads; intervals are over the stretches.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxkv import models
 from jaxkv.contract import Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
-from jaxkv.evals.lib.text import HELD_BACK, tokens_of
+from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
 from jaxkv.evals.magicpig.heads import (
@@ -45,6 +45,7 @@ from jaxkv.policies import Oracle, TopK
 from jaxkv.policies.magicpig import lsh
 from jaxkv.policies.magicpig.lsh import Hashing
 
+Measure = TypeVar("Measure", matched_budgets.CosineHistogram, matched_budgets.Masses)
 SHARES = (0.02, 0.05, 0.1, 0.2)
 BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.75, 0.9)
 SIGMAS = (1.0, 1.5, 2.0)
@@ -84,10 +85,11 @@ def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
     """Arguments of experiments on captured layers."""
     ask = make_parser(module, about)
     ask.add_argument("--model", action="append", help="default: ours; may be given again")
-    ask.add_argument("--text", required=True, type=Path, help="a text, or a folder of books")
+    ask.add_argument("--text", required=True, type=Path, nargs="+",
+                     help="texts, or a folder of books, which is one text")  # fmt: skip
     ask.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
     ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
-    ask.add_argument("--stretches", type=int, default=8, help="of the text, one after the other")
+    ask.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
     ask.add_argument("--seeds", type=int, default=3)
     ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
     return ask
@@ -109,8 +111,6 @@ def tokens_for(
     if given.stretches < 2 or given.seeds < 1:
         ask.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
                   f"more, got {given.stretches} and {given.seeds}")  # fmt: skip
-    if not given.text.exists():
-        ask.error(f"--text {given.text} does not exist")
     llm = models.load(*([model] if model else []))
     length = llm.config.context if given.tokens is None else given.tokens
     least = SINKS + 2 * WINDOW + QUERIES
@@ -120,10 +120,7 @@ def tokens_for(
     last = llm.config.layers - 1
     if given.layers and not 0 <= min(given.layers) <= max(given.layers) <= last:
         ask.error(f"--layers must be from 0 to {last}, got {given.layers}")
-    ids, files = tokens_of(llm, given.text, given.stretches * length, HELD_BACK)
-    if len(ids) < given.stretches * length:
-        ask.error(f"{given.stretches} x {length} tokens are needed, {given.text} has {len(ids)}")
-    return llm, ids, files
+    return llm, *stretches_of(llm, given.text, given.stretches, length)
 
 
 def pick_layers(layers: int, quick: bool = False) -> list[int]:
@@ -144,11 +141,15 @@ def of_model(
             budgets[kind][f"{share:g}"] = measured(spec, layers, exact, policies, given.seeds)
     captured: dict[str, Any] = {}
     hashed: dict[str, Any] = {}
-    angles = {n: angles_of(spec, layer) for n, layer in layers.items()}
+    angles = {n: of_stretches(matched_budgets.angles, spec, x) for n, x in layers.items()}
+    masses = {n: of_stretches(matched_budgets.masses, spec, x) for n, x in layers.items()}
     for share in progress(given.shares, f"{name}, by share"):
         found = {n: matched_budgets.tables(angles[n], share) for n in layers}
         hashed[f"{share:g}"] = found
-        each = {n: matched_budgets.methods(share, pair, SINKS, WINDOW) for n, pair in found.items()}
+        each = {
+            n: matched_budgets.methods(share, pair, SINKS, WINDOW, masses[n].reaching(share))
+            for n, pair in found.items()
+        }
         by_kind = {kind: {n: each[n][kind] for n in layers} for kind in next(iter(each.values()))}
         by_kind[UNCENTRED] = {n: replace(p, center=False) for n, p in by_kind["magicpig"].items()}
         for kind, policies in by_kind.items():
@@ -164,10 +165,10 @@ def of_model(
     }  # fmt: skip
 
 
-def angles_of(spec: Spec, layer: CapturedLayer) -> matched_budgets.CosineHistogram:
-    """Cosines of the last queries with the hashed keys."""
+def of_stretches(measure: Callable[..., Measure], spec: Spec, layer: CapturedLayer) -> Measure:
+    """`matched_budgets.angles` or `masses` of the last queries with the keys between the ends."""
     stretches = [[row] for row in zip(*map(np.asarray, layer), strict=True)]
-    return matched_budgets.angles(spec, stretches, layer.k.shape[1] - QUERIES, SINKS, WINDOW)
+    return measure(spec, stretches, layer.k.shape[1] - QUERIES, SINKS, WINDOW)
 
 
 def measured(

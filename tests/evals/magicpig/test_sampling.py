@@ -75,7 +75,7 @@ def test_each_method_reads_the_requested_share(layer, methods, name):
 
 @pytest.mark.slow
 def test_tables_read_the_expected_share(layer):
-    angles = sampling.angles_of(SPEC, layer)
+    angles = sampling.of_stretches(matched_budgets.angles, SPEC, layer)
     bits, tables = matched_budgets.tables(angles, 0.1)
     chosen = MagicPIG(bits, tables, sampling.SINKS, sampling.WINDOW, tail=128)
     read = np.mean([heads.estimate(chosen, SPEC, layer, seed).share for seed in range(4)])
@@ -170,7 +170,7 @@ def test_a_model_has_every_entry_of_the_record(layer):
     """Every method at every share, with finite numbers."""
     given = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
     found = plain(sampling.of_model(SPEC, {0: layer}, given, "test"))
-    names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW)
+    names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW, 0.9)
     assert set(found["captured"]) == {*names, sampling.UNCENTRED}
     jax.tree.map(lambda x: x is None or float(x), found)
     drawn = {kind: {"0.1": {"error": {"median": 0.1}}} for kind in ("topk", "oracle")}
@@ -190,13 +190,13 @@ def test_intervals_are_over_stretches():
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["--text", "nowhere"], "nowhere does not exist"),
+        (["--text", "nowhere"], "must exist, got nowhere"),
         (["--text", ".", "--stretches", "1"], "--stretches 2 or more"),
         (["--text", ".", "--seeds", "0"], "--seeds 1 or more"),
         (["--text", ".", "--layers", "99"], "--layers must be from 0 to"),
         (["--text", ".", "--tokens", "100"], "--tokens must be at least"),
         (["--text", ".", "--tokens", "4096"], "at most the trained context"),
-        (["--text", "README.md", "--stretches", "9999"], "tokens are needed"),
+        (["--text", "README.md", "--stretches", "9999"], "tokens of each text are needed"),
         (
             ["--text", "README.md", "--stretches", "2", "--model", "no/such/folder"],
             "no/such/folder",

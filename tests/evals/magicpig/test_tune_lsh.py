@@ -120,7 +120,7 @@ def test_a_model_has_every_entry_of_the_record(layer, capsys):
         (["--target", "0"], "--target must be above 0"),
         (["--keys", "0"], "--keys must be at least 1"),
         (["--stretches", "1"], "--stretches 2 or more"),
-        (["--text", "nowhere"], "nowhere does not exist"),
+        (["--text", "nowhere"], "must exist, got nowhere"),
     ],
 )
 def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypatch, capsys):

@@ -1,0 +1,41 @@
+"""Stretches of several texts."""
+
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.text import stretches_of
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("text") / "model"))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    paths = [tmp_path / f"{letter}.txt" for letter in "ab"]
+    for path in paths:
+        path.write_text(100 * path.stem, "utf-8")
+    return paths
+
+
+def test_every_text_gives_as_many_stretches_from_its_beginning(llm, texts):
+    ids, files = stretches_of(llm, texts, 4, 7)
+    each = [llm.tokenizer.encode(path.read_text("utf-8"))[:14] for path in texts]
+    assert ids == each[0] + each[1] and each[0] != each[1] and files == texts
+
+
+@pytest.mark.parametrize(
+    "count, length, says",
+    [(3, 7, "give --stretches 4"), (2, 9_999, r"1 x 9999 tokens of each text .*a\.txt has")],
+)
+def test_texts_that_cannot_give_as_many_are_refused(llm, texts, count, length, says):
+    with pytest.raises(UserError, match=says):
+        stretches_of(llm, texts, count, length)
+
+
+def test_a_text_that_does_not_exist_is_named(llm, texts):
+    with pytest.raises(UserError, match=r"must exist, got .*nowhere"):
+        stretches_of(llm, [texts[0], texts[0].with_name("nowhere")], 2, 7)
