@@ -125,3 +125,14 @@ def compared(r: Results, name: str, others: tuple[str, ...], full: str = "") -> 
             lines.append(f"{int(prompt):,} tokens, {float(ratio):.1%} removed: {each}")
     clear = f"; clearly less than another method in {sum(wins)} of {len(wins)} comparisons"
     return f"ours over full attention{full}: {joined(lines)}{clear}", by_all(wins)
+
+
+PEERS.append(
+    Claim("AdaKV and KVzap lose less than SnapKV", "kvpress's board", "",
+          "heads with different numbers of slots (AdaKV), and a trained scorer of keys (KVzap)")
+)  # fmt: skip
+PEERS.append(
+    Claim("Streaming in other libraries has the same loss: the context shift of llama.cpp with "
+          "--keep, and the caches of transformers", "our bar", "",
+          "losses of llama.cpp beyond its context; transformers has no cache with sinks now")
+)  # fmt: skip

@@ -116,3 +116,11 @@ score_claim(
     "MagicPIG, Figure 1: retrieval yes, aggregation (common and frequent words) no", "topk", keeps,
     needs="words",
 )  # fmt: skip
+
+
+LONG_TASKS.append(
+    Claim("Caches are told apart by several needles at once, and by judged conversations",
+          "RULER, multi-key needles; not claimed for conversations", "",
+          "a model of billions of weights: SmolLM2-135M solves no task that combines several "
+          "places of a text, and answers few open questions")
+)  # fmt: skip

@@ -57,9 +57,10 @@ language: en
 # The default model of jaxkv
 
 A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), trained by
-`jaxkv pretrain --preset default`. `jaxkv generate` uses it unless another model is given. All
-commands, starting from the texts, are at the top of evals/training/default_model.py, which wrote
-this page from evals/results/default_model.json.
+`jaxkv pretrain --preset default`. It is for first commands, examples and tests, because it needs no
+download: it writes prose without a plot and answers no questions. `jaxkv generate` uses it unless
+another model is given. All commands, starting from the texts, are at the top of
+evals/training/default_model.py, which wrote this page from evals/results/default_model.json.
 
 | | |
 | --- | --- |
