@@ -29,7 +29,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "streaming_tables": "streaming.tables",
     **{name: f"streaming.{name}" for name in ("attention_maps", "questions", "stream_eval")},
     **{name: f"speed.{name}" for name in ("latency", "startup", "chat", "cache_int8")},
-    **{name: f"speed.{name}" for name in ("quantised_weights", "host_time")},
+    **{name: f"speed.{name}" for name in ("quantised_weights", "host_time", "operations")},
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
     "remat": "training.remat",
     "rehearsal": "training.rehearsal",

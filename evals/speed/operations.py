@@ -1,0 +1,158 @@
+"""Where the time goes: a decode step and a prefill chunk of SmolLM2-135M-Instruct, by operation.
+
+Each operation of all layers is a program of its own, made of the product's functions and the real
+weights (operation_programs.py). `sum of the rows` adds up their times, `whole` is the program that
+the product runs, and `rest` is their difference: what the rows do not explain. All programs and the
+limits of this machine (evals/lib/limits.py) take turns in one process.
+
+Bytes are those of weights and caches that an operation must read, and its arithmetic is what it
+must compute. A query of a prefill chunk attends to as many keys as the cache has slots; masked
+products with other keys are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.lib import limits
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.timing import Variant, generate_greedy, prompt, time_rounds
+from jaxkv.evals.speed import operations_table
+from jaxkv.evals.speed.operation_programs import Caches, Operation, call, operations
+from jaxkv.models import smollm2
+from jaxkv.models.llm import Llm
+
+POLICY = "streaming:sinks=4,window=1020"
+BATCHES = (1, 8)
+Times = Mapping[str, Sequence[float]]
+
+
+def main() -> None:
+    ask = make_parser("jaxkv.evals.speed.operations", __doc__)
+    ask.add_argument("--rounds", type=int, default=15)
+    ask.add_argument("--new", type=int, default=16, help="tokens of one call of the whole decoding")
+    ask.add_argument("--quick", action="store_true", help="few rounds, into out/")
+    given = ask.parse_args()
+    if given.quick:
+        given.rounds, given.new = 3, 8
+    record = Record("operations", [smollm2.fetch()], [0], quick=given.quick)
+    llms = {
+        "float32": models.load(smollm2.NAME, "float32"),
+        "int8": models.load(smollm2.NAME, "float32", weights="int8"),
+    }
+    found = measure(llms, POLICY, given.rounds, given.new)
+    record.finish(found)
+    print(operations_table.of(found))
+
+
+def measure(llms: Mapping[str, Llm], policy: str, rounds: int, new: int) -> dict[str, Any]:
+    """All cases, with the limits of the same rounds. new: tokens of one call of decoding."""
+    read, multiplied = limits.bandwidth(), limits.products()
+    empty = call(jax.jit(lambda x: x + 1), jnp.zeros((), jnp.float32))
+    variants = read.variants | multiplied.variants | {"empty program": empty}
+    cases, slots, chunk = make_cases(llms, policy, new)
+    for case, (rows, whole, _) in cases.items():
+        variants |= {f"{case}: {row}": one.run for row, one in rows.items()}
+        variants[f"{case}: whole"] = whole
+    seconds = time_rounds(variants, rounds, "operations")
+    limit = {"bandwidth": read.best(seconds), "flops": multiplied.best(seconds)}
+    return {
+        "policy": policy,
+        "slots": slots,
+        "chunk": chunk,
+        "rounds": rounds,
+        "new": new,
+        "limits": {name: spread(one) for name, one in limit.items()},
+        "programs of limits": {
+            name: spread(rates)
+            for one in (read, multiplied) for name, rates in one.rates(seconds).items()
+        },
+        "milliseconds of an empty program": milliseconds(seconds["empty program"]),
+        "cases": {
+            case: by_row(rows, {row: np.array(seconds[f"{case}: {row}"])
+                                for row in (*rows, "whole")}, steps, limit)
+            for case, (rows, _, steps) in cases.items()
+        },
+    }  # fmt: skip
+
+
+def make_cases(
+    llms: Mapping[str, Llm], policy: str, new: int
+) -> tuple[dict[str, tuple[dict[str, Operation], Variant, int]], int, int]:
+    """Per case its operations, the whole program, and how many steps that has.
+
+    Also the slots of the cache and the tokens of a prefill chunk. All cases of one batch size share
+    one batch in progress, whose caches are full.
+    """
+    llm = llms["float32"]
+    stream = models.Stream(llm, policy)
+    chunk, slots = stream.chunk_of(None), stream.decoding.states[0].positions.shape[1]
+    stream.prefill([prompt(llm, slots + 1)])
+    caches = {batch: Caches(stream, batch) for batch in BATCHES}
+    ids, read = prompt(llm, chunk), caches[BATCHES[0]]
+    cases = {}
+    for form, one in llms.items():
+        for batch, shared in caches.items():
+            steps = models.Stream(one, policy, batch)
+            whole = shared.lend(steps, partial(generate_greedy, steps, new))
+            cases[f"decode, {form}, batch {batch}"] = operations(one, shared, 1), whole, new
+    whole = read.lend(stream, partial(stream.prefill, [ids]))
+    cases[f"prefill, float32, chunk of {chunk:,}"] = operations(llm, read, chunk), whole, 1
+    return cases, slots, chunk
+
+
+def by_row(
+    rows: Mapping[str, Operation], seconds: Times, steps: int, limit: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """What each row takes and reaches. steps: that one call of the whole program has."""
+    whole = np.array(seconds["whole"]) / steps
+    total = np.sum([seconds[row] for row in rows], axis=0)
+    all_rows = Operation(
+        lambda: 0.0, 1, *(sum(getattr(one, field) for one in rows.values())
+                          for field in ("flops", "weight_bytes", "cache_bytes"))
+    )  # fmt: skip
+    return {
+        "rows": {
+            row: reached(one, np.array(seconds[row]), whole, limit) for row, one in rows.items()
+        },
+        "sum of the rows": reached(all_rows, total, whole, limit),
+        "whole": reached(all_rows, whole, whole, limit),
+        "rest": {
+            "milliseconds": milliseconds(whole - total),
+            "share_of_whole": spread((whole - total) / whole),
+        },
+    }
+
+
+def reached(
+    one: Operation, seconds: np.ndarray, whole: np.ndarray, limit: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """One row: times, counts, rates, and their shares of the limits of the same rounds."""
+    read, computed = (one.weight_bytes + one.cache_bytes) / seconds, one.flops / seconds
+    return {
+        "times": one.times,
+        "weight_bytes": one.weight_bytes,
+        "cache_bytes": one.cache_bytes,
+        "flops": one.flops,
+        "milliseconds": milliseconds(seconds),
+        "share_of_whole": spread(seconds / whole),
+        "bytes_per_second": spread(read),
+        "flops_per_second": spread(computed),
+        "share_of_bandwidth": spread(read / limit["bandwidth"]),
+        "share_of_flops": spread(computed / limit["flops"]),
+    }
+
+
+def milliseconds(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
+    return spread(1e3 * np.asarray(seconds))
+
+
+if __name__ == "__main__":
+    run_command(main)
