@@ -1,6 +1,6 @@
-"""The operations of a decode step and of a prefill chunk, each of all layers as one program.
+"""The operations of a decode step and of a prefill chunk, each of all layers together.
 
-Each program applies the functions of models/decoder.py to the weights of all layers in turn. So a
+Each is one program, except that the attention of a prefill chunk is one per layer. It applies the functions of models/decoder.py to the weights of all layers in turn. So a
 call reads as many weights as a real step does, and the order of layers is kept: the input of a
 layer depends on the output of the layer before.
 """
@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.contract import State
+from jaxkv.contract import Policy, State
 from jaxkv.driver import step
 from jaxkv.evals.lib.timing import Variant, timed
 from jaxkv.models import Sampling, Stream, xla_cpu
@@ -26,6 +27,7 @@ from jaxkv.models.decoder import Decoder, Layer, Weights, layer_weights, rms_nor
 from jaxkv.models.decoding import Static, _logits_by_sequence
 from jaxkv.models.llm import Llm
 from jaxkv.sampling import draw
+from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array
 
 Product = Callable[[Layer, Array], tuple[Array, ...]]
@@ -123,17 +125,50 @@ def run_norms(
     return rms_norm(x, last, config.norm_eps), gate
 
 
-def run_attention(
+def attend_in_decoding(
+    static: Static, states: tuple[State, ...], q: Array, pairs: Sequence[tuple[Array, Array]],
+    positions: Array, valid: Array, steps: Array,
+) -> tuple[Array, tuple[State, ...]]:  # fmt: skip
+    """The attention of all layers; the output of a layer is the query of the next.
+
+    steps: how often. As in `decode_block`, a loop carries the caches: outside of a loop XLA:CPU
+    copies each cache several times.
+    """
+
+    def one(carry: tuple) -> tuple:
+        (count, q, flat), new = carry, []
+        for policy, state, pair in zip(
+            static.policies, restore_heads(flat, states), pairs, strict=True
+        ):
+            q, state = attend_layer(static.config, policy, state, q, pair, positions, valid)
+            new.append(state)
+        return count + 1, q, flatten_heads(new, sharded=False)
+
+    start = jnp.int32(0), q, flatten_heads(states, sharded=False)
+    _, q, flat = jax.lax.while_loop(lambda carry: carry[0] < steps, one, start)
+    return q, restore_heads(flat, states)
+
+
+def attend_in_prefill(
     static: Static, states: tuple[State, ...], q: Array, pairs: Sequence[tuple[Array, Array]],
     positions: Array, valid: Array,
 ) -> tuple[Array, tuple[State, ...]]:  # fmt: skip
-    """The attention of all layers; the output of a layer is the query of the next."""
-    spec, new = spec_of(static.config, str(q.dtype)), []
-    for policy, state, (k, v) in zip(static.policies, states, pairs, strict=True):
-        out, state = step(policy, spec, state, q, k, v, positions, valid)
-        q = out.astype(q.dtype)
+    """The same of a prefill chunk: a call for each layer, as in `decoding.run_layers`."""
+    program, new = compiled(attend_layer, (0, 1), (2,), prefill=True), []
+    for policy, state, pair in zip(static.policies, states, pairs, strict=True):
+        q, state = program(static.config, policy, state, q, pair, positions, valid)
         new.append(state)
     return q, tuple(new)
+
+
+def attend_layer(
+    config: Config, policy: Policy, state: State, q: Array, pair: tuple[Array, Array],
+    positions: Array, valid: Array,
+) -> tuple[Array, State]:  # fmt: skip
+    """The attention of one layer to its cache and the new keys and values, which it stores."""
+    spec = spec_of(config, str(q.dtype))
+    out, state = step(policy, spec, state, q, *pair, positions, valid)
+    return out.astype(q.dtype), state
 
 
 def run_embedding(config: Config, weights: Weights, tokens: Array) -> Array:
@@ -204,7 +239,9 @@ def attention(llm: Llm, caches: Caches, tokens: int) -> Operation:
     q = normal(llm, (batch, tokens, config.heads, config.head_dim))
     pairs = [tuple(normal(llm, (batch, tokens, config.kv_heads, config.head_dim), 2 * layer + one)
                    for one in (1, 2)) for layer in range(config.layers)]  # fmt: skip
-    program = compiled(run_attention, (0,), (1,), prefill=tokens > 1)
+    program, more = attend_in_prefill, ()
+    if tokens == 1:
+        program, more = compiled(attend_in_decoding, (0,), (1,)), (np.int32(1),)
     valid, count = jnp.ones((batch, tokens), bool), jnp.arange(tokens, dtype=jnp.uint32)
 
     def run() -> float:
@@ -212,7 +249,7 @@ def attention(llm: Llm, caches: Caches, tokens: int) -> Operation:
         positions = jax.block_until_ready(decoding.position[:, None] + count[None])
         begun = perf_counter()
         _, states = jax.block_until_ready(
-            program(caches.static, decoding.states, q, pairs, positions, valid)
+            program(caches.static, decoding.states, q, pairs, positions, valid, *more)
         )
         seconds = perf_counter() - begun
         caches.decoding = decoding._replace(states=states)
