@@ -54,14 +54,14 @@ def _total(a: Float32[Array, "M K"]) -> Float32[Array, ""]:
     return jnp.sum(a)
 
 
-def bandwidth(sides: Sequence[int] = VECTOR_SIDES) -> Limit:
+def bandwidth(sides: Sequence[int] | None = None) -> Limit:
     """Bytes per second that are read from memory.
 
     The programs are products of square float32 matrices with a vector, in XLA's own form and in
-    that of decoding, and the sum of a matrix.
+    that of decoding, and the sum of a matrix. sides: of the matrices.
     """
     variants, amounts = {}, {}
-    for side in sides:
+    for side in sides or VECTOR_SIDES:
         matrix, vector = jnp.ones((side, side), jnp.float32), jnp.ones((side,), jnp.float32)
         programs = {
             "matrix-vector product": partial(_plain, matrix, vector),
@@ -74,10 +74,13 @@ def bandwidth(sides: Sequence[int] = VECTOR_SIDES) -> Limit:
     return Limit(variants, amounts)
 
 
-def products(sides: Sequence[int] = MATRIX_SIDES) -> Limit:
-    """Floating-point operations per second of products of two square float32 matrices."""
+def products(sides: Sequence[int] | None = None) -> Limit:
+    """Floating-point operations per second of products of two square float32 matrices.
+
+    sides: of the matrices.
+    """
     variants, amounts = {}, {}
-    for side in sides:
+    for side in sides or MATRIX_SIDES:
         matrix = jnp.ones((side, side), jnp.float32)
         variants[f"matrix-matrix product, {side}"] = _blocking(partial(_plain, matrix, matrix))
         amounts[f"matrix-matrix product, {side}"] = 2 * side**3

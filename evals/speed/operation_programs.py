@@ -1,8 +1,9 @@
 """The operations of a decode step and of a prefill chunk, each of all layers together.
 
-Each is one program, except that the attention of a prefill chunk is one per layer. It applies the functions of models/decoder.py to the weights of all layers in turn. So a
-call reads as many weights as a real step does, and the order of layers is kept: the input of a
-layer depends on the output of the layer before.
+Each is one program, except that the attention of a prefill chunk is a program per layer. It applies
+the functions of models/decoder.py to the weights of all layers in turn. So it reads as many weights
+as a real step does, and the order of layers is kept: the input of a layer depends on the output of
+the layer before.
 """
 
 from __future__ import annotations

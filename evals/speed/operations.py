@@ -2,8 +2,9 @@
 
 Each operation of all layers is a program of its own, made of the product's functions and the real
 weights (operation_programs.py). `sum of the rows` adds up their times, `whole` is the program that
-the product runs, and `rest` is their difference: what the rows do not explain. All programs and the
-limits of this machine (evals/lib/limits.py) take turns in one process.
+the product runs, and `rest` is their difference: what the rows do not explain. It is below zero
+where programs cost more alone: each is a call of its own, and starts with idle threads. All
+programs and the limits of this machine (evals/lib/limits.py) take turns in one process.
 
 Bytes are those of weights and caches that an operation must read, and its arithmetic is what it
 must compute. A query of a prefill chunk attends to as many keys as the cache has slots; masked

@@ -3,7 +3,7 @@
 The loss is that of the first tokens of a novel under the default cache. The file of the model is in
 Q4_1, whose grid int4 keeps, so the loss is also measured on the default model, which was trained
 and published in float32. Decoding continues from a prompt; all forms alternate in one process.
-`bandwidth` is that of a float32 product of a matrix with a vector, measured between them.
+`bandwidth` is that of the fastest program of evals/lib/limits.py in each round.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults, models
+from jaxkv.evals.lib import limits
 from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread, standard_error
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds, timed
+from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.models import smollm2
 from jaxkv.models.llm import DEFAULT, Llm
 from jaxkv.models.quantised import FORMATS
 
 FORMS = ("float32", *FORMATS)
-SIDE = 4096  # of the matrix that measures the bandwidth
 
 
 def main() -> None:
@@ -85,16 +84,14 @@ def loss(llms: dict[str, Llm], text: Path, tokens: int) -> dict[str, Any]:
 
 def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
     """Tokens a second of each form, their ratio, and the share of the memory bandwidth."""
-    matrix = jnp.ones((SIDE, SIDE), jnp.float32)
-    product, vector = jax.jit(lambda m, v: m @ v), jnp.ones((SIDE,), jnp.float32)
-    variants = {"bandwidth": timed(lambda: jax.block_until_ready(product(matrix, vector)))}
+    limit, variants = limits.bandwidth(), {}
     for batch in (1, 8):
         for name, llm in llms.items():
             stream = models.Stream(llm, defaults.POLICY, batch=batch)
             stream.prefill([prompt(llm, 300, seed) for seed in range(batch)])
             variants[f"{name}, batch {batch}"] = decode_variant(stream, new)
-    seconds = time_rounds(variants, rounds, "forms of the weights")
-    bandwidth = matrix.nbytes / np.array(seconds["bandwidth"])
+    seconds = time_rounds(limit.variants | variants, rounds, "forms of the weights")
+    bandwidth = limit.best(seconds)
 
     def over(slow: str, fast: str, batch: int) -> dict[str, float]:
         return ratio(seconds[f"{slow}, batch {batch}"], seconds[f"{fast}, batch {batch}"])
@@ -103,9 +100,7 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
     return {
         "policy": defaults.POLICY,
         "tokens_per_second": {
-            name: spread(int(name[-1]) * new / np.array(values))
-            for name, values in seconds.items()
-            if name != "bandwidth"
+            name: spread(int(name[-1]) * new / np.array(seconds[name])) for name in variants
         },
         "faster": {f"{form}, batch {batch}": over("float32", form, batch)
                    for form in FORMATS for batch in (1, 8)},
