@@ -116,12 +116,12 @@ def test_decoding_attention_copies_no_cache(llms, caches):
 
 def test_rest_is_what_the_rows_do_not_explain():
     rows = {"a": Operation(None, 2, 8e9, 4_000), "b": Operation(None, 1, 0, 0, 2_000)}
-    seconds = {"a": [1.0, 2.0], "b": [0.5, 0.5], "whole": [8.0, 8.0]}
+    seconds = {"a": [1.0, 2.0], "b": [0.5, 0.5], "whole": [10.0, 8.0]}
     limit = {"bandwidth": np.array([8_000.0, 4_000.0]), "flops": np.array([16e9, 16e9])}
     found = operations.by_row(rows, seconds, 4, limit)
-    assert found["whole"]["milliseconds"]["median"] == 2000
+    assert found["whole"]["milliseconds"]["median"] == 2250
     assert found["sum of the rows"]["milliseconds"]["max"] == 2500
-    assert found["rest"]["milliseconds"] == {"median": 0.0, "min": -500.0, "max": 500.0, "n": 2}
+    assert found["rest"]["milliseconds"] == {"median": 250.0, "min": -500.0, "max": 1000.0, "n": 2}
     assert found["rows"]["a"]["share_of_bandwidth"]["median"] == 0.5
     assert found["rows"]["a"]["share_of_flops"]["max"] == 0.5
     assert found["rows"]["b"]["bytes_per_second"]["median"] == 4000
