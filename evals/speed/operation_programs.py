@@ -82,7 +82,8 @@ class Caches:
         self.decoding = jax.tree.map(lambda a: jnp.repeat(a, batch, axis=0), stream.decoding)
 
     def lend(self, stream: Stream, work: Callable[[], object]) -> Variant:
-        """`work` of a stream, from where the batch is."""
+        """`work` of a stream, from where the batch is. The caches that it has are dropped."""
+        stream.decoding = self.decoding
 
         def run() -> float:
             stream.decoding = jax.block_until_ready(self.decoding)
