@@ -40,8 +40,8 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     """The conversation in a session file.
 
     talk: gives the model and the policy, and is not changed.
-    Raises UserError for a file that is no session or incomplete, and for one of another model,
-    policy or version.
+    Raises UserError for a file that is no session, incomplete or damaged, and for one of another
+    model, policy or version.
     """
     path = _expanded(path)
     incomplete = (
@@ -65,6 +65,8 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     stream = found.stream
     try:
         loaded = batch.load(path, stream.decoding, IDENTITY, any_size=True)
+    except batch.BadScale:  # a whole file, so the message names the scale
+        raise
     except UserError:  # a damaged file, because the notes fit
         raise UserError(incomplete) from None
     # Without a mesh the arrays stay uncommitted, as those of a new stream: programs are shared.

@@ -29,7 +29,7 @@ import numpy as np
 from jaxkv.contract import Leaf, Spec
 from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError, check_choice
-from jaxkv.typing import Array, BFloat16, Bool, Float, Int8, Int32
+from jaxkv.typing import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 
 Cache = Literal["float", "int8"]  # the field `cache` of a policy
 LARGEST = 127
@@ -106,6 +106,18 @@ def dequantise(rows: Rows) -> Float[Array, "B K S H"]:
 def store(rows: Float[Array, "B K S H"], like: Rows) -> Rows:
     """New rows in the form of those of a cache."""
     return quantise(rows) if isinstance(like, Int8Rows) else rows.astype(like.dtype)
+
+
+def wrong_scales(rows: Int8Rows) -> Float32[np.ndarray, " X"]:
+    """The scales, of numpy, that are negative or not finite, or 0 in an occupied slot.
+
+    `quantise` gives a row of zeros the scale _SMALLEST, so the scale 0 means an empty slot, which
+    has no other value than 0. With such values a row of the scale 0 reads as a row of zeros does.
+    """
+    scale = np.asarray(rows.scale, np.float32)[..., 0]
+    occupied = np.asarray(rows.values).any(axis=-1)
+    right = (scale > 0) | (~occupied & (scale == 0))
+    return scale[~right | ~np.isfinite(scale)]
 
 
 def cut(rows: Rows, start: int, stop: int) -> Rows:

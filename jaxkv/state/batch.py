@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache import rows
 from jaxkv.contract import State
 from jaxkv.errors import UserError, first_few
 from jaxkv.files import whole_file
@@ -30,6 +31,10 @@ FORMAT = "jaxkv state 2"
 
 Indices = Sequence[int] | np.ndarray | Array
 Shaped = Any  # an array of JAX or numpy, or its shape
+
+
+class BadScale(UserError):
+    """A snapshot is a whole file, but a row in int8 has a scale that no policy stores."""
 
 
 def take(state: State, indices: Indices) -> State:
@@ -139,7 +144,8 @@ def load(path: str | os.PathLike, like: State, identity: str = "", any_size: boo
 
     like: a state of the same shapes; shapes (jax.eval_shape of `init`) suffice. identity: as it was
     saved with. any_size: axes may have other sizes than in `like`, as after `reserve`.
-    Raises UserError where the file is no snapshot or holds another state.
+    Raises UserError where the file is no snapshot or holds another state, and BadScale where a row
+    in int8 has a scale that no finite row has.
     """
     wanted = _named(like)
     with _opened(path, identity) as (header, file):
@@ -149,7 +155,9 @@ def load(path: str | os.PathLike, like: State, identity: str = "", any_size: boo
             }
         _compare(path, header["leaves"], wanted)
         leaves = [file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    _check_scales(path, state)
+    return state
 
 
 def read_notes(path: str | os.PathLike, identity: str = "") -> dict[str, Any]:
@@ -207,6 +215,21 @@ def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, S
                 f"a snapshot must have the state of this policy, model and batch: {path}: {name} "
                 f"should be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}; "
                 "load it with the settings it was saved with, cache= among them"
+            )
+
+
+def _check_scales(path: str | os.PathLike, state: State) -> None:
+    """Raise BadScale for the first row in int8 whose scale no finite row has."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, rows.Int8Rows)
+    )
+    for at, node in nodes:
+        wrong = rows.wrong_scales(node) if isinstance(node, rows.Int8Rows) else ()
+        if len(wrong):
+            raise BadScale(
+                "scales of int8 rows in a snapshot must be finite, and above 0 where a token is "
+                f"stored: {path}: {jax.tree_util.keystr(at)} has {wrong[0]:g}; load an older copy "
+                "of the file, or compute its tokens again"
             )
 
 

@@ -11,6 +11,7 @@ import signal
 import pytest
 
 from jaxkv import models
+from jaxkv.models import session
 
 
 def test_answers_equal_those_of_the_library(run, model, stdin):
@@ -229,6 +230,22 @@ def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path
     path = name if name.startswith("~") else str(tmp_path / name)
     ran = run("chat", "--model", model, "--session", path)
     assert (ran.code, ran.out) == (2, "") and words in ran.err
+
+
+def test_a_session_with_a_bad_scale_ends_with_one_line(run, model, stdin, tmp_path):
+    path, policy = tmp_path / "talk", "window:window=64,cache=int8"
+    talk = models.Conversation(models.load(model), policy)
+    assert "".join(talk.say("Hello", max_new_tokens=9))
+    first, *others = talk.stream.decoding.states
+    first = first._replace(v=first.v._replace(scale=first.v.scale.at[0, 0, 2].set(-1)))
+    talk.stream.decoding = talk.stream.decoding._replace(states=(first, *others))
+    session.save(path, talk)
+    stdin(b"And?\n")
+    ran = run("chat", "--model", model, "--session", path, "--policy", policy)
+    assert (ran.code, ran.out) == (2, "")
+    *_, last = ran.err.splitlines()
+    assert last.startswith("jaxkv: error: scales of int8 rows in a snapshot must be finite")
+    assert str(path) in last and " has -1; " in last and "older copy" in last
 
 
 def test_a_message_that_begins_with_a_slash(chat):

@@ -10,6 +10,7 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import session
+from jaxkv.state import batch
 from tests.tiny import write_tiny
 
 POLICY = "streaming:sinks=2,window=30"
@@ -74,6 +75,20 @@ def test_an_incomplete_file(llm, saved, damage):
     with pytest.raises(UserError, match="is no complete session") as error:
         session.load(saved, models.Conversation(llm, POLICY))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_bad_scale_of_a_cache_in_int8_is_named(llm, tmp_path, scale):
+    talk, path = models.Conversation(llm, f"{POLICY},cache=int8"), tmp_path / "session"
+    ask(talk, "Hello")
+    states = talk.stream.decoding.states
+    wrong = states[1].k._replace(scale=states[1].k.scale.at[0, 0, 3].set(scale))
+    states = (states[0], states[1]._replace(k=wrong))
+    talk.stream.decoding = talk.stream.decoding._replace(states=states)
+    session.save(path, talk)
+    with pytest.raises(batch.BadScale, match=r"finite, and above 0 .*\[1\]\.k has ") as error:
+        session.load(path, models.Conversation(llm, f"{POLICY},cache=int8"))
+    assert f"{path}: " in str(error.value) and f" has {scale:g}; load" in str(error.value)
 
 
 def test_a_flipped_bit_is_one_line(llm, saved):

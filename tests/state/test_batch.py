@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
+from jaxkv.cache.rows import Int8Rows
 from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
 from jaxkv.state import batch
 
 
@@ -163,6 +166,52 @@ def test_invalid_snapshot_files_are_refused(tmp_path, rng, content):
         path.write_bytes(whole if content == "flipped" else whole[:-40])
     with pytest.raises(UserError, match=r"whole file written by jaxkv\.state\.batch\.save"):
         batch.load(path, state)
+
+
+@pytest.fixture
+def in_int8(rng):
+    """The state of a ring of five slots with three tokens, of which one is all zeros."""
+    spec = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 100.0))
+    policy = jaxkv.policy("window:window=5,cache=int8")
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32) for _ in range(3))
+    positions, valid = jnp.arange(3, dtype=jnp.uint32)[None], jnp.ones((1, 3), bool)
+    state = policy.init(spec, 1, jax.random.key(0))
+    k, v = k.at[:, 1].set(0), v.at[:, 1].set(0)
+    return (jaxkv.step(policy, spec, state, q, k, v, positions, valid)[1],)
+
+
+def with_scale(state, scale, slot):
+    """The state with this scale of the value in one slot of the last KV head."""
+    (ring,) = state
+    wrong = ring.v.scale.at[0, 1, slot].set(scale)
+    return (ring._replace(v=ring.v._replace(scale=wrong)),)
+
+
+def test_a_row_of_zeros_and_an_empty_slot_are_loaded(tmp_path, in_int8):
+    (ring,) = in_int8
+    assert isinstance(ring.k, Int8Rows) and not np.asarray(ring.k.values[:, :, 1]).any()
+    assert (np.asarray(ring.k.scale[0, 0, :, 0]) > 0).tolist() == [True] * 3 + [False] * 2
+    batch.save(tmp_path / "state", in_int8)
+    same(batch.load(tmp_path / "state", in_int8), in_int8)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 4], ids=["token", "zeros", "empty"])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, -1e-38])
+def test_scales_that_no_row_has_are_refused(tmp_path, in_int8, scale, slot):
+    path, wrong = tmp_path / "state", with_scale(in_int8, scale, slot)
+    batch.save(path, wrong)
+    with pytest.raises(batch.BadScale, match=r"finite, and above 0 .*; load an older") as raised:
+        batch.load(path, in_int8)
+    received = float(wrong[0].v.scale[0, 1, slot, 0])
+    assert f"{path}: [0].v has {received:g}; " in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_the_scale_of_a_token_is_not_0(tmp_path, in_int8, scale):
+    batch.save(tmp_path / "state", with_scale(in_int8, scale, 2))
+    with pytest.raises(batch.BadScale, match=r"above 0 where a token is stored: .* has -?0; load"):
+        batch.load(tmp_path / "state", in_int8)
 
 
 def test_missing_paths_are_refused(tmp_path, rng):
