@@ -31,6 +31,7 @@ FORMATS = ("int8", "int4")
 EMBEDDINGS = ("embed", "head")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EMBEDDINGS)
 LARGEST = 127  # in int8
+SMALLEST = np.finfo(np.float32).tiny  # of the scales of int8
 MOST = float(np.finfo(np.float16).max)  # in int4, whose scales are in float16
 GROUP, LEVELS = 32, 15  # inputs with one scale in int4, and its largest multiple
 
@@ -98,9 +99,12 @@ def quantise(name: str, weight: Float[np.ndarray, "O I"], weight_format: Format)
 
 
 def _in_int8(weight: Float32[np.ndarray, "O I"]) -> Int8Matrix:
-    largest = np.max(np.abs(weight), axis=1)
-    scale = np.where(largest > 0, largest / LARGEST, 1).astype(np.float32)
-    return Int8Matrix(np.rint(weight / scale[:, None]).astype(np.int8), scale)
+    scale = np.max(np.abs(weight), axis=1) / np.float32(LARGEST)
+    # A row whose scale would be 0 or subnormal becomes zeros: XLA reads such a scale as 0.
+    normal = scale >= SMALLEST
+    scale = np.where(normal, scale, np.float32(1))
+    values = np.rint(weight / scale[:, None]) * normal[:, None]
+    return Int8Matrix(values.astype(np.int8), scale)
 
 
 def _in_int4(weight: Float32[np.ndarray, "O I"]) -> Int4Matrix:

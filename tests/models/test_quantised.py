@@ -73,6 +73,26 @@ def test_a_row_in_int8_is_rounded_to_multiples_of_its_scale(rng):
     assert not found.values[2].any() and found.scale[2] == 1
 
 
+@pytest.mark.parametrize("tiny", [1e-45, 1e-44, 1e-38, -1e-38, 1.4e-36])
+def test_a_row_whose_scale_would_be_subnormal_is_zeros(tiny):
+    """XLA would read the scale as 0; numpy would divide by 0, or round the row to other values."""
+    weight = np.full((3, 64), tiny, np.float32)
+    weight[1], weight[2, ::2] = np.linspace(-1, 1, 64), 1.0
+    found = formats.quantise("q", weight, "int8")
+    assert not found.values[0].any() and found.scale[0] == 1
+    assert (np.abs(found.values[1:]).max(axis=1) == 127).all()
+    assert np.abs(dequantised(found) - weight).max() <= 0.5001 / 127
+
+
+def test_the_smallest_scale_in_int8_is_the_smallest_normal_float():
+    tiny = np.finfo(np.float32).tiny
+    weight = np.array([[127 * tiny, -64 * tiny], [126 * tiny, 0]], np.float32)
+    found = formats.quantise("q", weight, "int8")
+    assert found.scale.tolist() == [tiny, 1] and found.values.tolist() == [[127, -64], [0, 0]]
+    product = jax.jit(matmul)(jax.tree.map(jnp.asarray, found), jnp.ones((2, 1, 1)))
+    np.testing.assert_allclose(np.asarray(product)[:, 0, 0], [63 * tiny, 0], rtol=1e-6)
+
+
 def test_a_group_in_int4_is_rounded_to_multiples_of_its_scale(rng):
     weight = rng.normal(size=(8, 96)).astype(np.float32) * 10.0 ** np.arange(-3, 5)[:, None]
     weight[2], weight[5, :32] = 0, 7.5
