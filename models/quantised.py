@@ -32,6 +32,7 @@ EMBEDDINGS = ("embed", "head")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EMBEDDINGS)
 LARGEST = 127  # in int8
 SMALLEST = np.finfo(np.float32).tiny  # of the scales of int8
+BLOCK = 2**20  # elements that are rounded to int8 at a time
 MOST = float(np.finfo(np.float16).max)  # in int4, whose scales are in float16
 GROUP, LEVELS = 32, 15  # inputs with one scale in int4, and its largest multiple
 
@@ -99,12 +100,24 @@ def quantise(name: str, weight: Float[np.ndarray, "O I"], weight_format: Format)
 
 
 def _in_int8(weight: Float32[np.ndarray, "O I"]) -> Int8Matrix:
+    found = Int8Matrix(np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32))
+    # In blocks of rows: a copy of a whole embedding as floats would double the peak of loading.
+    size = max(1, BLOCK // weight.shape[1])
+    for at in range(0, len(weight), size):
+        part = slice(at, at + size)
+        found.values[part], found.scale[part] = _rows_in_int8(weight[part])
+    return found
+
+
+def _rows_in_int8(
+    weight: Float32[np.ndarray, "R I"],
+) -> tuple[Float32[np.ndarray, "R I"], Float32[np.ndarray, " R"]]:
+    """The whole numbers and the scale of each row."""
     scale = np.max(np.abs(weight), axis=1) / np.float32(LARGEST)
     # A row whose scale would be 0 or subnormal becomes zeros: XLA reads such a scale as 0.
     normal = scale >= SMALLEST
     scale = np.where(normal, scale, np.float32(1))
-    values = np.rint(weight / scale[:, None]) * normal[:, None]
-    return Int8Matrix(values.astype(np.int8), scale)
+    return np.rint(weight / scale[:, None]) * normal[:, None], scale
 
 
 def _in_int4(weight: Float32[np.ndarray, "O I"]) -> Int4Matrix:

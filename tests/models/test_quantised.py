@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +18,16 @@ from jaxkv.engine import Request, answer
 from jaxkv.errors import UserError
 from jaxkv.models import quantised as formats
 from jaxkv.models import xla_cpu
+from jaxkv.models.config import read_config
 from jaxkv.models.decoder import matmul, product
 from jaxkv.models.decoding import compiled_decode_block
+from jaxkv.models.hf.names import shapes
 from jaxkv.models.quantised import FORMATS, Int4Matrix, Int8Matrix, Quantised
 from jaxkv.models.serving import make_engine
 from jaxkv.state.sharding import mesh_of
 from tests.tiny import write_tiny
 
+ROOT = Path(__file__).parents[2]
 POLICIES = ["streaming:sinks=2,window=14", "reservoir:sinks=2,window=6,sample=8", "full:start=64",
             "snapkv:capacity=12,window=4", "magicpig:K=2,L=6,sinks=1,window=4"]  # fmt: skip
 
@@ -82,6 +89,14 @@ def test_a_row_whose_scale_would_be_subnormal_is_zeros(tiny):
     assert not found.values[0].any() and found.scale[0] == 1
     assert (np.abs(found.values[1:]).max(axis=1) == 127).all()
     assert np.abs(dequantised(found) - weight).max() <= 0.5001 / 127
+
+
+def test_blocks_of_rows_do_not_change_int8(rng, monkeypatch):
+    weight = rng.normal(size=(7, 40)).astype(np.float32)
+    whole = formats.quantise("q", weight, "int8")
+    monkeypatch.setattr(formats, "BLOCK", 100)  # two rows at a time, then one
+    for one, other in zip(formats.quantise("q", weight, "int8"), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_smallest_scale_in_int8_is_the_smallest_normal_float():
@@ -225,12 +240,51 @@ def test_decoding_holds_no_float_copy_of_the_model(tmp_path, weight_format):
     assert memory.temp_size_in_bytes < 3 * 4 * max(sizes) < sum(sizes)
 
 
-def test_answers_of_the_engine_do_not_depend_on_neighbours(quantised):
-    requests = [Request(tuple(range(3, 3 + n)), 12) for n in (5, 17, 30)]
-    engine = make_engine(quantised, POLICIES[0], max_batch=3, max_len=64, chunk=16)
-    together = [collected.tokens for collected in answer(engine, requests)]
-    alone = [answer(engine, [request])[0].tokens for request in requests]
-    assert together == alone
+@pytest.mark.parametrize("policy", [POLICIES[0], f"{POLICIES[0]},cache=int8"])
+def test_answers_of_the_engine_do_not_depend_on_neighbours(quantised, policy):
+    """No bit of the log probabilities does, with float caches and with those in int8."""
+    requests = [Request(tuple(range(3, 3 + n)), 12, logprobs=3) for n in (5, 17, 30)]
+    engine = make_engine(quantised, policy, max_batch=3, max_len=64, chunk=16)
+    in_int8 = any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._running._batch.states))
+    assert in_int8 == policy.endswith("int8")
+    together = [collected.scored for collected in answer(engine, requests)]
+    alone = [answer(engine, [request])[0].scored for request in requests]
+    assert together == alone and all(len(scored) == 12 for scored in together)
+    assert all(np.isfinite(one.logprob) for scored in together for one in scored)
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+import jax.numpy as jnp
+from jaxkv import models
+jnp.zeros(8).block_until_ready()
+if sys.argv[2]:
+    llm = models.load(sys.argv[1], "float32", weights=sys.argv[2])
+    assert llm.weight_format == sys.argv[2]
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def peak(folder: Path, weights: str) -> int:
+    """Peak resident bytes of a process that loads the model, or nothing if weights is empty."""
+    command = [sys.executable, "-c", MEASURE, str(folder), weights]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
+def test_loading_needs_less_than_the_float_model_and_one_tensor(tmp_path):
+    """The largest tensor is in memory as floats once, and no other one with it."""
+    sizes = {"vocab_size": 80_000, "hidden_size": 256, "num_hidden_layers": 6}
+    folder = write_tiny(tmp_path, **sizes, intermediate_size=2048, tie_word_embeddings=True)
+    config = read_config(folder)
+    weights = [4 * int(np.prod(shape)) for _, shape in shapes(config).values()]
+    used = peak(folder, "int8") - peak(folder, "")
+    assert sum(weights) / 4 < used < sum(weights) + max(weights), f"{used / sum(weights):.2f}"
 
 
 @pytest.mark.parametrize("weights", ["int3", "float32", ""])
