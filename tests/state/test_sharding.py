@@ -20,6 +20,7 @@ from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
 POLICY = Streaming(sinks=2, window=4)
+IN_INT8 = Streaming(sinks=2, window=4, cache="int8")
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
@@ -58,20 +59,25 @@ def test_partition_specs_follow_the_axis_letters():
     assert found.positions == PartitionSpec("data", None)
     assert specs(POLICY.leaves, batch=None).k == PartitionSpec(None, "model", None, None)
     assert specs((POLICY.leaves, POLICY.leaves))[1] == found
+    in_int8 = specs(IN_INT8.leaves)
+    assert in_int8.k.values == in_int8.k.scale == in_int8.sinks.k == found.k
 
 
 @pytest.mark.parametrize(
-    "mesh, encoding",
-    [("data=2,model=4", "rotary"), seldom("data=2,model=4", "alibi"),
-     seldom("data=4", "rotary"), seldom("model=2", "rotary"), seldom("data=1,model=1", "alibi")],
+    "mesh, encoding, policy",
+    [("data=2,model=4", "rotary", POLICY), seldom("data=2,model=4", "alibi", POLICY),
+     ("data=2,model=4", "rotary", IN_INT8),
+     seldom("data=4", "rotary", POLICY), seldom("model=2", "rotary", POLICY),
+     seldom("data=1,model=1", "alibi", POLICY), seldom("model=2", "alibi", IN_INT8)],
+    ids=lambda value: getattr(value, "cache", value),
 )  # fmt: skip
-def test_sharded_equals_unsharded(rng, mesh, encoding):
+def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))
     mesh = mesh_of(mesh)
-    state = POLICY.init(spec, 4, jax.random.key(0))
+    state = policy.init(spec, 4, jax.random.key(0))
     sink = jnp.arange(8, dtype=jnp.float32)
-    alone = jax.jit(functools.partial(step, POLICY, spec))
-    split = jax.jit(functools.partial(sharded_step, mesh, POLICY, spec))
+    alone = jax.jit(functools.partial(step, policy, spec))
+    split = jax.jit(functools.partial(sharded_step, mesh, policy, spec))
     both = [state, state]
     for length in (3, 3, 1):
         chunk = tokens(rng, length=length)
@@ -81,16 +87,17 @@ def test_sharded_equals_unsharded(rng, mesh, encoding):
         jax.tree.map(np.testing.assert_array_equal, *both)
 
 
+@pytest.mark.parametrize("policy", [POLICY, IN_INT8], ids=["float", "int8"])
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_sharded_step_has_no_collective(rng, length):
+def test_a_sharded_step_has_no_collective(rng, length, policy):
     mesh = mesh_of("data=2,model=4")
-    state = POLICY.init(SPEC, 4, jax.random.key(0))
+    state = policy.init(SPEC, 4, jax.random.key(0))
     place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
     by_head = place(PartitionSpec("data", None, "model"))
     by_sequence = place(PartitionSpec("data"))
-    state = jax.device_put(state, jax.tree.map(place, specs(POLICY.leaves)))
+    state = jax.device_put(state, jax.tree.map(place, specs(policy.leaves)))
     chunk = jax.device_put(tokens(rng, length=length), (*[by_head] * 3, by_sequence, by_sequence))
-    split = jax.jit(functools.partial(sharded_step, mesh, POLICY, SPEC))
+    split = jax.jit(functools.partial(sharded_step, mesh, policy, SPEC))
     text = split.lower(state, *chunk).compile().as_text()
     assert not COLLECTIVE.search(text), COLLECTIVE.search(text)
 
