@@ -101,6 +101,29 @@ def test_a_tied_head_is_found_under_either_name(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("at", [1500, -1], ids=["in a later piece", "in the last value"])
+def test_a_tied_head_that_differs_late_is_refused(at, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxkv.models.hf.weights.PIECE", 1000)  # bytes, of 65,536
+    write_model(tmp_path, "llama32")
+    written = tensors(tmp_path)
+    head = written[EMBED].copy()
+    head.reshape(-1)[at] += 1
+    write_tensors(tmp_path, written | {HEAD: head})
+    with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
+        load(tmp_path)
+
+
+def test_a_tied_head_that_differs_only_in_its_dtype_is_refused(tmp_path):
+    """The bytes of both are equal."""
+    write_model(tmp_path, "llama32", dtype="bfloat16")
+    written = tensors(tmp_path, dtype="bfloat16")
+    head = written[EMBED].view(np.float16)
+    assert head.tobytes() == written[EMBED].tobytes()
+    write_tensors(tmp_path, written | {HEAD: head})
+    with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
+        load(tmp_path)
+
+
 def test_rotary_buffers_are_ignored(tmp_path):
     write_model(tmp_path, "llama2")
     buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}
