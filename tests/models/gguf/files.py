@@ -16,6 +16,7 @@ from tests.models.folders import FAMILIES, tensors, write_json
 
 CONTROL = gguf.TokenType.CONTROL
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")} | {"mistral": "llama"}
+PAIRED = ("llama", "mistral")
 
 
 def byte_tokens(size: int) -> list[str]:
@@ -117,16 +118,18 @@ def in_gguf_names(
     heads: int,
     kv_heads: int,
 ) -> dict[str, np.ndarray]:
-    """Weights under the names that the package `gguf` gives them, with paired rows for llama."""
-    model = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    """Weights under the names that the package `gguf` gives them, in pairs of rows where needed."""
+    # The package has no architecture mistral; its tensors are those of llama.
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    model = known[ARCHITECTURES[architecture]]
     names = gguf.get_tensor_name_map(model, config["num_hidden_layers"])
     converted = {}
     for name, weight in weights.items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs, name
-        if architecture == "llama" and "attn_q." in theirs:
+        if architecture in PAIRED and "attn_q." in theirs:
             weight = paired(weight, heads)
-        if architecture == "llama" and "attn_k." in theirs:
+        if architecture in PAIRED and "attn_k." in theirs:
             weight = paired(weight, kv_heads)
         converted[theirs] = weight
     return converted

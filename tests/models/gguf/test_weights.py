@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.gguf import load_weights, read_config, read_header
 from jaxkv.models.gguf import weights as module
@@ -53,6 +54,30 @@ def test_every_family(name, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WINDOW", 1000)  # several pieces per tensor, the last one shorter
     config, written = hf_model(tmp_path, name)
     same(load(path := write_gguf(tmp_path / "m.gguf", config, written)), path, written)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_file_of_the_architecture_mistral_agrees_with_one_of_llama(window, tmp_path):
+    config, written = hf_model(tmp_path, "mistral")
+    assert config["num_attention_heads"] != config["num_key_value_heads"]
+
+    def change(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        if window is not None:
+            writer.add_sliding_window(window)
+
+    llms = []
+    for name in ("llama", "mistral"):
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(path, config, written, change=change, architecture=name)
+        header = read_header(path)
+        assert header.fields["general.architecture"] == name
+        assert header.fields.get(f"{name}.attention.sliding_window") == window
+        same(load(path), path, written)
+        llms.append(models.load(path))
+    assert {llm.config.windows for llm in llms} == {(window,) * 3}
+    ids = np.random.default_rng(0).integers(3, 250, 60).tolist()
+    losses = [models.score(llm, ids, "full:start=64").losses for llm in llms]
+    np.testing.assert_array_equal(*losses)
 
 
 def test_a_tied_model_has_no_head(tmp_path):
