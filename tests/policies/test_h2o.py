@@ -1,0 +1,68 @@
+"""What a key that is not finite does to a cache of heavy hitters."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.contract import Spec
+from jaxkv.driver import step
+from jaxkv.policies import H2O
+from jaxkv.rotary import rotary
+
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
+LENGTH = 40  # tokens of a sequence
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(policy, q, k, v):
+    """The outputs [T,B,N,H], and the states after each token."""
+    begin = policy.init(SPEC, k.shape[0], jax.random.key(0))
+
+    def one(state, token):
+        at, *arrays = token
+        positions = jnp.full((k.shape[0], 1), at, jnp.uint32)
+        valid = jnp.ones(positions.shape, bool)
+        out, state = step(policy, SPEC, state, *(x[:, None] for x in arrays), positions, valid)
+        return state, (out[:, 0], state)
+
+    tokens = jnp.arange(LENGTH, dtype=jnp.uint32), *(x.swapaxes(0, 1) for x in (q, k, v))
+    return jax.lax.scan(one, begin, tokens)[1]
+
+
+@pytest.mark.parametrize("cache", ["float", "int8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at, leaves", [(0, 7), (9, None)])
+def test_a_key_that_is_not_finite_stays_in_its_sequence_and_kv_head(rng, at, leaves, bad, cache):
+    """The output is NaN while the key is cached, and in no other sequence or KV head.
+
+    at: of the bad key. leaves: the token that evicts it. While it is cached, all scores of its KV
+    head are NaN, and each new token evicts the first slot that has none of the newest tokens. These
+    are the first `window` slots in turn. So a bad key in another slot stays.
+    """
+    q = jnp.asarray(rng.normal(size=(2, LENGTH, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, 2, 8)), jnp.float32) for _ in range(2))
+    policy = H2O(heavy=4, window=3, cache=cache)
+    plain, before = read(policy, q, k, v)
+    outs, after = read(policy, q, k.at[0, at, 0].set(bad), v)
+    # The other sequence, and the other KV head with its two query heads.
+    for here in (np.s_[:, 1], np.s_[:, 0, 2:]):
+        np.testing.assert_array_equal(outs[here], plain[here])
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(one[:, 1], other[:, 1])
+        if one.ndim > 2:  # all but the count
+            np.testing.assert_array_equal(one[:, 0, 1:], other[:, 0, 1:])
+    tokens = np.arange(LENGTH)
+    cached = (tokens >= at) & (tokens < (leaves or LENGTH))
+    filled = tokens[:, None] >= np.arange(7)
+    found = (np.asarray(after.tokens.positions[:, 0, 0]) == at) & filled
+    np.testing.assert_array_equal(found.any(axis=1), cached)
+    is_nan = np.isnan(outs[:, 0, :2]).all(axis=-1)
+    np.testing.assert_array_equal(is_nan, np.stack([cached, cached], axis=1))
+    assert np.isfinite(outs[~cached, 0]).all()
+    lost = np.isnan(after.score[:, 0, 0])
+    assert lost[cached].all() and not lost[:at].any() and lost[-1].any() == (leaves is None)
