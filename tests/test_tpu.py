@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.contract import Chunk, Policy, State
-from jaxkv.evals.lib.hlo import copies_in_loops
+from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
+from jaxkv.models import quantised
 from jaxkv.models.config import Config, read_config
 from jaxkv.models.decoder import spec_of
 from jaxkv.models.decoding import Decoding, Static, decode_block
@@ -55,12 +57,18 @@ LLAMA_1B = {  # Llama 3.2 1B, as published
 }
 STREAMING = "streaming:sinks=4,window=1020"
 FULL = "full:max=131072,start=1024"
+BFLOAT16, INT8 = "bfloat16", "int8"  # formats of the weights
 CASES = [(STREAMING, 1_000), (STREAMING, 1_000_000), (FULL, 1_000), (FULL, 100_000)]
 
 
 @pytest.fixture(scope="module")
-def reports():
-    return {(r["policy"], r["seen"]): r for r in reports_of("tests.test_tpu")}
+def all_reports():
+    return reports_of("tests.test_tpu")
+
+
+@pytest.fixture(scope="module")
+def reports(all_reports):
+    return {(r["policy"], r["seen"]): r for r in all_reports if r["weights"] == BFLOAT16}
 
 
 def test_memory_does_not_grow_with_the_tokens_seen(reports, record_property):
@@ -100,18 +108,32 @@ def test_no_step_copies_the_cache(reports):
     assert reports[STREAMING, 1_000]["copies in the loop"] == 0
 
 
+def test_no_step_has_a_float_copy_of_a_matrix_in_int8(all_reports, reports):
+    """Each product converts its matrix on the way: no float array is as large as the smallest."""
+    (in_int8,) = (r for r in all_reports if r["weights"] == INT8)
+    assert in_int8["large floats in the loop"] == []
+    # The control: matrices in bfloat16 are found, and take twice the bytes.
+    in_bfloat16 = reports[STREAMING, 1_000]
+    assert len(in_bfloat16["large floats in the loop"]) >= 7 * 16
+    saved = in_bfloat16["memory"]["arguments"] - in_int8["memory"]["arguments"]
+    assert 0.99 < saved / in_int8["elements of matrices"] < 1
+
+
 def main() -> None:
     """Print one line of JSON per case."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_1B))
         config = read_config(Path(folder))
     device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    for text, seen in CASES:
-        print(json.dumps(report(config, text, seen, SingleDeviceSharding(device))), flush=True)
+    place = SingleDeviceSharding(device)
+    for text, seen, weights in [*((*case, BFLOAT16) for case in CASES), (STREAMING, 1_000, INT8)]:
+        print(json.dumps(report(config, text, seen, place, weights)), flush=True)
 
 
-def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) -> dict:
-    """The compiler's memory figures of the decode step after `seen` tokens."""
+def report(
+    config: Config, text: str, seen: int, place: SingleDeviceSharding, weight_format: str
+) -> dict:
+    """The compiler's figures of the decode step after `seen` tokens."""
 
     def arg(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -127,7 +149,11 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
         seen=arg((1, config.vocab), jnp.bool_),
         rng=arg((1, 2), jnp.uint32),
     )
+    matrices = {n: shape for n, (_, shape) in shapes(config).items() if quantised.is_matrix(n)}
     weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
+    if weight_format == INT8:
+        found = {name: quantised.shapes(name, shape, INT8) for name, shape in matrices.items()}
+        weights |= jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), found)
     static, settings = Static(config, policies, None), Sampling()
     write = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))
@@ -135,10 +161,15 @@ def report(config: Config, text: str, seen: int, place: SingleDeviceSharding) ->
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     # A copy-start prefetches to fast memory.
-    copies = copies_in_loops(compiled.as_text(), {state.k.size})
+    text_of_step, elements = compiled.as_text(), [*map(math.prod, matrices.values())]
+    copies = copies_in_loops(text_of_step, {state.k.size})
+    floats = floats_in_loops(text_of_step, min(elements))
     return {
         "policy": text,
         "seen": seen,
+        "weights": weight_format,
+        "elements of matrices": sum(elements),
+        "large floats in the loop": [line[:200] for line in floats],
         "states": [leaf.shape for leaf in jax.tree.leaves(state)],
         "caches": config.layers * 2 * (state.k.size + state.v.size),
         "memory": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -31,27 +31,50 @@ def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
 
     Raises ValueError if the program has no loop.
     """
+    return [line.strip() for line in _in_loops(text, True) if _copied(line) in sizes]
+
+
+def floats_in_loops(text: str, least: int) -> list[str]:
+    """Lines in loop bodies whose result has a float array of at least so many elements.
+
+    The inside of a fusion is left out, because its values need no memory of their own.
+    Raises ValueError if the program has no loop.
+    """
+    return [line.strip() for line in _in_loops(text, False) if _largest_float(line) >= least]
+
+
+def _in_loops(text: str, in_fusions: bool) -> Iterator[str]:
+    """The lines of loop bodies and of the computations that they call, of fusions if asked for."""
     lines = computations(text)
     todo = re.findall(r"\bbody=%?([\w.\-]+)", text)
     if not todo:
         raise ValueError("no loop in this program")
     seen: set[str] = set()
-    found = []
     while todo:
         name = todo.pop()
         if name in seen:
             continue
         seen.add(name)
         for line in lines[name]:
-            todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
+            if in_fusions or " fusion(" not in line:
+                todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
             for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):
                 todo += [one.strip().lstrip("%") for one in several.split(",")]
-            if _copied(line) in sizes:
-                found.append(line.strip())
-    return found
+            yield line
+
+
+def _largest_float(line: str) -> int:
+    """The elements of the largest float array in the result of a line."""
+    result = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) [\w\-]+\(", line)
+    arrays = re.findall(r"\b(?:bf16|f\d+\w*)\[([\d,]*)\]", result[1]) if result else []
+    return max(map(_size, arrays), default=0)
+
+
+def _size(sizes: str) -> int:
+    return math.prod(map(int, filter(None, sizes.split(","))))
 
 
 def _copied(line: str) -> int | None:
     """The elements of the array that a line copies, if it copies one."""
     array = re.search(r"= \(?\w+\[([\d,]*)\].* (?:copy|copy-start|transpose)\(", line)
-    return array and math.prod(map(int, filter(None, array[1].split(","))))
+    return array and _size(array[1])
