@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
+import platform
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
 import jax
 import numpy as np
 
+from jaxkv import __version__
+
 VARIABLE = "JAXKV_COMPILATION_CACHE"
+CACHE_HIT, CACHE_MISS = (f"/jax/compilation_cache/cache_{end}" for end in ("hits", "misses"))
 _AHEAD = "jaxkv-compile-ahead"
 
 
@@ -28,6 +34,7 @@ def enable_compilation_cache() -> None:
 
     It is in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
     """
+    clock(), cache_events()  # they count from now on
     chosen = os.environ.get(VARIABLE, "")
     if chosen.lower() in ("off", "0", "no", "false") or jax.config.jax_compilation_cache_dir:
         return
@@ -45,6 +52,52 @@ def enable_compilation_cache() -> None:
     # By default JAX does not store programs that compile in under a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@functools.cache
+def cache_events() -> Counter[str]:
+    """The events of this process by name, counted from the first use.
+
+    JAX reports CACHE_HIT when it reads a program, and CACHE_MISS when it stores one.
+    """
+    counts: Counter[str] = Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
+    return counts
+
+
+def report_unusable_cache(*start: object) -> None:
+    """Say on standard error, once per host and version, that stored programs cannot be read.
+
+    start: what decides the programs of this start, such as model and policy. Some hosts reject
+    every program that they have stored (jax issue 38445), and then each start compiles all again.
+    That is so if an equal start stored programs, which are still there, and this one found none.
+    An empty file in the cache folder marks a start that found none.
+    """
+    folder, events = jax.config.jax_compilation_cache_dir, cache_events()
+    if not folder or events[CACHE_HIT] or not events[CACHE_MISS]:
+        return
+    jaxlib = version("jaxlib")
+    here = platform.node(), jax.__version__, jaxlib, __version__
+    same = here, start, jax.default_backend(), os.environ.get("XLA_FLAGS", "")
+    marker, told = (
+        Path(folder, f"jaxkv-{name}-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}")
+        for name, of in (("start", same), ("told", here))
+    )
+    with contextlib.suppress(OSError):  # a cache without a folder on this machine, or read-only
+        marked = marker.stat().st_mtime_ns if marker.exists() else 0
+        # Programs that this start stored are newer than the marker.
+        before = any(one.stat().st_mtime_ns <= marked for one in Path(folder).glob("*-cache"))
+        marker.touch()
+        if not before or told.exists():
+            return
+        told.touch()
+        print(
+            f"jaxkv: compiled programs are stored in {folder}, but this machine cannot use them "
+            f"again: each start compiles all, this one for {clock().seconds:.0f} s; name a folder "
+            f"that no other machine uses ({VARIABLE} or JAX_COMPILATION_CACHE_DIR), or install a "
+            f"jaxlib other than {jaxlib} (jax issue 38445)",
+            file=sys.stderr,
+        )
 
 
 def user_cache() -> Path:

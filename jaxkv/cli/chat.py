@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.session is not None:
         begin_session(chat)
     chat.warm_up(begun)
+    flags.report_unusable_cache(args, llm)
     turns, code = [], 0
     try:
         for line in lines(silent=args.json):

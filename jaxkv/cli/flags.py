@@ -297,6 +297,14 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
     return llm, load
 
 
+def report_unusable_cache(args: argparse.Namespace, llm: Llm) -> None:
+    """To be called once the programs of a start are compiled (models/compilation.py)."""
+    from jaxkv.models.compilation import report_unusable_cache
+
+    named = {name: vars(args).get(name) for name in ("policy", "mesh", "batch", "max_batch")}
+    report_unusable_cache(args.run.__module__, llm.config, llm.dtype, llm.weight_format, named)
+
+
 def versions() -> dict[str, str]:
     """The versions and the device that a result depends on."""
     import flax

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 batches.append(found)
             if press.came:
                 break
+    flags.report_unusable_cache(args, llm)
     answers = [answer for batch in batches for answer in batch]
     if args.json:
         found = [dataclasses.asdict(answer) for answer in answers]

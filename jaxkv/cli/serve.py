@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         # Before the engine counts compilations.
         fingerprint = fingerprint_of(args, llm, plan.max_batch)
         engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
+        flags.report_unusable_cache(args, llm)
         from jaxkv.models.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)

@@ -18,7 +18,17 @@ import pytest
 
 from jaxkv import models
 from jaxkv.models import Stream, compilation, session
-from jaxkv.models.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
+from jaxkv.models.compilation import (
+    CACHE_HIT,
+    CACHE_MISS,
+    VARIABLE,
+    Ahead,
+    Clock,
+    cache_events,
+    clock,
+    enable_compilation_cache,
+    report_unusable_cache,
+)
 from jaxkv.models.llm import load_weights, without_weights
 from jaxkv.models.published import open_published
 from jaxkv.policies import POLICIES
@@ -120,6 +130,25 @@ def test_every_policy_is_started_twice():
     assert sorted(found) == sorted([*POLICIES, "engine"])
 
 
+def test_programs_that_cannot_be_read_are_reported_by_the_command(tmp_path):
+    folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "cache"
+    command = [sys.executable, "-m", "jaxkv.cli", "generate", "--model", folder, "Hi",
+               "--policy", "streaming:sinks=1,window=3", "--max-new-tokens", "2"]  # fmt: skip
+    environment = os.environ | {VARIABLE: str(cache), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    lines = []
+    for damaged in (False, False, True, True):
+        for program in cache.glob("*-cache") if damaged else ():
+            program.write_bytes(b"of another machine")
+            os.utime(program, (1, 1))
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        lines.append(result.stderr.count("compiled programs are stored in"))
+    assert lines == [0, 0, 1, 0]
+
+
 def test_compilations_are_stored_in_the_chosen_folder(config, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "chosen"))
     enable_compilation_cache()
@@ -170,6 +199,51 @@ def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, mon
     assert config.jax_compilation_cache_dir is None
     reported = capsys.readouterr()
     assert reported.err.startswith("jaxkv: no compilation cache: ") and reported.out == ""
+
+
+@pytest.fixture
+def begin(config, tmp_path, monkeypatch, capsys):
+    """A function that simulates a start which reads and stores programs, and returns its output."""
+    config.update("jax_compilation_cache_dir", str(tmp_path))
+
+    def begin(found=0, stored=3, policy="streaming", host="one", version="1"):
+        monkeypatch.setattr(compilation.platform, "node", lambda: host)
+        monkeypatch.setattr(compilation, "version", lambda _: version)
+        for marker in tmp_path.glob("jaxkv-*"):  # of earlier starts
+            os.utime(marker, (time.time() - 60,) * 2)
+        cache_events().clear()
+        for event in [CACHE_HIT] * found + [CACHE_MISS] * stored:
+            jax.monitoring.record_event(event)
+        for number in range(stored):
+            program = tmp_path / f"jit_{policy}-{number}-cache"
+            if not program.exists():  # JAX does not replace one
+                program.touch()
+        report_unusable_cache(policy, 4)
+        for program in tmp_path.glob("*-cache"):
+            os.utime(program, (time.time() - 120,) * 2)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err
+
+    return begin
+
+
+def test_a_cache_that_no_start_can_read_is_reported_once(begin, tmp_path):
+    assert begin() == ""
+    line = begin()
+    assert line.startswith(f"jaxkv: compiled programs are stored in {tmp_path}, but this machine ")
+    assert line.count("\n") == 1 and VARIABLE in line and "jaxlib other than 1 " in line
+    assert begin() == begin(policy="full") == begin(policy="full") == ""
+    assert begin(version="2") == "" != begin(version="2")
+    assert begin(host="two") == "" != begin(host="two")
+
+
+def test_a_cache_that_is_read_is_not_reported(begin, tmp_path):
+    assert begin() == begin(found=3, stored=0) == begin(found=3) == begin(stored=0) == ""
+    assert begin(policy="full") == begin(policy="h2o") == ""  # other programs
+    for program in tmp_path.glob("*-cache"):
+        program.unlink()
+    assert begin() == ""  # stores the programs that were deleted
 
 
 @pytest.fixture(scope="module")
