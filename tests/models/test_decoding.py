@@ -114,6 +114,17 @@ def test_the_loop_copies_no_cache(size, batch, policy, tmp_path):
     assert memory.temp_size_in_bytes < caches * largest_part(policy, batch)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax before 0.12 copies int8 caches")
+def test_the_loop_copies_no_scales(tmp_path):
+    """Three query heads per KV head and 1,024 slots, as the scales are copied for some shapes."""
+    heads = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    write_json(tmp_path / "config.json", FAMILIES["llama2"] | SHAPES["110M"] | heads)
+    program, states = lowered(read_config(tmp_path), "streaming:window=1020,cache=int8", 1)
+    sizes = {state.k.scale.size for state in states}
+    copies = copies_in_loops(program.compile().as_text(), sizes)
+    assert [line for line in copies if re.search(r"= \(?bf16\[", line)] == []
+
+
 def test_decoding_compiles_once(tiny):
     """Limits, positions, seeds and values of settings do not cause another compilation."""
     before = compiled_decode_block()._cache_size()
