@@ -136,3 +136,19 @@ def test_losses_of_both_forms_of_a_cache(compress, ids, monkeypatch):
     assert 0 < abs(found["difference"]) < 0.05 and found["standard_error"] > 0
     shares = cache_int8.shares(compress, "streaming")
     assert 0.25 < shares["float32"] < 0.5 < shares["bfloat16"] < 1  # sinks are a part of so few
+
+
+@pytest.mark.parametrize(
+    "name, float32, bfloat16",
+    [("streaming", 0.275, 0.534), ("reservoir", 0.277, 0.536), ("balance-stream", 0.277, 0.536)],
+)
+def test_bytes_of_int8_at_default_sizes(name, float32, bfloat16):
+    """With the shape of SmolLM2-135M. docs/policies.md states some of these."""
+    spec = replace(cache_int8.LAYER, kv_heads=3)
+    shares = cache_int8.default_shares(spec, name)
+    assert {dtype: round(share, 3) for dtype, share in shares.items()} == {
+        "float32": float32, "bfloat16": bfloat16
+    }  # fmt: skip
+    bars = cache_int8.byte_bars("int8", cache_int8.DEFAULT_TOKENS, shares)
+    assert [one["met"] for one in bars] == [False, False]
+    assert bars[0]["bar"] == "int8: bytes of 256 tokens, of float32"
