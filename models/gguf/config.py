@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models.config import Config, config_of
+from jaxkv.models.config import MOST, Config, config_of
 from jaxkv.models.gguf.header import Header, corrupt, gguf_package
 from jaxkv.models.gguf.names import EMBED, HEAD, ROPE_FACTORS
 from jaxkv.models.gguf.weights import read
@@ -16,18 +16,30 @@ from jaxkv.rotary import rotary
 
 # Architectures of GGUF files. Most files of Mistral models say llama.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-# config.json's key -> key in the metadata, after "ARCHITECTURE."; True: required.
+# config.json's key -> key in the metadata, after "ARCHITECTURE."; its type; True: required.
 KEYS = {
-    "hidden_size": ("embedding_length", True),
-    "intermediate_size": ("feed_forward_length", True),
-    "num_hidden_layers": ("block_count", True),
-    "num_attention_heads": ("attention.head_count", True),
-    "num_key_value_heads": ("attention.head_count_kv", False),
-    "head_dim": ("attention.key_length", False),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", True),
-    "max_position_embeddings": ("context_length", True),
-    "sliding_window": ("attention.sliding_window", False),
+    "hidden_size": ("embedding_length", int, True),
+    "intermediate_size": ("feed_forward_length", int, True),
+    "num_hidden_layers": ("block_count", int, True),
+    "num_attention_heads": ("attention.head_count", int, True),
+    "num_key_value_heads": ("attention.head_count_kv", int, False),
+    "head_dim": ("attention.key_length", int, False),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float, True),
+    "max_position_embeddings": ("context_length", int, True),
+    "sliding_window": ("attention.sliding_window", int, False),
+    "rope_theta": ("rope.freq_base", float, False),
 }
+# The same for positions under "ARCHITECTURE.rope.scaling.".
+SCALING = {
+    "factor": ("factor", float, True),
+    "original_max_position_embeddings": ("original_context_length", int, False),
+    "beta_fast": ("yarn_beta_fast", float, False),
+    "beta_slow": ("yarn_beta_slow", float, False),
+    "attention_factor": ("attn_factor", float, False),
+}
+# Other whole numbers are at least 1; other floats are above 0. A window of 0 is none.
+LEAST = {"sliding_window": 0, "rope_theta": 1}
+THETA = 10000.0  # where a file does not say
 # Factors that other architectures of the same tensors apply; none of ours does.
 UNSUPPORTED = ("expert_count", "logit_scale", "residual_scale", "embedding_scale",
                "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")  # fmt: skip
@@ -37,6 +49,7 @@ BIASES = {
     "out_bias": "blk.0.attn_output.bias",
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
+TOKENS = "tokenizer.ggml.tokens"
 # The ends of a text: of the document, of a turn, of a message (before a tool's answer).
 ENDS = ("eos", "eot", "eom")
 
@@ -57,18 +70,18 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     Raises UserError where it is not supported.
     """
     architecture = _architecture(header)
-    given = {key: _number(header, architecture, *entry) for key, entry in KEYS.items()}
+    given = {key: _number(header, f"{architecture}.", key, *entry) for key, entry in KEYS.items()}
+    _check_heads(header, architecture, given)
     family = architecture
     if architecture == "llama" and given["sliding_window"]:
         family = "mistral"  # a Llama whose layers all have a window
     fields = given | {
-        "vocab_size": _vocab(header),
-        "head_dim": _head_dim(header, architecture, given),
+        "vocab_size": rows_of_embedding(header),
         "tie_word_embeddings": HEAD not in header.tensors,
         "torch_dtype": _dtype(header),
-        "rope_theta": header.get(f"{architecture}.rope.freq_base", float, 10000.0),
+        "rope_theta": given["rope_theta"] or THETA,
         "rope_scaling": _scaling(header, architecture),
-        "bos_token_id": header.get("tokenizer.ggml.bos_token_id", int),
+        "bos_token_id": token_id(header, "bos"),
         "eos_token_id": list(ends(header)),
         "attention_bias": BIASES["qkv_bias"] in header.tensors,
         "mlp_bias": BIASES["mlp_bias"] in header.tensors,
@@ -78,34 +91,61 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
 
 def ends(header: Header) -> tuple[int, ...]:
     """The token ids that end a text."""
-    ids = (header.get(f"tokenizer.ggml.{name}_token_id", int) for name in ENDS)
+    ids = (token_id(header, name) for name in ENDS)
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
+def tokens_of(header: Header) -> list[str]:
+    """The vocabulary."""
+    return header.need(TOKENS, list[str])
+
+
+def token_id(header: Header, name: str) -> int | None:
+    """A special token, None where the file has none; raises UserError for an id without a token."""
+    key, size = f"tokenizer.ggml.{name}_token_id", len(tokens_of(header))
+    found = header.get(key, int)
+    if found is not None and not 0 <= found < size:
+        raise corrupt(header.path, f"{key} must be from 0 to {size - 1}, got {found}")
+    return found
+
+
+def rows_of_embedding(header: Header) -> int:
+    """The size of the vocabulary with its padding."""
+    if EMBED not in header.tensors:
+        raise UserError(f"{header.path}: missing tensor {EMBED}; download it again")
+    shape = header.tensors[EMBED].shape
+    if len(shape) != 2 or 0 in shape:
+        raise corrupt(header.path, f"{EMBED} must have rows and columns, got {list(shape)}")
+    return shape[0]
+
+
 def _architecture(header: Header) -> str:
-    name = header.get("general.architecture", str)
+    name, supported = header.get("general.architecture", str), ", ".join(ARCHITECTURES)
     if name is None:
         raise UserError(
             f"{header.path}: missing field general.architecture; it is no model that can be run: "
-            f"supported architectures: {', '.join(ARCHITECTURES)}"
+            f"supported architectures: {supported}"
         )
     if name not in ARCHITECTURES:
         raise UserError(
-            f"{header.path}: unsupported architecture {name}; supported: {', '.join(ARCHITECTURES)}"
+            f"{header.path}: unsupported architecture {name!r:.60}; supported: {supported}"
         )
     for key in UNSUPPORTED:
         if value := header.fields.get(f"{name}.{key}"):
             what = " (a mixture of experts)" if key == "expert_count" else ""
             raise UserError(
-                f"{header.path}: {name}.{key} must be absent or 0, got {value!r}{what}; "
+                f"{header.path}: {name}.{key} must be absent or 0, got {value!r:.60}{what}; "
                 "use another model"
             )
     return name
 
 
-def _number(header: Header, architecture: str, name: str, required: bool) -> Any:
-    """A field's value; a list of one value per layer counts as that value if all are equal."""
-    key = f"{architecture}.{name}"
+def _number(header: Header, prefix: str, ours: str, name: str, kind: type, required: bool) -> Any:
+    """A field's value; a list of one value per layer counts as that value if all are equal.
+
+    ours: its key in config.json, which decides its range.
+    """
+    key = prefix + name
     value = header.fields.get(key)
     if isinstance(value, list):
         if len(set(value)) != 1:
@@ -114,30 +154,40 @@ def _number(header: Header, architecture: str, name: str, required: bool) -> Any
                 "use another model"
             )
         value = value[0]
-    if value is None and required:
-        raise UserError(f"{header.path}: missing field {key}; download it again")
+    if value is None:
+        return header.need(key, kind) if required else None
+    least, most = LEAST.get(ours, int(kind is int)), MOST.get(ours, 2**31 - 1)
+    header.checked(key, value, kind)
+    if kind is int and not least <= value <= most:
+        raise corrupt(header.path, f"{key} must be from {least} to {most}, got {value}")
+    if kind is float and not least < value < 1e30:
+        raise corrupt(header.path, f"{key} must be above {least} and below 1e30, got {value}")
     return value
 
 
-def _head_dim(header: Header, architecture: str, given: dict[str, Any]) -> Any:
-    """The head dim, after checks that keys and values share it and that all of it is rotated."""
-    head_dim = given["head_dim"]
-    if head_dim is None and isinstance(given["num_attention_heads"], int):
-        head_dim = given["hidden_size"] // max(given["num_attention_heads"], 1)
+def _check_heads(header: Header, architecture: str, given: dict[str, Any]) -> None:
+    """Raise UserError unless heads divide, and keys and values share a head dim, all rotated."""
+    width, heads = given["hidden_size"], given["num_attention_heads"]
+    kv_heads, head_dim = given["num_key_value_heads"] or heads, given["head_dim"]
+    key = f"{architecture}.attention.head_count"
+    if heads % kv_heads:
+        why = f"{key} must be a multiple of {key}_kv, got {heads} and {kv_heads}"
+        raise corrupt(header.path, why)
+    if head_dim is None and width % heads:
+        why = (
+            f"{architecture}.embedding_length must be a multiple of {key}, got {width} and {heads}"
+        )
+        raise corrupt(header.path, why)
+    head_dim = head_dim or width // heads
+    if head_dim % 2:
+        raise corrupt(header.path, f"its head dim must be even, got {head_dim}")
     for name in ("attention.value_length", "rope.dimension_count"):
         value = header.fields.get(f"{architecture}.{name}", head_dim)
         if value != head_dim:
             raise UserError(
                 f"{header.path}: {architecture}.{name} must be the head dim {head_dim}, got "
-                f"{value!r}; use another model"
+                f"{value!r:.60}; use another model"
             )
-    return given["head_dim"]
-
-
-def _vocab(header: Header) -> int:
-    if EMBED not in header.tensors:
-        raise UserError(f"{header.path}: missing tensor {EMBED}; download it again")
-    return header.tensors[EMBED].shape[0]
 
 
 def _dtype(header: Header) -> str:
@@ -157,21 +207,14 @@ def _scaling(header: Header, architecture: str) -> dict[str, Any]:
         return {}
     if kind not in ("linear", "yarn"):
         raise UserError(
-            f"{header.path}: unsupported {prefix}type {kind!r}; supported: none, linear, yarn"
+            f"{header.path}: unsupported {prefix}type {kind!r:.60}; supported: none, linear, yarn"
         )
-    factor = header.get(prefix + "factor", float)
-    if factor is None or not factor > 0:
-        raise UserError(f"{header.path}: {prefix}factor must be above 0, got {factor!r}")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    names = {"original_context_length": "original_max_position_embeddings",
-             "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # fmt: skip
-    for name, theirs in names.items():
-        if (value := header.fields.get(prefix + name)) is not None:
-            scaling[theirs] = value
-    if amplitude := header.get(prefix + "attn_factor", float):
+    found = {key: _number(header, prefix, key, *entry) for key, entry in SCALING.items()}
+    if amplitude := found["attention_factor"]:
         # llama.cpp multiplies it with YaRN's own temperature; config.json gives the product.
-        scaling["attention_factor"] = amplitude * (1 + 0.1 * float(np.log(max(factor, 1.0))))
-    return scaling
+        temperature = 1 + 0.1 * float(np.log(max(found["factor"], 1.0)))
+        found["attention_factor"] = amplitude * temperature
+    return {"rope_type": kind} | {key: value for key, value in found.items() if value is not None}
 
 
 def _with_rope_factors(header: Header, architecture: str, config: Config) -> Config:
@@ -187,6 +230,6 @@ def _with_rope_factors(header: Header, architecture: str, config: Config) -> Con
     factors = read(tensor, np.dtype("f4")).astype(np.float64)
     if not np.all(np.isfinite(factors) & (factors > 0)):
         raise corrupt(header.path, f"{ROPE_FACTORS} must be above 0 and finite")
-    theta = header.get(f"{architecture}.rope.freq_base", float, 10000.0)
+    theta = header.get(f"{architecture}.rope.freq_base", float, THETA)
     scaling = {"kind": "factors", "factors": tuple(factors.tolist())}
     return dataclasses.replace(config, encoding=rotary(config.head_dim, theta, scaling))

@@ -13,9 +13,10 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from types import GenericAlias
+from typing import Any, get_args
 
 import numpy as np
 
@@ -52,12 +53,31 @@ class Header:
     fields: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a field, or the default; raises UserError for a value of another type."""
-        value = self.fields.get(key, default)
-        is_bool = isinstance(value, bool) and kind is not bool
-        if value is not default and (is_bool or not isinstance(value, kind)):
-            raise corrupt(self.path, f"{key} must be of type {kind.__name__}, got {value!r:.60}")
+    def get(self, key: str, kind: type | GenericAlias, default: Any = None) -> Any:
+        """The value of a field, or the default. kind: a type, or list[TYPE].
+
+        Raises UserError for another type, and for floats that are not finite.
+        """
+        value = self.fields.get(key)
+        return default if value is None else self.checked(key, value, kind)
+
+    def need(self, key: str, kind: type | GenericAlias) -> Any:
+        """The value of a field, as `get`; raises UserError where it is missing or empty."""
+        if self.fields.get(key) in (None, "", []):
+            raise UserError(f"{self.path}: missing field {key}; download it again")
+        return self.get(key, kind)
+
+    def checked(self, key: str, value: Any, kind: type | GenericAlias) -> Any:
+        """A value, after the checks of `get`."""
+        entries = value if type(value) is list else [value]
+        (item,) = get_args(kind) or (kind,)
+        # The format gives one type to all entries of a list.
+        if (entries is value) == (item is kind) or any(type(e) is not item for e in entries[:1]):
+            name = kind.__name__ if item is kind else f"list of {item.__name__}"
+            raise corrupt(self.path, f"{key} must be of type {name}, got {value!r:.60}")
+        if item is float and not all(map(isfinite, entries)):
+            got = next(entry for entry in entries if not isfinite(entry))
+            raise corrupt(self.path, f"{key} must be finite, got {got}")
         return value
 
 
@@ -68,7 +88,8 @@ def read_header(path: Path) -> Header:
     """
     files = _split_files(path)
     fields, tensors = _read_file(files[0])
-    count = fields.get("split.count", len(files))
+    header = Header(path, fields, tensors)
+    count = header.get("split.count", int, len(files))
     if count not in (0, len(files)):
         raise UserError(
             f"{files[0]} is one of {count} split files, but its name does not end in "
@@ -79,7 +100,7 @@ def read_header(path: Path) -> Header:
             if name in tensors:
                 raise corrupt(file, f"{name} is in {tensors[name].file.name} too")
             tensors[name] = tensor
-    return Header(path, fields, tensors)
+    return header
 
 
 def _split_files(path: Path) -> list[Path]:
@@ -88,6 +109,11 @@ def _split_files(path: Path) -> list[Path]:
     if not match:
         return [path]
     start, count = match[1], int(match[3])
+    if not 1 <= int(match[2]) <= count:
+        raise UserError(
+            f"{path}: the number in the name of a split file must be from 1 to their count, got "
+            f"{match[2]}-of-{match[3]}; give the files the names that they were published with"
+        )
     files = [path.with_name(f"{start}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.models.chat import Chat
 from jaxkv.models.gguf import sentencepiece
-from jaxkv.models.gguf.config import ends
+from jaxkv.models.gguf.config import ends, token_id, tokens_of
 from jaxkv.models.gguf.header import Header, corrupt
 from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from jaxkv.models.tokenizer import (
@@ -20,13 +20,8 @@ from jaxkv.models.tokenizer import (
 
 PREFIX = "tokenizer.ggml."
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types
-# Special tokens that a chat template may name: its name -> key of the id.
-NAMED = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
+# Special tokens that a chat template may name: its name -> that in the metadata.
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def read_tokenizer(header: Header) -> Tokenizer:
@@ -34,16 +29,16 @@ def read_tokenizer(header: Header) -> Tokenizer:
     kind = header.get(PREFIX + "model", str)
     if kind not in KINDS:
         raise UserError(
-            f"{header.path}: unsupported {PREFIX}model {kind!r}; supported: gpt2 (byte-level BPE), "
-            "llama (SentencePiece BPE)"
+            f"{header.path}: unsupported {PREFIX}model {kind!r:.60}; supported: gpt2 "
+            "(byte-level BPE), llama (SentencePiece BPE)"
         )
     return KINDS[kind](header)
 
 
 def read_chat(header: Header) -> Chat:
     """The chat template, with the special tokens that it may name."""
-    tokens = _tokens(header)
-    found = {name: _id(header, key) for name, key in NAMED.items()}
+    tokens = tokens_of(header)
+    found = {name: token_id(header, theirs) for name, theirs in NAMED.items()}
     named = tuple((name, tokens[i]) for name, i in found.items() if i is not None)
     return Chat(header.get("tokenizer.chat_template", str), named)
 
@@ -57,18 +52,20 @@ def _byte_level(header: Header) -> Tokenizer:
         raise UserError(
             f"reading {header.path} needs the package tokenizers (pip install tokenizers)"
         ) from None
-    pre, tokens, types = _pre_tokenizer(header), _tokens(header), _types(header)
-    merges = [tuple(merge.split(" ")) for merge in header.get(PREFIX + "merges", list, [])]
+    pre, tokens, types = _pre_tokenizer(header), tokens_of(header), _types(header)
     try:
         backend = Backend(
             models.BPE(
                 vocab={token: i for i, token in enumerate(tokens)},
-                merges=merges,
+                merges=_merges(header),
                 ignore_merges=pre.ignore_merges,
             )
         )
+    except UserError:
+        raise
     except Exception as error:  # the package raises bare Exception for every bad vocabulary
-        raise corrupt(header.path, f"its merges do not fit its tokens ({error})") from None
+        why = f"its merges do not fit its tokens ({' '.join(str(error).split()):.100})"
+        raise corrupt(header.path, why) from None
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitter(pre)
@@ -81,7 +78,7 @@ def _byte_level(header: Header) -> Tokenizer:
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    bos = _id(header, "bos_token_id")
+    bos = token_id(header, "bos")
     return tokenizer_of(backend, header.path, bos, ends(header), _front(header, bos, pre.adds_bos))
 
 
@@ -98,17 +95,13 @@ def splitter(pre: PreTokenizer) -> Any:
 
 def _sentencepiece(header: Header) -> Tokenizer:
     """SentencePiece BPE, encoded by the `sentencepiece` package."""
-    tokens, types = _tokens(header), _types(header)
-    scores = header.get(PREFIX + "scores", list, [])
-    if len(scores) != len(tokens):
-        raise corrupt(
-            header.path, f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens"
-        )
+    tokens, types = tokens_of(header), _types(header)
+    scores = _per_token(header, "scores", header.need(PREFIX + "scores", list[float]))
     add_space = header.get(PREFIX + "add_space_prefix", bool, True)
     collapse = header.get(PREFIX + "remove_extra_whitespaces", bool, False)
     model = sentencepiece.serialise(tokens, scores, types, add_space, collapse)
     backend = sentencepiece_processor(header.path, model)
-    bos = _id(header, "bos_token_id")
+    bos = token_id(header, "bos")
     return tokenizer_of_sentencepiece(
         backend,
         marks_of(backend),
@@ -129,36 +122,33 @@ def _pre_tokenizer(header: Header) -> PreTokenizer:
             "missing field tokenizer.ggml.pre, without which texts are split wrongly; use a file "
             "that was converted with a current llama.cpp"
             if name is None
-            else f"unsupported pre-tokenizer {name!r}"
+            else f"unsupported pre-tokenizer {name!r:.60}"
         )
         raise UserError(f"{header.path}: {what}; supported: {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name]
 
 
-def _tokens(header: Header) -> list[str]:
-    tokens = header.get(PREFIX + "tokens", list)
-    if not tokens:
-        raise UserError(f"{header.path} has no tokenizer.ggml.tokens; download it again")
-    return tokens
+def _merges(header: Header) -> list[tuple[str, str]]:
+    merges = header.get(PREFIX + "merges", list[str], [])
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2), None)
+    if wrong is not None:
+        why = f"{PREFIX}merges must be pairs of tokens with a space, got {merges[wrong]!r:.60}"
+        raise corrupt(header.path, why)
+    return pairs
 
 
 def _types(header: Header) -> list[int]:
     """The type of every token; all are normal where the file does not say."""
-    tokens = _tokens(header)
-    types = header.get(PREFIX + "token_type", list, [NORMAL] * len(tokens))
-    if len(types) != len(tokens):
-        raise corrupt(
-            header.path, f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens"
-        )
-    return types
+    types = header.get(PREFIX + "token_type", list[int], [NORMAL] * len(tokens_of(header)))
+    return _per_token(header, "token_type", types)
 
 
-def _id(header: Header, name: str) -> int | None:
-    """A token id, None where the file has none; raises UserError for an id without a token."""
-    found: Any = header.get(PREFIX + name, int)
-    if found is not None and not 0 <= found < len(_tokens(header)):
-        raise corrupt(header.path, f"{PREFIX}{name} is {found}, there are {len(_tokens(header))}")
-    return found
+def _per_token(header: Header, name: str, values: list) -> list:
+    if len(values) != (size := len(tokens_of(header))):
+        why = f"{PREFIX}{name} must have one entry per token, {size}, got {len(values)}"
+        raise corrupt(header.path, why)
+    return values
 
 
 def _front(header: Header, bos: int | None, adds_bos: bool) -> tuple[int, ...]:

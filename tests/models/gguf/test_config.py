@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import gguf
 import numpy as np
 import pytest
+from gguf import GGUFValueType as Value
 
 from jaxkv.errors import UserError
 from jaxkv.models import config as folders
@@ -78,7 +80,7 @@ REFUSED = {
     ),
     "no rope factor": (
         lambda w, t: w.add_string("llama.rope.scaling.type", "linear"),
-        "llama.rope.scaling.factor must be above 0, got None",
+        "missing field llama.rope.scaling.factor; download it again",
     ),
     "rope factors": (
         lambda w, t: t.update({"rope_freqs.weight": np.ones(3, "f4")}),
@@ -108,6 +110,83 @@ def test_unsupported_models_are_refused(case, tmp_path):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+# A field under "llama.", or another with a dot before it -> its value, and the end of the message.
+FIELDS = {
+    "no width": ("embedding_length", 0, "must be from 1 to 2147483647, got 0; download it again"),
+    "width below 0": ("embedding_length", -1, "must be from 1 to 2147483647, got -1; download"),
+    "width of text": ("embedding_length", "abc", "must be of type int, got 'abc'; download"),
+    "width of texts": ("embedding_length", ["a"] * 3, "must be of type int, got 'a'; download"),
+    "width of reals": ("embedding_length", 64.0, "must be of type int, got 64.0; download"),
+    "no heads": ("attention.head_count", 0, "must be from 1 to 65536, got 0; download"),
+    "heads of text": ("attention.head_count", "abc", "must be of type int, got 'abc'; download"),
+    "heads by layer": ("attention.head_count", [4, 2], r"same for all layers, got \[4, 2\]; use"),
+    "KV heads": (
+        "attention.head_count_kv", 7,
+        "head_count must be a multiple of llama.attention.head_count_kv, got 4 and 7; download",
+    ),
+    "width and heads": (
+        "attention.head_count", 12,
+        "embedding_length must be a multiple of llama.attention.head_count, got 64 and 12; down",
+    ),
+    "odd head dim": ("attention.key_length", 15, "its head dim must be even, got 15; download"),
+    "layers": ("block_count", 10**9, "must be from 1 to 10000, got 1000000000; download"),
+    "eps": ("attention.layer_norm_rms_epsilon", 0.0, "must be above 0 and below .*, got 0.0; down"),
+    "no finite eps": (
+        "attention.layer_norm_rms_epsilon", float("nan"), "must be finite, got nan; download",
+    ),
+    "theta": ("rope.freq_base", 1.0, "must be above 1 and below 1e30, got 1.0; download"),
+    "factor": ("rope.scaling.factor", 0.0, "must be above 0 and below 1e30, got 0.0; download"),
+    "original length": (
+        "rope.scaling.original_context_length", "abc", "must be of type int, got 'abc'; download",
+    ),
+    "beta": ("rope.scaling.yarn_beta_fast", "abc", "must be of type float, got 'abc'; download"),
+    "rotated part": ("rope.dimension_count", 8, "must be the head dim 16, got 8; use another"),
+    "BOS": (".tokenizer.ggml.bos_token_id", -1, "must be from 0 to 255, got -1; download"),
+    "EOS": (
+        ".tokenizer.ggml.eos_token_id", 2**32 - 1, "must be from 0 to 255, got 4294967295; down",
+    ),
+    "line": (".general.architecture", "a\nb", r"unsupported architecture 'a\\nb'; supported"),
+    "long": (".general.architecture", "x" * 5000, "unsupported architecture 'x{59}; supported"),
+}  # fmt: skip
+
+
+def value_type(value: object) -> Value:
+    kinds = {int: Value.INT64, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
+    return kinds[type(value)]
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_are_refused_under_their_own_names(case, tmp_path):
+    name, value, message = FIELDS[case]
+    key = name[1:] if name[0] == "." else f"llama.{name}"
+
+    def change(writer, _):
+        fields = writer.kv_data[0]
+        if "scaling" in name:
+            writer.add_string("llama.rope.scaling.type", "yarn")
+            writer.add_float32("llama.rope.scaling.factor", 4.0)
+        fields[key] = gguf.gguf_writer.GGUFValue(value, value_type(value), Value.INT32)
+        if type(value) is list and type(value[0]) is str:
+            fields[key].sub_type = Value.STRING
+
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    with pytest.raises(UserError, match=message) as error:
+        read_config(read_header(path))
+    line = str(error.value)
+    assert str(path) in line and "\n" not in line and len(line) < len(str(path)) + 200
+    assert "odd" in case or "arch" in key or key in line, line
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+def test_an_embedding_without_rows_is_refused(shape, tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"),
+        change=lambda w, t: t.update({"token_embd.weight": np.ones(shape, "f4")}),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"token_embd.weight must have rows and columns, got"):
+        read_config(read_header(path))
+
+
 @pytest.mark.parametrize("field", ["block_count", "attention.head_count", "context_length"])
 def test_a_missing_field_is_named(field, tmp_path):
     def drop(writer, _):
@@ -123,7 +202,9 @@ def test_other_architectures_are_refused(tmp_path):
         writer.kv_data[0]["general.architecture"].value = "gemma2"
 
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=rename)
-    with pytest.raises(UserError, match="unsupported architecture gemma2; supported: llama, mist"):
+    with pytest.raises(
+        UserError, match="unsupported architecture 'gemma2'; supported: llama, mist"
+    ):
         read_config(read_header(path))
     path = write_gguf(
         tmp_path / "n.gguf",

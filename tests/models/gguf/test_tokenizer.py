@@ -33,7 +33,7 @@ def written(path: Path, fill) -> Header:
     """The header of a file with one tensor and the fields that `fill` adds to its writer."""
     writer = gguf.GGUFWriter(path, "llama")
     fill(writer)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((512, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -176,6 +176,26 @@ def test_composed_characters(tmp_path):
         assert (ours.encode("e\u0301") == ours.encode("\u00e9")) is same
 
 
+NAN = float("nan")
+
+
+def put(writer, name: str, value) -> None:
+    """Replace a field of the tokenizer."""
+    writer.kv_data[0].pop(key := f"tokenizer.ggml.{name}", None)
+    writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
+
+
+def pieces(**fields):
+    """A function that adds a SentencePiece vocabulary of two tokens, with these fields."""
+
+    def fill(writer):
+        writer.add_tokenizer_model("llama")
+        for name, value in ({"tokens": ["<unk>", "a"], "scores": [0.0, -1.0]} | fields).items():
+            put(writer, name, value)
+
+    return fill
+
+
 REFUSED = {
     "no pre-tokenizer": (byte_level(None), "missing field tokenizer.ggml.pre, .*supported: gpt-2"),
     "pre-tokenizer": (byte_level("default"), "unsupported pre-tokenizer 'default'; supported: gpt"),
@@ -186,20 +206,38 @@ REFUSED = {
     "no model": (lambda w: None, "unsupported tokenizer.ggml.model None"),
     "no tokens": (
         lambda w: (w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("smollm")),
-        "has no tokenizer.ggml.tokens",
+        "missing field tokenizer.ggml.tokens; download it again",
     ),
-    "an id without token": (byte_level(bos=999), "tokenizer.ggml.bos_token_id is 999"),
+    "an id without token": (byte_level(bos=999), "bos_token_id must be from 0 to 259, got 999"),
     "merges": (
         lambda w: add_bpe(w, ["a"], [Kind.NORMAL], ["a b"], "smollm"),
         "its merges do not fit its tokens",
     ),
     "types": (
         lambda w: add_bpe(w, ["a", "b"], [Kind.NORMAL], [], "smollm"),
-        "token_type has 1 entries for 2 tokens",
+        "token_type must have one entry per token, 2, got 1; download it again",
     ),
     "scores": (
         lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a"])),
-        "scores has 0 entries for 1 tokens",
+        "missing field tokenizer.ggml.scores; download it again",
+    ),
+    "fewer scores": (pieces(scores=[0.5]), "scores must have one entry per token, 2, got 1; down"),
+    "scores of text": (pieces(scores=["a", "b"]), r"scores must be of type list of float, got"),
+    "scores that are not finite": (pieces(scores=[0.0, NAN]), "scores must be finite, got nan"),
+    "types of text": (pieces(token_type=["a", "b"]), "token_type must be of type list of int"),
+    "types of text, byte level": (
+        byte_level(extra=lambda w: put(w, "token_type", ["a"] * 260)),
+        "token_type must be of type list of int, got",
+    ),
+    "tokens of numbers": (pieces(tokens=[1, 2]), r"tokens must be of type list of str, got \[1, 2"),
+    "one token": (pieces(tokens="a"), "tokens must be of type list of str, got 'a'; download"),
+    "merges of numbers": (
+        byte_level(extra=lambda w: put(w, "merges", [1, 2])),
+        r"merges must be of type list of str, got \[1, 2\]; download",
+    ),
+    "merges of one": (
+        byte_level(extra=lambda w: put(w, "merges", ["a b", "abc"])),
+        "merges must be pairs of tokens with a space, got 'abc'; download",
     ),
 }  # fmt: skip
 

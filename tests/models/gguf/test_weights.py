@@ -158,6 +158,20 @@ def test_split_files_are_read_as_one(tmp_path):
         read_header(tmp_path / "first.gguf")
 
 
+@pytest.mark.parametrize("name", ["00001-of-00000", "00000-of-00002", "00003-of-00002"])
+def test_numbers_of_split_files(name, tmp_path):
+    (tmp_path / f"m-{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=f"must be from 1 to their count, got {name}; give the f"):
+        read_header(tmp_path / f"m-{name}.gguf")
+
+
+def test_a_split_count_of_text(tmp_path):
+    change = lambda w, t: w.add_string("split.count", "x")  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    with pytest.raises(UserError, match=r"split.count must be of type int, got 'x'; download"):
+        read_header(path)
+
+
 # Fault -> a function that makes it, and the message.
 WRONG = {
     "missing": (lambda w, t: t.pop("output_norm.weight"), "missing tensor output_norm.weight"),
