@@ -129,7 +129,7 @@ def _pre_tokenizer(header: Header) -> PreTokenizer:
 
 
 def _merges(header: Header) -> list[tuple[str, str]]:
-    merges = header.get(PREFIX + "merges", list[str], [])
+    merges = header.need(PREFIX + "merges", list[str])
     pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2), None)
     if wrong is not None:

@@ -20,9 +20,9 @@ PAIRED = ("llama", "mistral")
 
 
 def byte_tokens(size: int) -> list[str]:
-    """A byte-level vocabulary without merges: two special tokens and fillers around the bytes."""
+    """A byte-level vocabulary: two special tokens, a merge, the bytes, and fillers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<|begin|>", "<|end|>", *alphabet][:size]
+    tokens = ["<|begin|>", "<|end|>", "!!", *alphabet][:size]
     return tokens + [f"[filler {i}]" for i in range(size - len(tokens))]
 
 
@@ -136,10 +136,10 @@ def in_gguf_names(
 
 
 def add_byte_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
-    """A byte-level tokenizer without merges, split as SmolLM2 does."""
+    """A byte-level tokenizer with one merge, split as SmolLM2 does."""
     tokens = byte_tokens(size)
     kinds = [CONTROL, CONTROL] + [gguf.TokenType.NORMAL] * (size - 2)
-    add_bpe(writer, tokens, kinds, [], "smollm")
+    add_bpe(writer, tokens, kinds, ["! !"], "smollm")
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

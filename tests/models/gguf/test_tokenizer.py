@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -231,6 +232,10 @@ REFUSED = {
     ),
     "tokens of numbers": (pieces(tokens=[1, 2]), r"tokens must be of type list of str, got \[1, 2"),
     "one token": (pieces(tokens="a"), "tokens must be of type list of str, got 'a'; download"),
+    "no merges": (
+        byte_level(extra=lambda w: w.kv_data[0].pop("tokenizer.ggml.merges")),
+        "missing field tokenizer.ggml.merges; download it again",
+    ),
     "merges of numbers": (
         byte_level(extra=lambda w: put(w, "merges", [1, 2])),
         r"merges must be of type list of str, got \[1, 2\]; download",
@@ -249,6 +254,13 @@ def test_unsupported_tokenizers_are_refused(case, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         read_tokenizer(header)
     assert str(header.path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_empty_merges_are_missing(tmp_path):
+    header = written(tmp_path / "m.gguf", byte_level())
+    header = dataclasses.replace(header, fields=header.fields | {"tokenizer.ggml.merges": []})
+    with pytest.raises(UserError, match=r"missing field tokenizer.ggml.merges; download it again"):
+        read_tokenizer(header)
 
 
 @pytest.fixture(scope="module")
