@@ -96,8 +96,12 @@ def ends(header: Header) -> tuple[int, ...]:
 
 
 def tokens_of(header: Header) -> list[str]:
-    """The vocabulary."""
-    return header.need(TOKENS, list[str])
+    """The vocabulary; raises UserError where it has more tokens than the embedding has rows."""
+    tokens, rows = header.need(TOKENS, list[str]), rows_of_embedding(header)
+    if len(tokens) > rows:
+        why = f"{TOKENS} must have at most one token per row of {EMBED}, {rows}, got {len(tokens)}"
+        raise corrupt(header.path, why)
+    return tokens
 
 
 def token_id(header: Header, name: str) -> int | None:

@@ -209,6 +209,10 @@ REFUSED = {
         lambda w: (w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("smollm")),
         "missing field tokenizer.ggml.tokens; download it again",
     ),
+    "more tokens than rows": (
+        pieces(tokens=["a"] * 513),
+        "must have at most one token per row of token_embd.weight, 512, got 513; download",
+    ),
     "an id without token": (byte_level(bos=999), "bos_token_id must be from 0 to 259, got 999"),
     "merges": (
         lambda w: add_bpe(w, ["a"], [Kind.NORMAL], ["a b"], "smollm"),
