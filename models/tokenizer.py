@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.files import reading
 from jaxkv.models.hf.folder import read_json
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -117,6 +118,7 @@ class Pieces:
         return self._utf8.decode(b"", final=True)
 
 
+@reading()
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder; tokenizer.json wins over tokenizer.model."""
     folder = Path(folder)
@@ -136,7 +138,9 @@ def _from_json(folder: Path) -> Tokenizer:
         raise _lacks("tokenizers", folder / "tokenizer.json") from None
     path = folder / "tokenizer.json"
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError:
+        raise
     except Exception as error:  # the package raises bare Exception for every bad file
         raise UserError(f"{path} is corrupt: {error}; download it again") from None
     front = _front(backend)

@@ -21,6 +21,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
+from jaxkv.files import reading
 from jaxkv.models.hf.weights import LFS
 from jaxkv.models.placement import Tensor
 
@@ -124,6 +125,7 @@ def _split_files(path: Path) -> list[Path]:
     return files
 
 
+@reading()
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     size = path.stat().st_size
     if size == 0:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
+from jaxkv.files import reading
 from jaxkv.models.config import Config
 from jaxkv.models.gguf.header import Header, corrupt, gguf_package, layout, type_name
 from jaxkv.models.gguf.names import OTHER, paired_heads, shapes
@@ -50,6 +51,7 @@ def load_weights(
     return {name: placed[name] for name in tensors}
 
 
+@reading()
 def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarray:
     """One tensor, dequantised, in a host buffer of its own.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.files import reading
 
 # Everything jaxkv reads from a published model, and nothing else (no .bin, .gguf, .onnx).
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
@@ -50,6 +51,7 @@ def find(name: str | Path, names: Sequence[str] = ()) -> Path:
     return _download(text)
 
 
+@reading()
 def _is_gguf(path: Path) -> bool:
     """Whether a file claims to be GGUF, by its name or by its first bytes."""
     if path.suffix.lower() == ".gguf":
@@ -81,6 +83,7 @@ def _download(hub_id: str) -> Path:
     return Path(found)
 
 
+@reading()
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     """The object in a JSON file; {} if the file is missing. remedy: for a broken file."""
     if not path.is_file():

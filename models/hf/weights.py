@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
+from jaxkv.files import reading
 from jaxkv.models.config import Config
 from jaxkv.models.hf.folder import read_json
 from jaxkv.models.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
@@ -57,6 +58,7 @@ def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
     return _match(tensors_in(folder), config, folder)
 
 
+@reading()
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a model folder by its name in the file; reads headers only."""
     tensors: dict[str, Tensor] = {}
@@ -120,6 +122,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@reading()
 def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
     count = prod(tensor.shape)
@@ -218,6 +221,7 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
     return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
 
 
+@reading()
 def _differ(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes of two tensors differ, read through a window."""
     if a is b:

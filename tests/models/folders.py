@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def deny(monkeypatch, path: Path) -> None:
+    """Refuse to open a file, as one of another user is; root may open any."""
+    for module in (builtins, io):
+        opens = module.open
+
+        def denied(file, *args, opens=opens, **options):
+            if not isinstance(file, int) and Path(os.fsdecode(file)) == path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+            return opens(file, *args, **options)
+
+        monkeypatch.setattr(module, "open", denied)
 
 
 def _of(name: str, **fields: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import session
 from jaxkv.state import batch
+from tests.models.folders import deny
 from tests.tiny import write_tiny
 
 POLICY = "streaming:sinks=2,window=30"
@@ -89,6 +90,12 @@ def test_a_bad_scale_of_a_cache_in_int8_is_named(llm, tmp_path, scale):
     with pytest.raises(batch.BadScale, match=r"finite, and above 0 .*\[1\]\.k has ") as error:
         session.load(path, models.Conversation(llm, f"{POLICY},cache=int8"))
     assert f"{path}: " in str(error.value) and f" has {scale:g}; load" in str(error.value)
+
+
+def test_a_file_that_may_not_be_read(llm, saved, monkeypatch):
+    deny(monkeypatch, saved)
+    with pytest.raises(UserError, match=f"cannot read {saved}: Permission denied; check that it"):
+        session.load(saved, models.Conversation(llm, POLICY))
 
 
 def test_a_flipped_bit_is_one_line(llm, saved):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import zipfile
@@ -23,6 +24,7 @@ from jaxkv.models import smollm2 as package
 from jaxkv.models.published import open_published
 from jaxkv.models.streams import Stream
 from tests import conftest
+from tests.models.folders import deny
 
 
 @pytest.fixture
@@ -87,6 +89,25 @@ def open_path(monkeypatch) -> Path:
     monkeypatch.setattr("jaxkv.models.published.gguf.read_config", lambda header: None)
     monkeypatch.setattr("jaxkv.models.published.gguf.read_header", lambda path: None)
     return open_published("smollm2-135m").path
+
+
+def test_a_cache_folder_that_cannot_be_written(cache, monkeypatch):
+    def refuse(**options):
+        raise OSError(errno.EROFS, "Read-only file system", str(options["dir"]))
+
+    monkeypatch.setattr(package.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(UserError) as error:
+        package.fetch()
+    reason = "Read-only file system; set XDG_CACHE_HOME to another folder"
+    assert str(error.value) == f"cannot write to {cache}: {reason}"
+
+
+def test_a_cached_file_that_may_not_be_read(cache, monkeypatch):
+    cache.mkdir(parents=True)
+    (path := package.location()).write_bytes(b"present")
+    deny(monkeypatch, path)
+    with pytest.raises(UserError, match=f"cannot read {path}: Permission denied; check"):
+        package.fetch()
 
 
 def test_no_package_index(cache, monkeypatch):
