@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite, prod
 from pathlib import Path
 from types import GenericAlias
@@ -27,6 +28,7 @@ from jaxkv.models.placement import Tensor
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32  # bytes, unless the metadata says otherwise
+MAX_NAME = 64  # characters of the name of a tensor; the specification allows as many bytes
 MAX_AXES = 8  # ggml has four; more means a damaged file
 # Types of metadata values, by number; 8 is a string and 9 a list.
 SCALARS = {
@@ -180,7 +182,14 @@ class _Cursor:
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise corrupt(self.path, f"it has two tensors named {name}")
+            if offset % alignment:
+                why = f"the offset of {name} must be a multiple of {alignment}, got {offset}"
+                raise corrupt(self.path, why)
             tensors[name] = self._placed(name, shape, kind, start + offset)
+        in_order = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.bytes))
+        for one, two in pairwise(in_order):
+            if one.start + one.bytes > two.start:
+                raise corrupt(self.path, f"{one.name} and {two.name} overlap")
         return fields, tensors
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
@@ -201,6 +210,11 @@ class _Cursor:
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, axes = self.string(), self.number("I")
+        if len(name) > MAX_NAME or not name.isprintable():
+            why = (
+                f"a tensor's name must be at most {MAX_NAME} printable characters, got {name!r:.60}"
+            )
+            raise corrupt(self.path, why)
         if axes > MAX_AXES:
             raise corrupt(self.path, f"{name} has {axes} axes")
         shape = tuple(self.number("Q") for _ in range(axes))[::-1]

@@ -96,8 +96,31 @@ def huge_count(raw: bytes) -> bytes:
     return raw[:16] + (2**62).to_bytes(8, "little") + raw[24:]
 
 
+def moved(change: Callable[[int], int]) -> Callable[[bytes], bytes]:
+    """Change the offset of blk.0.attn_k.weight, which follows blk.0.attn_q.weight."""
+
+    def of(raw: bytes) -> bytes:
+        key = b"blk.0.attn_k.weight"
+        at = raw.index(key) + len(key) + 4 + 2 * 8 + 4  # after the number of axes, axes and type
+        offset = int.from_bytes(raw[at : at + 8], "little")
+        return raw[:at] + change(offset).to_bytes(8, "little") + raw[at + 8 :]
+
+    return of
+
+
+def renamed(name: bytes) -> Callable[[bytes], bytes]:
+    return lambda raw: raw.replace(b"blk.0.attn_k.weight", name)
+
+
 # Fault -> a function of the file's bytes, and the message.
 REFUSED = {
+    "offset": (moved(lambda at: at + 4), "is .*blk.0.attn_k.weight must be a multiple of 32, got"),
+    "overlap": (moved(lambda at: at - 32), "is .*: blk.0.attn_q.weight and blk.0.attn_k.weight ov"),
+    "same place": (moved(lambda at: 0), "is truncated or corrupt: .* and .* overlap; download"),
+    "a line in a name": (
+        renamed(b"blk.0\nattn_k.weight"),
+        r"is .* printable .*, got 'blk.0\\nattn",
+    ),
     "empty": (lambda raw: b"", "is truncated or corrupt: it is empty; download"),
     "magic": (lambda raw: b"GGML" + raw[4:], "is not a GGUF file: it begins with b'GGML'"),
     "pointer": (

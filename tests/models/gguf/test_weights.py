@@ -196,6 +196,13 @@ def test_wrong_tensors_are_named(case, tmp_path):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_tensor_name_has_at_most_64_bytes(tmp_path):
+    change = lambda w, t: t.update({"x" * 65: np.ones(3, "f4")})  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    with pytest.raises(UserError, match=r"at most 64 printable characters, got 'x{59}; download"):
+        read_header(path)
+
+
 @pytest.mark.parametrize("kind, name", [(24, "I8"), (99, "type 99")])
 def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"))
