@@ -196,10 +196,12 @@ def load_weights(
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
     chosen = llm.weight_format
+    tensors = published.tensors() if chosen else {}
 
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
         if chosen and quantised.is_matrix(name):
-            return quantised.quantise(name, host, chosen)
+            source = f"{tensors[name].name} in {tensors[name].file}"
+            return quantised.quantise(name, host, chosen, source)
         return host
 
     llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))

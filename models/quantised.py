@@ -76,24 +76,27 @@ def is_matrix(name: str) -> bool:
     return _kind(name) in MATRICES
 
 
-def quantise(name: str, weight: Float[np.ndarray, "O I"], weight_format: Format) -> Quantised:
+def quantise(
+    name: str, weight: Float[np.ndarray, "O I"], weight_format: Format, source: str = ""
+) -> Quantised:
     """Round a matrix to the nearest multiples.
 
-    name: of the weight; it decides, with the shape, whether int4 is possible.
+    name: of the weight; it decides, with the shape, whether int4 is possible. source: what error
+    messages call it, by default its name.
     Raises UserError for weights that are not finite, and for int4 beyond float16.
     """
-    wide = np.asarray(weight, np.float32)
+    wide, source = np.asarray(weight, np.float32), source or name
     if not np.isfinite(wide).all():
         raise UserError(
-            f"weights in {weight_format} must be finite, and {name} has NaN or infinity; check the "
-            "model"
+            f"weights in {weight_format} must be finite, and {source} has NaN or infinity; check "
+            "the model"
         )
     if _format(name, wide.shape, weight_format) == "int8":
         return _in_int8(wide)
     largest = np.max(np.abs(wide))
     if largest > MOST:
         raise UserError(
-            f"weights in int4 must be at most {MOST:,.0f}, and {name} has {largest:,.0f}; "
+            f"weights in int4 must be at most {MOST:,.0f}, and {source} has {largest:,.0f}; "
             "choose int8"
         )
     return _in_int4(wide)

@@ -203,6 +203,17 @@ def test_a_tensor_name_has_at_most_64_bytes(tmp_path):
         read_header(path)
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_weights_that_are_not_finite_are_named_as_in_the_file(weight_format, tmp_path):
+    def change(_, tensors):
+        tensors["blk.0.attn_k.weight"][3, 3] = np.nan
+
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    message = f"must be finite, and blk.0.attn_k.weight in {path} has NaN or infinity; check"
+    with pytest.raises(UserError, match=message):
+        models.load(path, weights=weight_format)
+
+
 @pytest.mark.parametrize("kind, name", [(24, "I8"), (99, "type 99")])
 def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"))
