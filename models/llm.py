@@ -172,6 +172,11 @@ def without_weights(
     if weights not in (None, *FORMATS):
         names = " or ".join(FORMATS)
         raise UserError(f"weights must be {names}, got {weights!r}; leave it out for {dtype}")
+    if not isinstance(mesh, Mesh | None):
+        raise UserError(
+            f"mesh must be a jax.sharding.Mesh with the axes data and model, got {mesh!r:.60}; "
+            "make one with jaxkv.state.sharding.mesh_of('model=2')"
+        )
     if weights is not None and mesh is not None:
         raise UserError(
             f"weights in {weights} run on one device, got a mesh; leave one of them out"

@@ -103,6 +103,11 @@ def test_stories(stories, record_property):
     record_property("equal_tokens_on_2_and_8_devices", texts[0].size)
 
 
+def test_a_mesh_in_words_is_refused(tiny_folder):
+    with pytest.raises(UserError, match=r"must be a jax.sharding.Mesh .*, got 'model=2'; make one"):
+        models.load(tiny_folder, mesh="model=2")
+
+
 def test_a_mesh_that_does_not_divide_is_refused(tiny_folder):
     with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
         Stream(models.load(tiny_folder, mesh=mesh_of("model=8")), SMALL)
