@@ -54,7 +54,7 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.output = OutputText(llm, (), ())
         self._interrupted = self._warned = False
-        warn_beyond_context(llm, self.stream.policies, 0)
+        warn_beyond_context(llm, self.stream.policies, None)
 
     @property
     def position(self) -> int:

@@ -92,7 +92,7 @@ def make_engine(
         # Between two starts, other weights may get the name of these.
         model = replace(model, identity=f"{model.identity} {llm.fingerprint()}")
     length = resolve_max_len(model.policies, max_len)
-    warn_beyond_context(llm, model.policies, length or 0)  # only growing caches use it
+    warn_beyond_context(llm, model.policies, length)
     return Engine(
         model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
         queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,

@@ -81,7 +81,7 @@ class Stream:
                 f"give one seed, or one per sequence: got {len(seeds)} seeds for {batch} sequences"
             )
         if not all(0 <= s < 2**32 for s in seeds):
-            raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}")
+            raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}; give 0")
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
         self.decoding = self._begin(seeds, start)

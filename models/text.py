@@ -254,9 +254,8 @@ class Generation:
         self.chunk = self.stream.chunk_of(chunk)
         check_prompt_within_context(llm, self.stream.policies, longest)
         self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
-        warn_beyond_context(
-            llm, self.stream.policies, 0 if self._may_exceed else longest + max_new_tokens
-        )
+        length = None if self._may_exceed else longest + max_new_tokens
+        warn_beyond_context(llm, self.stream.policies, length)
         self.prefill = self.decode = self.compiled = 0.0
         self.stream.compile_ahead(list(map(len, prompts)), self.sampling, self.eos)
 
@@ -371,14 +370,16 @@ def warn_if_grown_beyond_context(stream: Stream) -> bool:
     return True
 
 
-def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
+def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None) -> None:
     """Warn where a policy keeps tokens at distances beyond the trained context.
 
-    tokens: the length of the text, for growing caches.
+    tokens: the length of the text; None where it is unknown, which excludes growing caches
+    (`warn_if_grown_beyond_context`).
     """
     for policy in dict.fromkeys(policies):
-        # The lookback of a growing cache is the length of the text; others reach theirs in time.
-        furthest = max_lookback(policy, tokens if policy.grows else None)
+        if policy.grows and tokens is None:
+            continue
+        furthest = max_lookback(policy, tokens)
         if furthest > llm.config.context:
             far = "without limit" if furthest == math.inf else f"{furthest} tokens"
             name = format_policy(policy)

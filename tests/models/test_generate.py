@@ -216,6 +216,9 @@ def test_a_lookback_beyond_the_trained_context_warns(llm, policy, lookback):
     ):
         Generation(llm, [[65] * 10], policy, max_new_tokens=100)
     Generation(llm, [[65] * 10], "streaming:sinks=4,window=92", max_new_tokens=100)
+    Generation(llm, [[65] * 10], "h2o", max_new_tokens=CONTEXT - 10)  # unlimited, in a short text
+    with pytest.warns(UserWarning, match=r"looks back without limit, beyond the trained context"):
+        Generation(llm, [[65] * 10], "h2o", max_new_tokens=None)
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv:capacity=40", "0=full;*=window:window=32"])
@@ -318,7 +321,7 @@ def test_a_policy_that_samples(shallow):
         ("A", {"stop": [""]}, "a stop string must not be empty"),
         ("A", {"stop": ""}, "a stop string must not be empty"),
         ("A", {"seed": [1, 2]}, "got 2 seeds for 1 sequences"),
-        ("A", {"seed": -1}, "a seed must be from 0 to 4294967295"),
+        ("A", {"seed": -1}, r"a seed must be from 0 to 4294967295, got \[-1\]; give 0"),
         ("A", {"seed": 2**32}, "a seed must be from 0 to 4294967295"),
         ("A", {"temprature": 1.0}, "unknown argument 'temprature'; sampling has temperature"),
         ("A", {"sampling": WARM, "top_k": 3}, "give sampling= or its fields"),
