@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.policies import POLICIES, Full, Window
 from jaxkv.state.batch import nbytes
 
@@ -220,13 +220,10 @@ def _parse_one(text: str) -> Policy:
 def _read_value(name: str, field: str, hint: object, value: str) -> object:
     kind = POLICIES[name]
     if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise UserError(f"{name}: {field} must be {' or '.join(choices)}, got {value!r}")
+        check_choice(f"{name}: {field}", value, typing.get_args(hint))
         return value
     if hint is bool:
-        if value not in ("true", "false"):
-            raise UserError(f"{name}: {field} must be true or false, got {value!r}")
+        check_choice(f"{name}: {field}", value, ("true", "false"))
         return value == "true"
     try:
         return hint(value)
