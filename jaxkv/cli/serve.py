@@ -167,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         ready = (
-            f"jaxkv: serving {language.name} on {server.url(listener)} (policy {args.policy}, at "
-            f"most {plan.max_batch} sequences; {memory_of(engine, plan)})"
+            f"jaxkv: serving {language.name} on {server.url(listener)} (policy {args.policy}, "
+            f"{at_most(plan.max_batch)}; {memory_of(engine, plan)})"
         )
         lost = partial(is_lost, engine, drain)
         code, ended = run_until_stopped(
@@ -335,6 +335,11 @@ def make(
             step_seconds=args.step_timeout, fixed_batch=args.fixed_batch,
             max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
         )  # fmt: skip
+
+
+def at_most(sequences: int) -> str:
+    """The number of sequences in words."""
+    return f"at most {sequences} sequence{'' if sequences == 1 else 's'}"
 
 
 def memory_of(engine: Engine, plan: ServingMemory) -> str:

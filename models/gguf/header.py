@@ -121,8 +121,8 @@ def _split_files(path: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
-            f"{path} is one of {count} split files, and {first_few(missing)} is missing in "
-            f"{path.parent}; download all of them into one folder"
+            f"{path} is one of {count} split files, and {path.parent} lacks {first_few(missing)}; "
+            "download all of them into one folder"
         )
     return files
 

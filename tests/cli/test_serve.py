@@ -116,6 +116,10 @@ def test_invalid_api_keys(run, tmp_path, monkeypatch):
     refused(run("serve"), "--admin-key-file needs API keys", "--api-key-file")
 
 
+def test_the_number_of_sequences_in_words():
+    assert [serve.at_most(n) for n in (1, 3)] == ["at most 1 sequence", "at most 3 sequences"]
+
+
 def test_a_public_address_without_keys_warns(run):
     ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
     warning, error = ran.err.splitlines()
