@@ -75,7 +75,7 @@ def open_published(name: str | Path) -> Published:
             config,
             partial(gguf.read_tokenizer, header),
             partial(gguf.read_chat, header),
-            lambda: sampling_of_gguf(header.fields, path),
+            partial(sampling_of_gguf, header),
             partial(gguf.load_weights, header, config),
             partial(_fields_of_gguf, header),
             partial(gguf.model_tensors, header, config),

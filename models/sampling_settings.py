@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.models.gguf.header import Header
 from jaxkv.models.hf.folder import read_json
 from jaxkv.sampling import TEMPERATURE, Sampling
 
@@ -34,9 +35,12 @@ def read_sampling(folder: Path) -> Sampling:
     return _sampling({name: found.get(name) for name in GGUF} | greedy, Path(folder) / FILE)
 
 
-def sampling_of_gguf(fields: Mapping[str, Any], path: Path) -> Sampling:
-    """The settings in the header of a GGUF file."""
-    return _sampling({name: fields.get(theirs) for name, theirs in GGUF.items()}, path)
+def sampling_of_gguf(header: Header) -> Sampling:
+    """The settings in the header of a GGUF file; raises UserError as `read_sampling`."""
+    found = {
+        name: header.get(theirs, int if name == "top_k" else float) for name, theirs in GGUF.items()
+    }
+    return _sampling(found, header.path)
 
 
 def _sampling(found: Mapping[str, Any], where: Path) -> Sampling:

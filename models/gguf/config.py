@@ -37,7 +37,7 @@ SCALING = {
     "beta_slow": ("yarn_beta_slow", float, False),
     "attention_factor": ("attn_factor", float, False),
 }
-# Other whole numbers are at least 1; other floats are above 0. A window of 0 is none.
+# Other whole numbers are at least 1; other floats are above 1e-30. A window of 0 is none.
 LEAST = {"sliding_window": 0, "rope_theta": 1}
 THETA = 10000.0  # where a file does not say
 # Factors that other architectures of the same tensors apply; none of ours does.
@@ -160,7 +160,7 @@ def _number(header: Header, prefix: str, ours: str, name: str, kind: type, requi
         value = value[0]
     if value is None:
         return header.need(key, kind) if required else None
-    least, most = LEAST.get(ours, int(kind is int)), MOST.get(ours, 2**31 - 1)
+    least, most = LEAST.get(ours, 1 if kind is int else 1e-30), MOST.get(ours, 2**31 - 1)
     header.checked(key, value, kind)
     if kind is int and not least <= value <= most:
         raise corrupt(header.path, f"{key} must be from {least} to {most}, got {value}")

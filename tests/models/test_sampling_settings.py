@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.gguf.header import Header
 from jaxkv.models.sampling_settings import read_sampling, sampling_of_gguf
 from jaxkv.models.text import sampling_for
 from jaxkv.sampling import Sampling
@@ -38,8 +39,22 @@ def test_generation_config(published, expected, tmp_path):
 
 def test_the_header_of_a_gguf_file():
     fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.name": "x"}
-    assert sampling_of_gguf(fields, Path("x.gguf")) == Sampling(0.6, 20)
-    assert sampling_of_gguf({}, Path("x.gguf")) == Sampling(0.8)
+    assert sampling_of_gguf(Header(Path("x.gguf"), fields, {})) == Sampling(0.6, 20)
+    assert sampling_of_gguf(Header(Path("x.gguf"), {}, {})) == Sampling(0.8)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x" * 5000, "sampling.temp must be of type float, got 'x{59}; download"),
+        (float("nan"), r"sampling.temp must be finite, got nan; download"),
+        (-1.0, "temperature must be"),
+    ],
+)
+def test_a_wrong_value_in_a_header_is_named(value, message):
+    header = Header(Path("x.gguf"), {"general.sampling.temp": value}, {})
+    with pytest.raises(UserError, match=rf"^x.gguf.*{message}"):
+        sampling_of_gguf(header)
 
 
 def test_a_wrong_value_names_the_file(tmp_path, unchecked):

@@ -130,14 +130,17 @@ FIELDS = {
     ),
     "odd head dim": ("attention.key_length", 15, "its head dim must be even, got 15; download"),
     "layers": ("block_count", 10**9, "must be from 1 to 10000, got 1000000000; download"),
-    "eps": ("attention.layer_norm_rms_epsilon", 0.0, "must be above 0 and below .*, got 0.0; down"),
+    "eps": ("attention.layer_norm_rms_epsilon", 0.0, "must be above 1e-30 and .*, got 0.0; down"),
     "no finite eps": (
         "attention.layer_norm_rms_epsilon", float("nan"), "must be finite, got nan; download",
     ),
     "theta": ("rope.freq_base", 1.0, "must be above 1 and below 1e30, got 1.0; download"),
-    "factor": ("rope.scaling.factor", 0.0, "must be above 0 and below 1e30, got 0.0; download"),
+    "factor": ("rope.scaling.factor", 0.0, "must be above 1e-30 and below 1e30, got 0.0; download"),
     "original length": (
         "rope.scaling.original_context_length", "abc", "must be of type int, got 'abc'; download",
+    ),
+    "no beta": (
+        "rope.scaling.yarn_beta_fast", 1e-320, "must be above 1e-30 and below 1e30, got 1e-320",
     ),
     "beta": ("rope.scaling.yarn_beta_fast", "abc", "must be of type float, got 'abc'; download"),
     "rotated part": ("rope.dimension_count", 8, "must be the head dim 16, got 8; use another"),
@@ -151,7 +154,7 @@ FIELDS = {
 
 
 def value_type(value: object) -> Value:
-    kinds = {int: Value.INT64, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
+    kinds = {int: Value.INT64, float: Value.FLOAT64, str: Value.STRING, list: Value.ARRAY}
     return kinds[type(value)]
 
 
