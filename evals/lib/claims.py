@@ -44,7 +44,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
     "tree_slots": "balancekv.tree_slots",
     "peers": "peers.compare",
-    **{name: f"peers.{name}" for name in ("llama_cpp", "servers")},
+    **{name: f"peers.{name}" for name in ("llama_cpp", "transformers_rates", "servers")},
     "training_peers": "peers.training",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse_tokens", "tune_lsh")},
     **dict.fromkeys(

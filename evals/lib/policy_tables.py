@@ -12,7 +12,7 @@ from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
-from jaxkv.evals.peers import rates_table
+from jaxkv.evals.peers import rates_table, transformers_table
 from jaxkv.evals.speed import operations_table, workarounds_table
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
@@ -99,5 +99,5 @@ TABLES |= {
     for name in ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680")
 }
 TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
-TABLES |= {"operations": operations_table.table}
+TABLES |= {"operations": operations_table.table, "transformers_rates": transformers_table.table}
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

@@ -20,23 +20,20 @@ operation, so another program on these cores slows it much more than jaxkv (not 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
-from jaxkv.evals.lib.text import passage
-from jaxkv.evals.lib.timing import Variant, rate, ratio, time_rounds
+from jaxkv.evals.lib.timing import rate, time_rounds
 from jaxkv.evals.peers import rates_table
+from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
 from jaxkv.models import smollm2
 from jaxkv.models.llm import without_weights
 from jaxkv.models.published import open_published
@@ -48,45 +45,6 @@ WEIGHTS = {"float32": None, "int8": "int8"}
 FILE, MADE = "Q4_1", ("Q8_0", "F16")  # the form of the file, and those made from it
 REFERENCE = "jaxkv float32, full"  # whose greedy tokens the others are compared with
 SIDE = 8192  # of the matrix that measures the bandwidth: larger than caches of processors
-PAUSE = 0.2  # seconds before a measurement, in which the threads of the last case go to sleep
-
-
-class PeerProcess:
-    """A process that answers requests: llama.cpp with one file, or jaxkv with one policy."""
-
-    def __init__(self, name: str, command: Sequence[str]):
-        self.name = name
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> PeerProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(BrokenPipeError):  # it has ended
-            self.process.stdin.close()  # its loop ends
-        self.process.stdout.close()
-        self.process.wait()
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request; SystemExit where the process has failed."""
-        with suppress(BrokenPipeError):  # reading finds the end, too
-            self.process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"{self.name}: {do} failed, as above; nothing is written")
-        return json.loads(answer)
-
-    def seconds(self, do: str, **arguments: Any) -> Variant:
-        """A variant that asks for one measurement."""
-
-        def run() -> float:
-            time.sleep(PAUSE)
-            return self.ask(do, **arguments)["seconds"]
-
-        return run
 
 
 def main() -> None:
@@ -115,14 +73,7 @@ def main() -> None:
 def run(file: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Start all cases and measure them."""
     llm = without_weights(open_published(file))
-    needed = max(*given.prefill, given.prompt * max(given.batches))
-    text = passage(llm, needed)
-    if len(text) < needed:
-        raise SystemExit(
-            f"prompts need {needed:,} tokens, the passage has {len(text):,}; give shorter ones"
-        )
-    starts = range(0, given.prompt * max(given.batches), given.prompt)
-    prompts = [text[start : start + given.prompt] for start in starts]
+    text, prompts = prompts_of(llm, max(given.batches), given.prompt, max(given.prefill))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cases, about = start_cases(stack, file, folder, prompts, given)
@@ -244,16 +195,8 @@ def measure(
             "bytes_per_second": spread(read),
             "share_of_bandwidth": spread(read / bandwidth),
         }
-    ratio_of = {title: ratios(of) for title, of in seconds.items()}
+    ratio_of = {title: ratios(of, "llama.cpp") for title, of in seconds.items()}
     return {"bandwidth": spread(bandwidth), "cases": found, "ratio": ratio_of}
-
-
-def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Tokens a second of each case of jaxkv over each of llama.cpp, round by round."""
-    ours, theirs = (
-        [name for name in seconds if name.startswith(side)] for side in ("jaxkv", "llama.cpp")
-    )
-    return {one: {other: ratio(seconds[other], seconds[one]) for other in theirs} for one in ours}
 
 
 if __name__ == "__main__":

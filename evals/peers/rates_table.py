@@ -9,6 +9,7 @@ from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.state.memory import show
 
 RECORD = "llama_cpp"
+NONE = "–"  # not measured in this case
 
 
 def table() -> str:
@@ -35,7 +36,7 @@ def rates(results: dict[str, Any]) -> str:
     cases = results["cases"]
     titles = list(next(iter(cases.values()))["tokens_per_second"])
     heads = ["case", *titles, "bytes of weights", "GB/s", "of the bandwidth", "memory"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = table_head(*heads)
     for name, case in cases.items():
         found = [ranged(case["tokens_per_second"][title], "median", ",.0f") for title in titles]
         gigabytes = {at: value / 1e9 for at, value in case["bytes_per_second"].items()}
@@ -47,12 +48,24 @@ def rates(results: dict[str, Any]) -> str:
 
 
 def over(results: dict[str, Any]) -> str:
-    """One row per measurement and case of jaxkv, one column per file of llama.cpp."""
+    """One row per measurement and case of jaxkv, one column per case of the peer."""
     by_title = results["ratio"]
-    others = list(next(iter(next(iter(by_title.values())).values())))
-    lines = [f"| measurement | case | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
+    others = list(
+        dict.fromkeys(
+            other for cases in by_title.values() for found in cases.values() for other in found
+        )
+    )
+    lines = table_head("measurement", "case", *others)
     for title, cases in by_title.items():
         for name, found in cases.items():
-            cells = [title, name, *(ranged(found[other], "median", ".2f") for other in others)]
-            lines.append(f"| {' | '.join(cells)} |")
+            ratios = [
+                ranged(found[other], "median", ".2f") if other in found else NONE
+                for other in others
+            ]
+            lines.append(f"| {' | '.join([title, name, *ratios])} |")
     return "\n".join(lines) + "\n"
+
+
+def table_head(*heads: str) -> list[str]:
+    """The first two lines of a table."""
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -14,7 +14,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib import policy_tables
-from jaxkv.evals.peers import llama_cpp, llama_cpp_rates, our_rates, rates_table
+from jaxkv.evals.peers import llama_cpp, llama_cpp_rates, our_rates, peer_process, rates_table
 from tests.tiny import write_tiny
 
 # Answers of a peer: a form with twice the bytes takes twice the time. All cases generate the tokens
@@ -65,7 +65,7 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "shared.py").write_text(Path(llama_cpp.SCRIPT).read_text("utf-8"))
     monkeypatch.setattr(llama_cpp, "SCRIPT", script)
     monkeypatch.setattr(llama_cpp, "OURS", [sys.executable, "-P", str(script)])
-    monkeypatch.setattr(llama_cpp, "PAUSE", 0)
+    monkeypatch.setattr(peer_process, "PAUSE", 0)
     return script
 
 

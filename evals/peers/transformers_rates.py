@@ -1,0 +1,193 @@
+"""Tokens a second of transformers and of jaxkv, on the same float32 weights of a published model.
+
+transformers runs eager, with sdpa attention and a DynamicCache, and with its forward compiled by
+torch.compile over a StaticCache. Where that does not compile, `compile` has the error. Compiled is
+the step of one token; the prompt is read eagerly, as in `generate`. jaxkv runs `full` and
+`streaming`. The extra `parity` installs transformers and torch.
+
+Each case is a process that loads its model once, so its memory is its own. All cases take turns,
+round after round, on all cores. Decoding begins after the prompt and is greedy, and all cases must
+generate equal tokens. `first_token` is the seconds to read a prompt, where all programs are
+compiled. `memory` is that of a process after each measurement; the peak only grows, in the order
+of the measurements.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxkv import models
+from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.lib.timing import bar, rate, time_rounds
+from jaxkv.evals.peers import transformers_table
+from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
+from jaxkv.evals.peers.weights import as_folder
+from jaxkv.models.llm import Llm, without_weights
+from jaxkv.models.published import open_published
+
+OURS = [sys.executable, "-m", "jaxkv.evals.peers.our_rates"]
+THEIRS = [sys.executable, "-m", "jaxkv.evals.peers.torch_rates"]
+POLICIES = {"jaxkv, full": "full", "jaxkv, streaming": "streaming:sinks=4,window=1020"}
+EAGER, COMPILED = "transformers, eager", "transformers, compiled"
+FIRST = "first token"
+ASKED = {"decode, batch 1": 1.5, "decode, batch 8": 1.6, "prefill, 4096": 1.0}  # times EAGER
+
+
+@dataclass(frozen=True)
+class RateSizes:
+    """The sizes of a run, with rounds by measurement."""
+
+    decode: dict[int, int]  # rounds by batch size, 1 first
+    prefill: dict[int, int]  # rounds by the tokens of the prompt
+    first: int  # rounds of the first token
+    prompt: int = 256  # tokens before decoding
+    new: int = 64  # tokens to decode
+
+
+FULL = RateSizes({1: 9, 8: 5}, {1024: 5, 4096: 3, 8000: 2}, 9)
+QUICK = RateSizes({1: 2, 8: 1}, {1024: 1}, 2)
+Cases = dict[str, PeerProcess]
+
+
+class RateRequest(NamedTuple):
+    """One measurement: its title and rounds, the tokens it reads or makes, and the request."""
+
+    title: str
+    rounds: int
+    tokens: int
+    request: dict[str, Any]
+
+
+def main() -> None:
+    ask = make_parser("jaxkv.evals.peers.transformers_rates", __doc__)
+    ask.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
+    ask.add_argument("--quick", action="store_true", help="few rounds, short prompts, into out/")
+    given = ask.parse_args()
+    llm = without_weights(open_published(given.model))
+    record = Record("transformers_rates", [*llm.files, PASSAGE], quick=given.quick)
+    record.finish(run(llm, QUICK if given.quick else FULL))
+
+
+def run(llm: Llm, sizes: RateSizes) -> dict[str, Any]:
+    """Start all cases and measure them. llm: its weights are loaded from its path."""
+    text, prompts = prompts_of(llm, max(sizes.decode), sizes.prompt, max(sizes.prefill))
+    with ExitStack() as stack:
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = as_folder(models.load(llm.path, "float32"), made)
+        cases, about = start_cases(stack, llm.path, folder, prompts, sizes.new)
+        compiled = cases[COMPILED].ask(
+            "compile", batches=list(sizes.decode), folder=str(made / "compiled")
+        )
+        if "failed" in compiled:
+            print(f"{COMPILED} is left out: {compiled['failed']}")
+            del cases[COMPILED]
+        peer = cases[EAGER].ask("about")
+        measured = measure(cases, requests_of(text, sizes))
+    results = {
+        "model": llm.name, "sizes": asdict(sizes), "policies": POLICIES, "peer": peer,
+        "threads": about[EAGER]["cores"], "compile": compiled,
+        "weight_bytes": {name: about[name]["weight_bytes"] for name in cases},
+        **measured, "bars": bars(measured["ratio"]),
+    }  # fmt: skip
+    print(transformers_table.of(results))
+    return results
+
+
+def start_cases(
+    stack: ExitStack, path: Path, folder: Path, prompts: Sequence[Sequence[int]], new: int
+) -> tuple[Cases, dict[str, dict[str, Any]]]:
+    """The processes by name, with their models loaded, and what they say about these.
+
+    path: of the model; folder: the same weights for transformers.
+    """
+    cases: Cases = {}
+    about: dict[str, dict[str, Any]] = {}
+    for name, policy in POLICIES.items():
+        cases[name] = stack.enter_context(PeerProcess(name, OURS))
+        about[name] = cases[name].ask(
+            "load", model=str(path), weights=None, policy=policy, prompts=prompts
+        )
+    threads = len(os.sched_getaffinity(0))
+    for name in (EAGER, COMPILED):
+        cases[name] = stack.enter_context(PeerProcess(name, THEIRS))
+        about[name] = cases[name].ask(
+            "load", model=str(folder), threads=threads, prompts=prompts, new=new
+        )
+    return cases, about
+
+
+def requests_of(text: Sequence[int], sizes: RateSizes) -> list[RateRequest]:
+    """What is measured, in this order.
+
+    Decoding of more than one sequence comes last: it needs memory that a single user does not.
+    """
+    one, *others = [
+        RateRequest(f"decode, batch {batch}", rounds, batch * sizes.new,
+                    {"do": "decode", "batch": batch, "new": sizes.new})
+        for batch, rounds in sizes.decode.items()
+    ]  # fmt: skip
+    lengths = [(FIRST, sizes.prompt, sizes.first)]
+    lengths += [(f"prefill, {count}", count, rounds) for count, rounds in sizes.prefill.items()]
+    prefills = [
+        RateRequest(title, rounds, count, {"do": "prefill", "tokens": text[:count]})
+        for title, count, rounds in lengths
+    ]
+    return [one, *prefills, *others]
+
+
+def measure(cases: Cases, requests: Sequence[RateRequest]) -> dict[str, Any]:
+    """Rates, seconds to the first token and memory by case, and ratios by measurement."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"tokens_per_second": {}, "memory": {}} for name in cases
+    }
+    ratio_of = {}
+    for title, rounds, tokens, request in requests:
+        used = dict(cases)
+        if request["do"] == "decode":
+            check_tokens(cases, request["batch"], request["new"])
+        else:
+            used.pop(COMPILED, None)  # it reads prompts as the eager case does
+        variants = {name: case.seconds(**request) for name, case in used.items()}
+        seconds = time_rounds(variants, rounds, title)
+        ratio_of[title] = ratios(seconds, "transformers")
+        for name, case in used.items():
+            found[name]["memory"][title] = case.ask("memory")
+            if title == FIRST:
+                found[name]["first_token"] = spread(seconds[name])
+            else:
+                found[name]["tokens_per_second"][title] = rate(tokens, seconds[name])
+    return {"cases": found, "ratio": ratio_of}
+
+
+def check_tokens(cases: Cases, batch: int, new: int) -> None:
+    """SystemExit where the greedy tokens of the cases differ: then they do not do the same work."""
+    tokens = {
+        name: case.ask("greedy", batch=batch, new=new)["tokens"] for name, case in cases.items()
+    }
+    wrong = [name for name, answers in tokens.items() if answers != tokens[EAGER]]
+    if wrong:
+        raise SystemExit(
+            f"{' and '.join(wrong)} and {EAGER} generate different tokens at batch {batch}; their "
+            "times are not comparable"
+        )
+
+
+def bars(ratio_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, object]]:
+    """What the issue of speed asks of both policies, for what was measured."""
+    return [
+        bar(f"{title}: {name} over {EAGER}", found[EAGER], ">=", ask)
+        for title, ask in ASKED.items()
+        for name, found in ratio_of.get(title, {}).items()
+    ]
+
+
+if __name__ == "__main__":
+    run_command(main)
