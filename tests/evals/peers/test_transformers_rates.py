@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -217,14 +218,13 @@ def test_a_static_cache_gives_the_same_tokens(worker, model):
 
 @pytest.mark.slow
 @pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
 def test_compiled_decoding_gives_the_same_tokens(worker, model, tmp_path, monkeypatch):
-    """Or the error is told, on a machine where torch cannot compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.devnull)  # restored at the end
     answer = worker.compile([2], str(tmp_path / "compiled"))
-    if "failed" in answer:
-        assert "\n" not in answer["failed"]
-        return
-    assert answer["seconds"] > 0 and any((tmp_path / "compiled").iterdir())
+    assert answer.get("seconds", 0) > 0, answer
+    assert any((tmp_path / "compiled").iterdir())
     assert worker.greedy(2, 6)["tokens"] == ours(model, 6)
 
 
