@@ -56,7 +56,7 @@ class RateSizes:
     new: int = 64  # tokens to decode
 
 
-FULL = RateSizes({1: 7, 8: 3}, {1024: 3, 4096: 2, 8000: 1}, 5)
+FULL = RateSizes({1: 7, 8: 3}, {1024: 5, 4096: 3, 8000: 2}, 5)
 QUICK = RateSizes({1: 1, 8: 1}, {1024: 1}, 1)
 Cases = dict[str, PeerProcess]
 
