@@ -5,7 +5,6 @@ Run `python -m jaxkv.evals.lib.claims` after an experiment; `--check` fails if t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from jaxkv.evals.balancekv.claims import BALANCE
 from jaxkv.evals.lib.claim import OPEN, Claim
 from jaxkv.evals.lib.measured_on import measured_on
-from jaxkv.evals.lib.record import RESULTS, ROOT, read
+from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
 from jaxkv.evals.magicpig.claims import MAGICPIG
 from jaxkv.evals.peers.claims import PEERS
 from jaxkv.evals.prefix_caching.claims import PREFIXES
@@ -226,7 +225,7 @@ def link(name: str) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(prog="python -m jaxkv.evals.lib.claims", description=__doc__)
+    ask = make_parser("jaxkv.evals.lib.claims", __doc__)
     ask.add_argument("--check", action="store_true", help="write nothing, fail if stale")
     if ask.parse_args().check:
         if PAGE.read_text("utf-8") != page():
@@ -237,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

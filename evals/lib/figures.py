@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.gallery import TITLES
-from jaxkv.evals.lib.record import RESULTS, ROOT, read
+from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
 from jaxkv.evals.peers.plots import peers
 from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
@@ -64,6 +64,7 @@ MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
 
 
 def main() -> None:
+    make_parser("jaxkv.evals.lib.figures", __doc__).parse_args()
     for name in dict.fromkeys(record for record, _ in FIGURES.values()):
         if (RESULTS / f"{name}.json").exists():
             print("drew", *draw(name))
@@ -311,4 +312,4 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
