@@ -52,25 +52,29 @@ def nearer_than_uniform(r: Results) -> Finding:
     uniform, stratified = below("uniform, weighted", "uniform"), below("stratified")
     model = OURS if r["model"] == "default" else r["model"]
     return (
-        f"{model}, {r['stretches']} stretches of {r['tokens']:,} tokens, layers "
-        f"{', '.join(r['layers'])}; relative error ± two standard errors over the stretches, by "
+        f"{model}, {r['stretches']} stretches of {r['tokens']:,} tokens, {len(r['layers'])} "
+        f"layers; relative error ± two standard errors over the stretches, by "
         f"the share of the tokens between the ends that is cached; {joined(parts)}; walk steps "
         f"with a certain sign: {listed(r['saturated'], '{:.0%}'.format)}; of {len(uniform)} shares "
         f"the walk's error is below those of both uniform samplings by more than two standard "
         f"errors in {sum(uniform)}, and below that of stratified in {sum(stratified)}; the walk's "
-        f"error over the lower one of both uniform samplings, by layer: {joined(by_layer(r))}"
+        f"error over the lower one of both uniform samplings, by layer: {joined(of_layers(r))}"
     ), grade(all(uniform + stratified), any(uniform))
 
 
-def by_layer(r: Results) -> Iterator[str]:
-    """The error of the walk over that of the better uniform sampling, by layer and share."""
-    for layer, found in r["layers"].items():
-        ratios = {
-            f"one of {2 ** int(T)}": mean(found[PAPERS[0]][T])
+def of_layers(r: Results) -> Iterator[str]:
+    """By share, the error of the walk over that of the better uniform sampling, of all layers."""
+    for T in map(str, r["rounds"]):
+        ratios = [
+            mean(found[PAPERS[0]][T])
             / min(mean(found[name][T]) for name in ("uniform, weighted", "uniform"))
-            for T in map(str, r["rounds"])
-        }
-        yield f"{layer}: {listed(ratios)}"
+            for found in r["layers"].values()
+        ]
+        lower = sum(ratio < 1 for ratio in ratios)
+        yield (
+            f"one of {2 ** int(T)} {min(ratios):.2f} to {max(ratios):.2f}, below 1 in {lower} of "
+            f"{len(ratios)}"
+        )
 
 
 def of_stretches(errors: list[float]) -> str:
