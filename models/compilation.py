@@ -70,11 +70,13 @@ def report_unusable_cache(*start: object) -> None:
 
     start: what decides the programs of this start, such as model and policy. Some hosts reject
     every program that they have stored (jax issue 38445), and then each start compiles all again.
-    That is so if an equal start stored programs, which are still there, and this one found none.
-    An empty file in the cache folder marks a start that found none.
+    That is so if an equal start found none, programs as old as that are still there, and this one
+    found none. An empty file in the cache folder marks a start that found none. In a folder that
+    the user has set up, JAX stores slow programs alone, so nothing is said.
     """
     folder, events = jax.config.jax_compilation_cache_dir, cache_events()
-    if not folder or events[CACHE_HIT] or not events[CACHE_MISS]:
+    some = jax.config.jax_persistent_cache_min_compile_time_secs > 0
+    if not folder or some or events[CACHE_HIT] or not events[CACHE_MISS]:
         return
     jaxlib = version("jaxlib")
     here = platform.node(), jax.__version__, jaxlib, __version__

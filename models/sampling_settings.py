@@ -37,9 +37,13 @@ def read_sampling(folder: Path) -> Sampling:
 
 def sampling_of_gguf(header: Header) -> Sampling:
     """The settings in the header of a GGUF file; raises UserError as `read_sampling`."""
-    found = {
-        name: header.get(theirs, int if name == "top_k" else float) for name, theirs in GGUF.items()
-    }
+    found = {}
+    for name, theirs in GGUF.items():
+        value, kind = header.fields.get(theirs), int if name == "top_k" else float
+        # Some files store 1 as a temperature, or 50.0 as top_k.
+        if type(value) is int or (type(value) is float and value.is_integer()):
+            value = kind(value)
+        found[name] = None if value is None else header.checked(theirs, value, kind)
     return _sampling(found, header.path)
 
 

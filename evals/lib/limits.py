@@ -20,7 +20,7 @@ from jaxkv.evals.lib.timing import Variant, timed
 from jaxkv.models.decoder import matmul
 from jaxkv.typing import Array, Float32
 
-VECTOR_SIDES = (4096, 6144, 8192)  # of matrices that are larger than caches of processors
+VECTOR_SIDES = (4096, 6144, 8192)  # 64 to 256 MiB; a large cache may hold a part of the first
 MATRIX_SIDES = (512, 1024, 2048)
 
 

@@ -185,7 +185,7 @@ def check_tokens(cases: Cases, batch: int, new: int) -> None:
 
 
 def bars(ratio_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, object]]:
-    """What the issue of speed asks of both policies, for what was measured."""
+    """The bars of speed of both policies, for what was measured."""
     return [
         bar(f"{title}: {name} over {EAGER}", found[EAGER], ">=", ask)
         for title, ask in ASKED.items()

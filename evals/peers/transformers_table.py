@@ -28,6 +28,9 @@ def of(results: dict[str, Any]) -> str:
         f"{peer['torch']}, float32, {results['threads']} threads each, {sizes['prompt']:,} tokens "
         f"before decoding of {sizes['new']:,} and to the first token. "
     )
+    rounds = {title: next(iter(next(iter(found.values())).values()))["n"]
+              for title, found in results["ratio"].items()}  # fmt: skip
+    setting += f"Rounds: {', '.join(f'{title} {n}' for title, n in rounds.items())}. "
     setting += (
         f"The compiled case is not measured: `{compiled['failed']}`\n"
         if "failed" in compiled

@@ -34,7 +34,7 @@ Shaped = Any  # an array of JAX or numpy, or its shape
 
 
 class BadScale(UserError):
-    """A snapshot is a whole file, but a row in int8 has a scale that no policy stores."""
+    """A snapshot is a whole file, but a row in int8 has a scale that no finite row has."""
 
 
 def take(state: State, indices: Indices) -> State:

@@ -31,7 +31,7 @@ KEYS = {
 }
 # The same for positions under "ARCHITECTURE.rope.scaling.".
 SCALING = {
-    "factor": ("factor", float, True),
+    "factor": ("factor", float, False),
     "original_max_position_embeddings": ("original_context_length", int, False),
     "beta_fast": ("yarn_beta_fast", float, False),
     "beta_slow": ("yarn_beta_slow", float, False),
@@ -50,6 +50,7 @@ BIASES = {
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
 TOKENS = "tokenizer.ggml.tokens"
+NO_TOKEN = 2**32 - 1  # some converters write this id where a model has no such token
 # The ends of a text: of the document, of a turn, of a message (before a tool's answer).
 ENDS = ("eos", "eot", "eom")
 
@@ -108,7 +109,9 @@ def token_id(header: Header, name: str) -> int | None:
     """A special token, None where the file has none; raises UserError for an id without a token."""
     key, size = f"tokenizer.ggml.{name}_token_id", len(tokens_of(header))
     found = header.get(key, int)
-    if found is not None and not 0 <= found < size:
+    if found in (None, NO_TOKEN):
+        return None
+    if not 0 <= found < size:
         raise corrupt(header.path, f"{key} must be from 0 to {size - 1}, got {found}")
     return found
 
@@ -206,7 +209,10 @@ def _dtype(header: Header) -> str:
 def _scaling(header: Header, architecture: str) -> dict[str, Any]:
     """rope_scaling of config.json; empty for plain positions."""
     prefix = f"{architecture}.rope.scaling."
-    kind = header.get(prefix + "type", str, "none")
+    # As in llama.cpp, a factor without a type is linear, and an older key of one counts.
+    old = header.get(f"{architecture}.rope.scale_linear", float)
+    given = old is not None or prefix + "factor" in header.fields
+    kind = header.get(prefix + "type", str, "linear" if given else "none")
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
@@ -214,6 +220,7 @@ def _scaling(header: Header, architecture: str) -> dict[str, Any]:
             f"{header.path}: unsupported {prefix}type {kind!r:.60}; supported: none, linear, yarn"
         )
     found = {key: _number(header, prefix, key, *entry) for key, entry in SCALING.items()}
+    found["factor"] = found["factor"] or old or header.need(prefix + "factor", float)
     if amplitude := found["attention_factor"]:
         # llama.cpp multiplies it with YaRN's own temperature; config.json gives the product.
         temperature = 1 + 0.1 * float(np.log(max(found["factor"], 1.0)))

@@ -41,6 +41,8 @@ def test_the_header_of_a_gguf_file():
     fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.name": "x"}
     assert sampling_of_gguf(Header(Path("x.gguf"), fields, {})) == Sampling(0.6, 20)
     assert sampling_of_gguf(Header(Path("x.gguf"), {}, {})) == Sampling(0.8)
+    other_types = {"general.sampling.temp": 1, "general.sampling.top_k": 20.0}
+    assert sampling_of_gguf(Header(Path("x.gguf"), other_types, {})) == Sampling(1.0, 20)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class KeyDiff(CompressionPolicy):
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
     use_for: ClassVar[str] = (
-        "a long prompt with single facts: with a quarter of it or more, it finds the most of all "
-        "policies that compress, on SmolLM2-135M"
+        "a long prompt with single facts, a quarter of it cached; on SmolLM2-135M it then finds "
+        "the most of all policies that compress"
     )
     avoid_for: ClassVar[str] = (
         "endless text; removing most of a prompt, where its loss is the highest"

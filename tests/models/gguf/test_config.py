@@ -63,6 +63,23 @@ def test_scaled_positions(name, tmp_path):
     assert read_config(read_header(path)) == folders.read_config(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_is_linear(key, tmp_path):
+    config, weights = hf_model(tmp_path, "llama2")
+    add = lambda writer, _: writer.add_float32(f"llama.{key}", 4.0)  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", config, weights, change=add)
+    scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert read_config(read_header(path)).encoding == (
+        folders.config_of("llama", scaled, {}, path).encoding
+    )
+
+
+def test_the_id_of_no_token_is_none(tmp_path):
+    change = lambda writer, _: writer.add_eot_token_id(2**32 - 1)  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    assert read_config(read_header(path)).eos == (2,)
+
+
 # Field or tensor -> a function that changes it, and words of the message.
 REFUSED = {
     "experts": (lambda w, t: w.add_expert_count(8), "llama.expert_count .* mixture of experts"),
@@ -146,7 +163,7 @@ FIELDS = {
     "rotated part": ("rope.dimension_count", 8, "must be the head dim 16, got 8; use another"),
     "BOS": (".tokenizer.ggml.bos_token_id", -1, "must be from 0 to 255, got -1; download"),
     "EOS": (
-        ".tokenizer.ggml.eos_token_id", 2**32 - 1, "must be from 0 to 255, got 4294967295; down",
+        ".tokenizer.ggml.eos_token_id", 2**32 - 2, "must be from 0 to 255, got 4294967294; down",
     ),
     "line": (".general.architecture", "a\nb", r"unsupported architecture 'a\\nb'; supported"),
     "long": (".general.architecture", "x" * 5000, "unsupported architecture 'x{59}; supported"),
