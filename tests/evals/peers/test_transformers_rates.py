@@ -57,7 +57,7 @@ class Worker:
 serve(Worker())
 """
 SIZES = RateSizes({1: 2, 8: 1}, {32: 1, 4096: 1}, first=3, prompt=8, new=3)
-OVER = {"median": 2.0, "min": 2.0, "max": 2.0}
+OVER = {"median": 2.0, "min": 2.0, "max": 2.0, "n": 5}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_other_tokens_are_an_error(fakes, model, old, new, wrong):
         run(model)
 
 
-AT = {"median": 1234.44, "min": 1200.0, "max": 1300.0}
+AT = {"median": 1234.44, "min": 1200.0, "max": 1300.0, "n": 9}
 
 
 def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
@@ -158,6 +158,7 @@ def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
         filled.splitlines()
     )
     assert setting.startswith("transformers 5.23 with sdpa attention on torch 2.13, float32, 2 thr")
+    assert "Rounds: decode, batch 1 9, first token 5. " in setting
     assert setting.endswith("torch.compile took 62 seconds.")
     assert rates == [
         "| case | decode, batch 1 | first token (s) |",
