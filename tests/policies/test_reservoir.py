@@ -116,7 +116,7 @@ def test_bad_settings_are_refused():
         ("reservoir:window=0", "window must be at least 1, got 0"),
         ("reservoir:sinks=-1", "sinks must be 0 or more"),
         ("reservoir:scheme=geometric,weighted=true", "weighted=true belongs to scheme=uniform"),
-        ("reservoir:scheme=fair", "scheme must be uniform or geometric"),
+        ("reservoir:scheme=fair", "scheme must be one of uniform, geometric, got 'fair'"),
         ("reservoir:weighted=true,exponent=1.5", "exponent must be from 0 to 1, got 1.5"),
         ("stratified:weighted=true,exponent=nan", "exponent must be from 0 to 1, got nan"),
         ("balance-stream:exponent=0.25", "exponent=0.25 belongs to weighted=true"),
