@@ -56,7 +56,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
     **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
-    **dict.fromkeys(("tasks", "tasks_2048", "tasks_query_aware"), "tasks"),
+    **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
 }
 MISCOMPILES = "0.10.2"  # the version of jax
 BAR = r"\|"  # a bar inside a cell

@@ -92,7 +92,8 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {
-    name: partial(report.table, name) for name in ("tasks", "tasks_2048", "tasks_query_aware")
+    name: partial(report.table, name)
+    for name in ("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware")
 }
 TABLES |= {
     name: partial(sparse_report.table, name)

@@ -94,6 +94,7 @@ def less_than_others(r: Results) -> Finding:
 
 
 @claim("tasks", FACTS, BY_QUEST)
+@claim("tasks_4096", FACTS, BY_QUEST)
 @claim("tasks_2048", FACTS, BY_QUEST)
 def answers(r: Results) -> Finding:
     """Right answers where full attention passes the gate, by budget."""

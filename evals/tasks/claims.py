@@ -51,7 +51,7 @@ def rows(results: Results, policy: str, scored: bool) -> Iterator[ROW]:
 
 def score_claim(
     says: str, paper: str, policy: str, holds: Callable[[Results, Results, float], bool],
-    needs: str = "", records: tuple[str, ...] = ("tasks", "tasks_2048"),
+    needs: str = "", records: tuple[str, ...] = ("tasks", "tasks_2048", "tasks_4096"),
 ) -> None:  # fmt: skip
     """A claim on the score of one policy, tested on each record.
 

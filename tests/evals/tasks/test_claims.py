@@ -44,9 +44,9 @@ def record(full, **policies):
     ],
 )
 def test_verdicts_follow_the_scores(says, holds, fails, verdict):
-    claim, longer = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
-    assert (claim.record, longer.record) == ("tasks", "tasks_2048")
-    assert claim.find is longer.find
+    claim, *longer = [c for c in claims.LONG_TASKS if c.says.startswith(says)]
+    assert [c.record for c in (claim, *longer)] == ["tasks", "tasks_2048", "tasks_4096"]
+    assert all(c.find is claim.find for c in longer)
     assert claim.find(holds)[1] == verdict
     assert claim.find(fails)[1] == NOT
     assert claim.find(record(1.0, quest=1.0))[1].startswith(OPEN)
