@@ -13,11 +13,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.models import Stream, compilation, session
-from jaxkv.models.compilation import (
-    Ahead,
-    Clock,
-    clock,
-)
+from jaxkv.models.compilation import Ahead, Clock, clock
 from jaxkv.models.llm import load_weights, without_weights
 from jaxkv.models.published import open_published
 from tests.seldom import seldom

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -25,6 +22,7 @@ from jaxkv.models.hf.names import shapes
 from jaxkv.models.quantised import FORMATS, Int4Matrix, Int8Matrix, Quantised
 from jaxkv.models.serving import make_engine
 from jaxkv.state.sharding import mesh_of
+from tests.peak_memory import peak_of
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -254,25 +252,17 @@ def test_answers_of_the_engine_do_not_depend_on_neighbours(quantised, policy):
 
 
 MEASURE = """
-import re, sys
-from pathlib import Path
-import jax.numpy as jnp
 from jaxkv import models
 jnp.zeros(8).block_until_ready()
 if sys.argv[2]:
     llm = models.load(sys.argv[1], "float32", weights=sys.argv[2])
     assert llm.weight_format == sys.argv[2]
-print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
 def peak(folder: Path, weights: str) -> int:
     """Peak resident bytes of a process that loads the model, or nothing if weights is empty."""
-    command = [sys.executable, "-c", MEASURE, str(folder), weights]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout) * 1024
+    return peak_of(MEASURE, str(folder), weights)
 
 
 @pytest.mark.slow

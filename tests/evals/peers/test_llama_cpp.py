@@ -15,7 +15,6 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib import policy_tables
 from jaxkv.evals.peers import llama_cpp, llama_cpp_rates, our_rates, peer_process, rates_table
-from tests.tiny import write_tiny
 
 # Answers of a peer: a form with twice the bytes takes twice the time. All cases generate the tokens
 # 7, 8, 9 after every prompt, except that the F16 file differs from the second token on.
@@ -50,11 +49,6 @@ class Worker:
 
 serve(Worker())
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("rates") / "model")
 
 
 @pytest.fixture

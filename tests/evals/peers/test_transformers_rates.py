@@ -24,7 +24,6 @@ from jaxkv.evals.peers import (
 from jaxkv.evals.peers.transformers_rates import COMPILED, EAGER, RateSizes
 from jaxkv.models.llm import without_weights
 from jaxkv.models.published import open_published
-from tests.tiny import write_tiny
 
 # Answers of a case: transformers takes twice the time of jaxkv, and half of that if compiled.
 FAKE = """
@@ -58,11 +57,6 @@ serve(Worker())
 """
 SIZES = RateSizes({1: 2, 8: 1}, {32: 1, 4096: 1}, first=3, prompt=8, new=3)
 OVER = {"median": 2.0, "min": 2.0, "max": 2.0, "n": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("rates") / "model")
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -24,6 +21,7 @@ from jaxkv.models.gguf.weights import read, supported
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.placement import Tensor
 from tests.models.gguf.files import hf_model, paired, write_gguf
+from tests.peak_memory import peak_of
 
 ROOT = Path(__file__).parents[3]
 NAMES = """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4
@@ -229,26 +227,18 @@ def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
 
 
 MEASURE = """
-import re, sys
-from pathlib import Path
-import jax.numpy as jnp
 from jaxkv.models.gguf import load_weights, read_config, read_header
 from jaxkv.models.gguf.weights import supported
 jnp.zeros(8).block_until_ready()
 header = read_header(Path(sys.argv[1]))
 config = read_config(header)
 weights = load_weights(header, config, sys.argv[2]) if sys.argv[2] else {}
-print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
 def peak(path: Path, dtype: str) -> int:
     """Peak resident bytes of a process that loads the model, or loads nothing if dtype is empty."""
-    command = [sys.executable, "-c", MEASURE, str(path), dtype]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout) * 1024
+    return peak_of(MEASURE, str(path), dtype)
 
 
 @pytest.mark.slow
