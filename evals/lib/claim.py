@@ -88,6 +88,11 @@ def ranged(x: Mapping[str, float], middle: str, form: str) -> str:
     return at if least == most else f"{at} ({least} to {most})"
 
 
+def table_head(*heads: str) -> list[str]:
+    """The first two lines of a table in Markdown."""
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+
+
 def interval(x: Mapping[str, float]) -> str:
     """The mean with two standard errors."""
     return f"{x['mean']:.2f} ± {2 * x['standard_error']:.2f}"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxkv.evals.lib import gallery
-from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table, transformers_table
@@ -38,11 +38,6 @@ def policies() -> str:
     return "\n" + "\n".join(sections) + "\n"
 
 
-def table(*heads: str) -> list[str]:
-    """The first two lines of a table."""
-    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-
-
 def linked(source: str) -> str:
     """A source with its paper's address."""
     return re.sub(r"(.*?),? arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\2)", source)
@@ -50,7 +45,7 @@ def linked(source: str) -> str:
 
 def predicted() -> str:
     """The loss of the next token."""
-    lines = table(
+    lines = table_head(
         "policy", "KV budget (tokens)", "after a prompt: loss minus full's",
         "endless text: loss minus streaming's",
     )  # fmt: skip
@@ -72,7 +67,7 @@ def over(found: dict[str, Any] | None) -> str:
 
 def cost() -> str:
     """What a token costs after a long prompt."""
-    lines = table(
+    lines = table_head(
         "policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
         "time per token over full's",
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.state.memory import show
 
@@ -64,8 +64,3 @@ def over(results: dict[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join([title, name, *ratios])} |")
     return "\n".join(lines) + "\n"
-
-
-def table_head(*heads: str) -> list[str]:
-    """The first two lines of a table."""
-    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.peers import rates_table
-from jaxkv.evals.peers.rates_table import NONE, table_head
+from jaxkv.evals.peers.rates_table import NONE
 from jaxkv.state.memory import show
 
 RECORD = "transformers_rates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.evals.lib import record
-from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.claim import ranged, table_head
 
 NAME = "operations"
 HEADS = ("operation", "times", "ms", "of the whole", "MB read", "GFLOP", "GB/s", "of the bandwidth",
@@ -34,7 +34,7 @@ def of(results: dict[str, Any]) -> str:
 
 def of_case(found: dict[str, Any]) -> str:
     """One line per row, then their sum, the whole program, and the rest."""
-    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    lines = table_head(*HEADS)
     rows = found["rows"] | {f"**{name}**": found[name] for name in ("sum of the rows", "whole")}
     lines += (f"| {' | '.join(cells(name, row))} |" for name, row in rows.items())
     rest = [ranged(found["rest"]["milliseconds"], "median", ".2f"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.evals.lib.claim import ranged
+from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import read
 from jaxkv.state.memory import show
 
@@ -19,7 +19,7 @@ def of(results: dict[str, Any]) -> str:
     lines = [f"- {name}: {about}." for name, about in results["programs"].items()]
     heads = ("row", "place", "program", "ms with", "ms without", "times as long without",
              "copies with, without", "memory with, without")  # fmt: skip
-    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += ["", *table_head(*heads)]
     for name, found in results["rows"].items():
         times, copies, memory = (
             found[key] for key in ("milliseconds", "copies", "temporary_bytes")
