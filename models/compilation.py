@@ -75,8 +75,8 @@ def report_unusable_cache(*start: object) -> None:
     the user has set up, JAX stores slow programs alone, so nothing is said.
     """
     folder, events = jax.config.jax_compilation_cache_dir, cache_events()
-    some = jax.config.jax_persistent_cache_min_compile_time_secs > 0
-    if not folder or some or events[CACHE_HIT] or not events[CACHE_MISS]:
+    set_by_user = jax.config.jax_persistent_cache_min_compile_time_secs > 0
+    if not folder or set_by_user or events[CACHE_HIT] or not events[CACHE_MISS]:
         return
     jaxlib = version("jaxlib")
     here = platform.node(), jax.__version__, jaxlib, __version__
