@@ -2,11 +2,13 @@
 
 Every run is a folder of `jaxkv pretrain`, one per variant; only `sinks` differs. All variants read
 the same text under caches of equal size. Zero-shot tasks select the choice with the largest mean
-log-likelihood of its tokens.
+log-likelihood of its tokens. The results of each variant are stored under out/, so an interrupted
+run continues, and processes that measure one variant each leave little to the one that writes all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -17,9 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
+from jaxkv import files, models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, run_command, standard_error
+from jaxkv.evals.lib.record import (
+    RESULTS,
+    TRIALS,
+    Record,
+    dumps,
+    make_parser,
+    plain,
+    run_command,
+    standard_error,
+)
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.models import pictures, uncached
@@ -59,17 +70,26 @@ def main() -> None:
             raise UserError(
                 f"texts need names of their own, and no split for training, got {path}; name others"
             )
-        ids, files = tokens_of(first, path, given.tokens + 1)
+        ids, read = tokens_of(first, path, given.tokens + 1)
         # The front tokens differ by variant.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
-        data += files
+        data += read
     tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
     data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
     record = Record("sink_tables", data, quick=given.quick)
     variants: dict[str, Any] = {}
+    case = [given.tokens, given.rows, record.about["data"]]
     for folder, run, variant in zip(given.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
-        variants[variant] = trained(folder, run, llm) | measure(llm, texts, tasks, variant)
+        weights = hashlib.sha256((folder / "hf" / "model.safetensors").read_bytes()).hexdigest()
+        key = hashlib.sha256(json.dumps([weights, *case]).encode()).hexdigest()[:16]
+        stored = TRIALS / "sink_tables.parts" / f"{variant}-{key}.json"
+        if not stored.exists():
+            results = plain(measure(llm, texts, tasks, variant))
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            files.write({stored: dumps(results).encode()})
+        results = json.loads(stored.read_text("utf-8"))
+        variants[variant] = trained(folder, run, llm) | results
         where = TRIALS if given.quick else RESULTS
         where.mkdir(parents=True, exist_ok=True)
         (where / f"sink_tables_{variant}.png").write_bytes(draw(llm, texts, variant))
