@@ -28,7 +28,7 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, UInt32
 
-KINDS = ("default", "linear", "llama3", "yarn", "factors")
+KINDS = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,9 @@ def rotary(
 
     head_dim: H, even. theta: the base of the frequencies. context: the model's
     max_position_embeddings, which YaRN uses where its own original length is absent. scaling: None,
-    or `kind` (default, linear, llama3, yarn) with Hugging Face's field names, or kind factors,
-    whose `factors` divide the frequency of each pair.
+    or `kind` (default, linear, llama3, yarn) with Hugging Face's field names. Under every kind,
+    `factors` divide the frequency of each pair before it is scaled, and `attention_factor`
+    replaces the amplitude, which is 1 except under yarn.
     Raises UserError for another kind or a missing field.
     """
     scaling = dict(scaling or {})
@@ -182,12 +183,11 @@ def rotary(
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    amplitude = 1.0
+    frequencies = frequencies / np.asarray(scaling.get("factors", 1.0), np.float64)
+    amplitude = scaling.get("attention_factor") or 1.0
     try:
         if kind == "linear":
             frequencies = frequencies / float(scaling["factor"])
-        elif kind == "factors":
-            frequencies = frequencies / np.asarray(scaling["factors"], np.float64)
         elif kind == "llama3":
             frequencies = _llama3(frequencies, scaling)
         elif kind == "yarn":

@@ -15,7 +15,9 @@ from typing import Any
 from jaxkv.contract import DTYPES
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.hf.folder import read_json
-from jaxkv.rotary import Rotary, rotary
+from jaxkv.models.known_fields import check_config
+from jaxkv.models.rope_settings import encoding_of, rope_fields
+from jaxkv.rotary import Rotary
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Llama with a sink logit in every head's softmax: its own architecture name keeps other
@@ -33,7 +35,6 @@ COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
     "attention_bias": False,
     "mlp_bias": False,
     "head_dim": None,
@@ -78,28 +79,6 @@ QK_NORM = {"qwen3"}
 # Larger values mean a damaged file, which must not exhaust the memory.
 MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
 
-# For each rope kind: its required fields, and its optional ones.
-ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor"),
-        ("original_max_position_embeddings",),
-    ),
-    "yarn": (
-        (),
-        (
-            "factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-    ),
-}
 # model_type of models with a finite learned table of positions.
 LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
@@ -161,7 +140,9 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"no config.json in {folder}; {remedy}")
     given = read_json(where)
     generation = read_json(folder / "generation_config.json")
-    return config_of(_family(given, where), given, generation, where)
+    config = config_of(_family(given, where), given, generation, where)
+    check_config(given, rope_fields(given, where), config, where)
+    return config
 
 
 def config_of(
@@ -190,6 +171,7 @@ def config_of(
         )
     head_dim = width // heads if raw["head_dim"] is None else _int(raw, "head_dim", where)
     qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in BIASES[family])
+    encoding, context = encoding_of(raw, head_dim, context, where)
     return Config(
         family=family,
         vocab=_int(raw, "vocab_size", where),
@@ -206,7 +188,7 @@ def config_of(
         mlp_bias=mlp,
         qk_norm=family in QK_NORM,
         windows=_windows(family, raw, layers, where),
-        encoding=_encoding(raw, head_dim, context, where),
+        encoding=encoding,
         context=context,
         dtype=_dtype(raw, where),
         bos=next(iter(_ids("bos_token_id", generation, raw, where)), None),
@@ -277,41 +259,6 @@ def _windows(
             "set use_sliding_window and sliding_window"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _encoding(raw: Mapping[str, Any], head_dim: int, context: int, where: Path) -> Rotary:
-    """The rotary encoding, from either dialect."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: rope parameters must be an object, got {rope!r}")
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    if nested:
-        if any(value != nested[0] for value in nested):
-            raise UserError(f"{where}: rope parameters that differ between layers: not supported")
-        rope = nested[0]
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise UserError(
-            f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(ROPE_KINDS)}"
-        )
-    part = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-    if part != 1:
-        raise UserError(f"{where}: partial_rotary_factor must be 1 (whole heads), got {part}")
-    # The order in which transformers looks for the original length.
-    original = raw.get("original_max_position_embeddings")
-    original = original or rope.get("original_max_position_embeddings") or context
-    rope = {"rope_theta": raw["rope_theta"]} | rope
-    rope["original_max_position_embeddings"] = original
-    required, optional = ROPE_KINDS[kind]
-    missing = [field for field in required if rope.get(field) is None]
-    if missing:
-        raise UserError(f"{where}: rope kind {kind} lacks the field {', '.join(missing)}")
-    scaling = {field: rope[field] for field in required + optional if rope.get(field) is not None}
-    theta = _float(rope, "rope_theta", where)
-    try:
-        return rotary(head_dim, theta, {"kind": kind} | scaling, context)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _dtype(raw: Mapping[str, Any], where: Path) -> str:

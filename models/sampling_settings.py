@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.models import known_fields
 from jaxkv.models.gguf.header import Header
 from jaxkv.models.hf.folder import read_json
 from jaxkv.sampling import TEMPERATURE, Sampling
 
-FILE = "generation_config.json"
+FILE, PREFIX = "generation_config.json", "general.sampling."
 # Field of Sampling -> field of a GGUF header.
 GGUF = {
-    name: f"general.sampling.{theirs}"
+    name: PREFIX + theirs
     for name, theirs in {
         "temperature": "temp",
         "top_k": "top_k",
@@ -28,15 +29,34 @@ GGUF = {
 def read_sampling(folder: Path) -> Sampling:
     """The settings in generation_config.json; `do_sample: false` is greedy decoding.
 
-    Raises UserError for values that cannot be used.
+    As in transformers, those of config.json count where that file is absent. Warns of settings that
+    have no effect here. Raises UserError for values that cannot be used.
     """
-    found = read_json(Path(folder) / FILE)
-    greedy = {"temperature": 0.0} if found.get("do_sample") is False else {}
-    return _sampling({name: found.get(name) for name in GGUF} | greedy, Path(folder) / FILE)
+    where = Path(folder) / FILE
+    settings = read_json(where)
+    if not where.is_file():
+        where = Path(folder) / "config.json"
+        names = known_fields.SAMPLED | set(known_fields.NEUTRAL_SAMPLING)
+        settings = {name: value for name, value in read_json(where).items() if name in names}
+    known_fields.warn_of_sampling(
+        settings, known_fields.NEUTRAL_SAMPLING,
+        known_fields.SAMPLED | known_fields.HARMLESS_SAMPLING, where,
+    )  # fmt: skip
+    greedy = {"temperature": 0.0} if settings.get("do_sample") is False else {}
+    return _sampling({name: settings.get(name) for name in GGUF} | greedy, where)
 
 
 def sampling_of_gguf(header: Header) -> Sampling:
     """The settings in the header of a GGUF file; raises UserError as `read_sampling`."""
+    settings = {
+        name.removeprefix(PREFIX): value
+        for name, value in header.fields.items()
+        if name.startswith(PREFIX)
+    }
+    known_fields.warn_of_sampling(
+        settings, known_fields.GGUF_NEUTRAL_SAMPLING,
+        known_fields.GGUF_SAMPLED | known_fields.GGUF_HARMLESS_SAMPLING, header.path,
+    )  # fmt: skip
     found = {}
     for name, theirs in GGUF.items():
         value, kind = header.fields.get(theirs), int if name == "top_k" else float

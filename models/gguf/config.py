@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, first_few
 from jaxkv.models.config import MOST, Config, config_of
 from jaxkv.models.gguf.header import Header, corrupt, gguf_package
 from jaxkv.models.gguf.names import EMBED, HEAD, ROPE_FACTORS
 from jaxkv.models.gguf.weights import read
-from jaxkv.rotary import rotary
+from jaxkv.models.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
+from jaxkv.models.rope_settings import THETA
+from jaxkv.rotary import Rotary, rotary
 
 # Architectures of GGUF files. Most files of Mistral models say llama.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -39,10 +41,9 @@ SCALING = {
 }
 # Other whole numbers are at least 1; other floats are above 1e-30. A window of 0 is none.
 LEAST = {"sliding_window": 0, "rope_theta": 1}
-THETA = 10000.0  # where a file does not say
-# Factors that other architectures of the same tensors apply; none of ours does.
-UNSUPPORTED = ("expert_count", "logit_scale", "residual_scale", "embedding_scale",
-               "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")  # fmt: skip
+# Settings of the kind yarn alone.
+YARN = ("yarn_beta_fast", "yarn_beta_slow")
+SCALING_KINDS = ("none", "linear", "yarn")
 # Biases: field of Config -> the tensor whose presence decides.
 BIASES = {
     "qkv_bias": "blk.0.attn_q.bias",
@@ -62,7 +63,8 @@ def read_config(header: Header) -> Config:
     config = dataclasses.replace(
         config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
     )
-    return _with_rope_factors(header, architecture, config)
+    _check_fields(header, architecture, config)
+    return dataclasses.replace(config, encoding=_encoding(header, architecture, given, config))
 
 
 def described(header: Header) -> tuple[str, dict[str, Any]]:
@@ -137,13 +139,6 @@ def _architecture(header: Header) -> str:
         raise UserError(
             f"{header.path}: unsupported architecture {name!r:.60}; supported: {supported}"
         )
-    for key in UNSUPPORTED:
-        if value := header.fields.get(f"{name}.{key}"):
-            what = " (a mixture of experts)" if key == "expert_count" else ""
-            raise UserError(
-                f"{header.path}: {name}.{key} must be absent or 0, got {value!r:.60}{what}; "
-                "use another model"
-            )
     return name
 
 
@@ -207,40 +202,104 @@ def _dtype(header: Header) -> str:
 
 
 def _scaling(header: Header, architecture: str) -> dict[str, Any]:
-    """rope_scaling of config.json; empty for plain positions."""
-    prefix = f"{architecture}.rope.scaling."
-    # As in llama.cpp, a factor without a type is linear, and an older key of one counts.
-    old = header.get(f"{architecture}.rope.scale_linear", float)
-    given = old is not None or prefix + "factor" in header.fields
-    kind = header.get(prefix + "type", str, "linear" if given else "none")
+    """rope_scaling of config.json; empty for plain positions.
+
+    As in llama.cpp, a factor without a type is linear, and an older key of one counts. Raises
+    UserError for settings that exclude each other.
+    """
+    prefix, old_key = f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear"
+    values = {key: _number(header, prefix, key, *entry) for key, entry in SCALING.items()}
+    old, factor = header.get(old_key, float), values["factor"]
+    if old and factor and old != factor:
+        raise _excluded(header, {old_key: old, prefix + "factor": factor})
+    factor = factor or old or None  # some files have an old factor of 0, which is none
+    kind = header.get(prefix + "type", str, "linear" if factor else "none")
+    if kind not in SCALING_KINDS:
+        supported = ", ".join(SCALING_KINDS)
+        raise UserError(
+            f"{header.path}: unsupported {prefix}type {kind!r:.60}; supported: {supported}"
+        )
+    if kind != "yarn":
+        yarn = {
+            prefix + key: header.fields[prefix + key]
+            for key in YARN
+            if prefix + key in header.fields
+        }
+        if yarn:
+            raise _excluded(header, {prefix + "type": kind} | yarn)
     if kind == "none":
+        if factor not in (None, 1):
+            raise _excluded(header, {prefix + "type": kind, "its factor": factor})
         return {}
-    if kind not in ("linear", "yarn"):
-        raise UserError(
-            f"{header.path}: unsupported {prefix}type {kind!r:.60}; supported: none, linear, yarn"
-        )
-    found = {key: _number(header, prefix, key, *entry) for key, entry in SCALING.items()}
-    found["factor"] = found["factor"] or old or header.need(prefix + "factor", float)
-    if amplitude := found["attention_factor"]:
+    values["factor"] = factor or header.need(prefix + "factor", float)
+    amplitude = values.pop("attention_factor")
+    if amplitude is not None and kind == "yarn":
         # llama.cpp multiplies it with YaRN's own temperature; config.json gives the product.
-        temperature = 1 + 0.1 * float(np.log(max(found["factor"], 1.0)))
-        found["attention_factor"] = amplitude * temperature
-    return {"rope_type": kind} | {key: value for key, value in found.items() if value is not None}
+        values["attention_factor"] = amplitude * _temperature(values["factor"])
+    return {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
 
 
-def _with_rope_factors(header: Header, architecture: str, config: Config) -> Config:
-    """The config with the divisors of rotary frequencies that Llama 3.1 and later come with."""
-    tensor = header.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return config
-    if tensor.shape != (config.head_dim // 2,):
-        raise UserError(
-            f"wrongly shaped tensor in {header.path}: {ROPE_FACTORS} is {list(tensor.shape)}, its "
-            f"metadata says {[config.head_dim // 2]}; download it again"
-        )
-    factors = read(tensor, np.dtype("f4")).astype(np.float64)
-    if not np.all(np.isfinite(factors) & (factors > 0)):
-        raise corrupt(header.path, f"{ROPE_FACTORS} must be above 0 and finite")
-    theta = header.get(f"{architecture}.rope.freq_base", float, THETA)
-    scaling = {"kind": "factors", "factors": tuple(factors.tolist())}
-    return dataclasses.replace(config, encoding=rotary(config.head_dim, theta, scaling))
+def _temperature(factor: float) -> float:
+    """YaRN's attention temperature."""
+    return 1 + 0.1 * float(np.log(max(factor, 1.0)))
+
+
+def _excluded(header: Header, settings: dict[str, Any]) -> UserError:
+    """The error for settings of rope of which one is wrong."""
+    shown = first_few(f"{key} {value!r:.40}" for key, value in settings.items())
+    return UserError(
+        f"{header.path}: settings of rope that exclude each other: {shown}; use a file that was "
+        "converted again"
+    )
+
+
+def _check_fields(header: Header, architecture: str, config: Config) -> None:
+    """Raise UserError for a field that would change the model; warn of unknown ones."""
+    prefix, head_dim = f"{architecture}.", config.head_dim
+    fields = {
+        key.removeprefix(prefix): value
+        for key, value in header.fields.items()
+        if key.startswith(prefix)
+    }
+    scaled = header.get(f"{prefix}rope.scaling.type", str, "") == "yarn"
+    # Negative means unset. llama.cpp reads the amplitude as a factor, its converter writes the
+    # product with YaRN's temperature: both agree on the temperature alone.
+    factor = fields.get("rope.scaling.factor") or 1.0
+    neutral = GGUF_NEUTRAL | {
+        "attention.scale": (0, head_dim**-0.5),
+        "attention.key_length_swa": (head_dim,),
+        "attention.value_length_swa": (head_dim,),
+        "rope.freq_base_swa": (fields.get("rope.freq_base", THETA),),
+        "rope.dimension_count_swa": (head_dim,),
+        "rope.scaling.yarn_ext_factor": (-1, float(scaled)),
+        "rope.scaling.yarn_attn_factor": (_temperature(factor),) if scaled else (1,),
+    }
+    if config.family not in ("llama", "mistral"):  # llama.cpp applies no window there
+        windows = {"attention.sliding_window": (0, config.context)}
+        neutral |= windows if (fields.get("attention.sliding_window") or 0) < config.context else {}
+    check({prefix + key: value for key, value in fields.items()},
+          {prefix + key: values for key, values in neutral.items()},
+          {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS}, header.path)  # fmt: skip
+
+
+def _encoding(header: Header, architecture: str, fields: dict[str, Any], config: Config) -> Rotary:
+    """The rotary encoding; a tensor of divisors multiplies with scaling, as in llama.cpp.
+
+    fields: those of config.json. The tensor comes with Llama 3.1 and later.
+    """
+    scaling = dict(fields["rope_scaling"])
+    scaling["kind"] = scaling.pop("rope_type", "default")
+    amplitude = header.get(f"{architecture}.rope.scaling.attn_factor", float)
+    if amplitude is not None:
+        scaling.setdefault("attention_factor", amplitude)
+    if (tensor := header.tensors.get(ROPE_FACTORS)) is not None:
+        if tensor.shape != (config.head_dim // 2,):
+            raise UserError(
+                f"wrongly shaped tensor in {header.path}: {ROPE_FACTORS} is {list(tensor.shape)}, "
+                f"its metadata says {[config.head_dim // 2]}; download it again"
+            )
+        factors = read(tensor, np.dtype("f4")).astype(np.float64)
+        if not np.all(np.isfinite(factors) & (factors > 0)):
+            raise corrupt(header.path, f"{ROPE_FACTORS} must be above 0 and finite")
+        scaling["factors"] = tuple(factors.tolist())
+    return rotary(config.head_dim, fields["rope_theta"], scaling, fields["max_position_embeddings"])

@@ -82,7 +82,7 @@ def test_the_id_of_no_token_is_none(tmp_path):
 
 # Field or tensor -> a function that changes it, and words of the message.
 REFUSED = {
-    "experts": (lambda w, t: w.add_expert_count(8), "llama.expert_count .* mixture of experts"),
+    "experts": (lambda w, t: w.add_expert_count(8), "llama.expert_count must be 0, got 8"),
     "partial rotation": (
         lambda w, t: w.add_uint32("llama.attention.value_length", 12),
         "llama.attention.value_length must be the head dim 16, got 12",
@@ -107,7 +107,7 @@ REFUSED = {
         lambda w, t: t.update({"rope_freqs.weight": -np.ones(8, "f4")}),
         "rope_freqs.weight must be above 0 and finite",
     ),
-    "logit scale": (lambda w, t: w.add_logit_scale(2.0), "llama.logit_scale must be absent"),
+    "logit scale": (lambda w, t: w.add_logit_scale(2.0), "llama.logit_scale must be 0 or 1"),
     "no embedding": (lambda w, t: t.pop("token_embd.weight"), "missing tensor token_embd.weight"),
     "another type": (
         lambda w, t: w.add_string("llama.rope.scaling.factor", "x") or w.add_string(

@@ -1,0 +1,302 @@
+"""Every known field of config.json and generation_config.json is applied, refused or harmless.
+
+The tables of models/known_fields.py are walked; transformers says which fields change logits.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.models import known_fields
+from jaxkv.models.config import Config, read_config
+from jaxkv.models.known_fields import APPLIED, HARMLESS, NEUTRAL
+from jaxkv.models.sampling_settings import read_sampling
+from jaxkv.models.streams import Stream
+from tests.models import test_parity as parity
+from tests.models.folders import SIZES, YARN, write_json, write_model
+
+TINY = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 128}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": TINY | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "mistral": TINY
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "qwen2": TINY
+    | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 1}
+    | {"use_sliding_window": True, "sliding_window": 24},
+    "qwen3": TINY
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_window_layers": 1}
+    | {"use_sliding_window": True, "sliding_window": 24, "head_dim": 16},
+}
+# Field -> another value than in BASES; with more fields, where it needs them.
+LOGITS: dict[str, Any] = {
+    "rms_norm_eps": 0.1,
+    "tie_word_embeddings": True,
+    "rope_theta": 50.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+    "original_max_position_embeddings": {"rope_scaling": YARN, "": 32},
+    "attention_bias": True,
+    "mlp_bias": True,
+    "sliding_window": 9,
+    "use_sliding_window": False,
+    "max_window_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+OTHERS: dict[str, Any] = {
+    "architectures": ["Gpt"], "model_type": "gpt2", "hidden_act": "gelu", "vocab_size": 300,
+    "hidden_size": 32, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 256, "dtype": "bfloat16",
+    "torch_dtype": "float16", "bos_token_id": 5, "eos_token_id": 6, "sink_logit": "zero",
+}  # fmt: skip
+
+
+def changed(family: str, field: str) -> dict[str, Any]:
+    """The base of a family with another value of one field."""
+    value = (LOGITS | OTHERS)[field]
+    more = {}
+    if isinstance(value, dict) and "" in value:
+        more = {name: its for name, its in value.items() if name}
+        value = value[""]
+    alone = {"architectures": []} if field == "model_type" else {}
+    return BASES[family] | more | alone | {field: value}
+
+
+def read(folder: Path, fields: dict[str, Any]) -> Config:
+    write_json(folder / "config.json", fields)
+    return read_config(folder)
+
+
+@cache
+def logits(fields: str) -> np.ndarray:
+    """Those of transformers for 60 tokens; a weight depends on its name and shape alone."""
+    import torch
+    import transformers
+
+    fields = json.loads(fields)
+    config = transformers.AutoConfig.for_model(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        random = np.random.default_rng(zlib.crc32(f"{name} {tuple(weight.shape)}".encode()))
+        values = random.normal(size=tuple(weight.shape)) * 0.3
+        weight.data = torch.tensor(values + ("norm" in name), dtype=torch.float32)
+    ids = torch.arange(60)[None] * 7 % config.vocab_size
+    with torch.no_grad():
+        return model(ids).logits[0].numpy()
+
+
+def theirs(fields: dict[str, Any]) -> np.ndarray:
+    return logits(json.dumps(fields))
+
+
+# Refused in a family that does not apply them, or 0, which asks for nothing.
+SPECIAL = {"use_sliding_window", "layer_types", "max_window_layers"}
+WALK = [(family, field) for family in APPLIED for field in sorted(APPLIED[family])]
+
+
+@pytest.mark.parametrize("family, field", WALK)
+def test_an_applied_field_changes_the_description(family, field, tmp_path):
+    base = read(tmp_path, BASES[family])
+    if field in ("architectures", "model_type", "hidden_act"):
+        with pytest.raises(UserError, match=str(OTHERS[field]).strip("[]'")):
+            read(tmp_path, changed(family, field))
+    else:
+        assert read(tmp_path, changed(family, field)) != base
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family, field", [case for case in WALK if case[1] in LOGITS])
+def test_an_applied_field_changes_the_logits_of_transformers(family, field):
+    before = {name: value for name, value in changed(family, field).items() if name != field}
+    before |= {field: BASES[family][field]} if field in BASES[family] else {}
+    assert np.abs(theirs(changed(family, field)) - theirs(before)).max() > 1e-3
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", APPLIED)
+def test_all_applied_fields_together_give_the_logits_of_transformers(family, tmp_path):
+    rope = {"rope_theta": 50.0, "rope_scaling": YARN | {"beta_fast": 8.0, "truncate": False}}
+    fields = {name: LOGITS[name] for name in set(LOGITS) & APPLIED[family] - {"rope_parameters"}}
+    more = {"original_max_position_embeddings": 32, "use_sliding_window": True}
+    more = {name: value for name, value in more.items() if name in APPLIED[family]}
+    folder = write_model(tmp_path / family, BASES[family] | fields | more | rope)
+    ids = np.random.default_rng(7).integers(0, 256, 100).tolist()
+    (ours,) = parity.prefill(Stream(parity.untokenized(folder), parity.FULL), [ids])
+    np.testing.assert_allclose(
+        ours, parity.reference_logits(parity.reference(folder), ids), atol=parity.LIMIT
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", APPLIED)
+def test_no_other_field_changes_the_logits_of_transformers(family, tmp_path):
+    """Harmless fields, and those that only another family applies, as the warning says."""
+    base, expected = read(tmp_path, BASES[family]), theirs(BASES[family])
+    odd = {"prefix": "x", "problem_type": "regression", "dtype": "float32", "id2label": {"0": "a"},
+           "label2id": {"a": 0}, "task_specific_params": {"a": {}}, "auto_map": {}, "num_labels": 3,
+           "attn_implementation": "eager", "_attn_implementation": "eager", "tokenizer_class": "A",
+           "torchscript": False, "keys_to_ignore_at_inference": ["a"], "_commit_hash": "0",
+           "transformers_version": "4.0.0", "_name_or_path": "a", "name_or_path": "a"}  # fmt: skip
+    small = {"initializer_range": 0.5, "attention_dropout": 0.5, "hidden_dropout": 0.5}
+    for field in HARMLESS:
+        fields = BASES[family] | {field: (odd | small).get(field, 2 if "id" in field else True)}
+        if field in ("pretraining_tp", "chunk_size_feed_forward", "max_sequence_length",
+                     "model_max_length", "cross_attention_hidden_size"):  # fmt: skip
+            fields[field] = 2
+        assert read(tmp_path, fields) == base, field
+        np.testing.assert_allclose(theirs(fields), expected, atol=1e-4, err_msg=field)
+    for field in set(LOGITS) - APPLIED[family] - SPECIAL:
+        fields = changed(family, field)
+        with pytest.warns(UserWarning, match=f"no effect.*{field}"):
+            assert read(tmp_path, fields) == base
+        np.testing.assert_allclose(theirs(fields), expected, atol=1e-4, err_msg=field)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_fields_of_transformers_are_known(name, tmp_path):
+    """A config of transformers loads without a warning, and no setting of it is unknown."""
+    import transformers
+
+    fields = getattr(transformers, f"{name}Config")().to_dict()
+    read(tmp_path, fields | {"architectures": [f"{name}ForCausalLM"]})
+    known = APPLIED[name.lower()] | HARMLESS | set(NEUTRAL)
+    assert not set(fields) - known
+    settings = transformers.GenerationConfig().to_dict()
+    assert not set(settings) - (
+        known_fields.SAMPLED | known_fields.HARMLESS_SAMPLING | set(known_fields.NEUTRAL_SAMPLING)
+    )
+
+
+OLD = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16",
+       "hidden_act": "silu", "attention_dropout": 0.0}  # fmt: skip
+# What published config.json have beside the sizes; `model_type` decides the architecture.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M-Instruct": OLD
+    | {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False}
+    | {"pretraining_tp": 1, "pad_token_id": 2, "attention_bias": False, "mlp_bias": False}
+    | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "rope_scaling": None},
+    "Llama-3.1-8B": OLD
+    | {"model_type": "llama", "pretraining_tp": 1, "rope_theta": 500000.0, "mlp_bias": False}
+    | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+    "Llama-2-7b (early)": OLD | {"model_type": "llama", "max_sequence_length": 2048}
+    | {"pad_token_id": 0, "_name_or_path": "meta-llama/Llama-2-7b-hf"},
+    "Mistral-7B-v0.1": OLD | {"model_type": "mistral", "sliding_window": 4096},
+    "Mistral-Nemo": OLD | {"model_type": "mistral", "sliding_window": None, "head_dim": 128},
+    "Qwen2.5-7B-Instruct": OLD
+    | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072}
+    | {"max_window_layers": 28, "use_mrope": False},
+    "Qwen3-8B": OLD
+    | {"model_type": "qwen3", "use_sliding_window": False, "sliding_window": None}
+    | {"max_window_layers": 36, "attention_bias": False, "head_dim": 128, "rope_scaling": None},
+    "TinyLlama-1.1B-Chat": OLD | {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None},
+    "Yarn-Llama-2-7b-64k": OLD
+    | {"model_type": "llama", "pretraining_tp": 1}
+    | {"rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn",
+                        "finetuned": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_load_without_a_warning(name, tmp_path):
+    sizes = {k: v for k, v in SIZES.items() if k not in PUBLISHED[name]}
+    kind = PUBLISHED[name]["model_type"].capitalize()
+    read(tmp_path, sizes | {"architectures": [f"{kind}ForCausalLM"]} | PUBLISHED[name])
+
+
+@pytest.mark.parametrize("field", NEUTRAL)
+@pytest.mark.parametrize("family", APPLIED)
+def test_a_field_of_other_models_is_refused(family, field, tmp_path):
+    base = read(tmp_path, BASES[family])
+    for value in (None, *NEUTRAL[field]):
+        assert read(tmp_path, BASES[family] | {field: value}) == base
+    first = next(iter(NEUTRAL[field]), None)
+    wrong = {"a": 1} if first == {} else [1, 0] if first == [] else 7
+    if isinstance(first, bool):
+        wrong = not first
+    with pytest.raises(UserError, match=f"{field} must be|quantized weights") as error:
+        read(tmp_path, BASES[family] | {field: wrong})
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family, fields, name", [
+    ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("llama", {"use_sliding_window": True}, "use_sliding_window"),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+    ("mistral", {"use_sliding_window": False}, "use_sliding_window"),
+    ("llama", {"use_qk_norm": True}, "use_qk_norm"),
+    ("qwen3", {"use_qk_norm": False}, "use_qk_norm"),
+    ("llama", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta has two"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0},
+               "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "factor has two"),
+    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "rope_type has two"),
+    ("llama", {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "partial_rot"),
+])  # fmt: skip
+def test_settings_that_contradict_the_family_or_each_other(family, fields, name, tmp_path):
+    with pytest.raises(UserError, match=name):
+        read(tmp_path, BASES[family] | fields)
+
+
+def test_unknown_fields_are_named_in_one_warning(tmp_path):
+    silent = dict(zip("abcdef", (None, False, 0, 0.0, "", []), strict=True))
+    base = read(tmp_path, BASES["llama"] | silent)
+    with pytest.warns(UserWarning, match=r"no effect: depth_scale 2.0, new 'x'$") as caught:
+        assert read(tmp_path, BASES["llama"] | {"depth_scale": 2.0, "new": "x"}) == base
+    assert len(caught) == 1
+    rope = {"rope_type": "linear", "factor": 2.0, "short_factor": [1.0]}
+    with pytest.warns(UserWarning, match=r"no effect: short_factor \[1.0\]$"):
+        read(tmp_path, BASES["llama"] | {"rope_scaling": rope})
+
+
+@pytest.mark.parametrize("field", known_fields.NEUTRAL_SAMPLING)
+def test_a_sampling_setting_without_effect_is_named(field, tmp_path):
+    path, values = tmp_path / "generation_config.json", known_fields.NEUTRAL_SAMPLING[field]
+    for value in (None, *values):
+        write_json(path, {field: value, "max_length": 20, "pad_token_id": 0})
+        read_sampling(tmp_path)
+    write_json(path, {field: True if False in values else 3})
+    with pytest.warns(UserWarning, match=f"generation_config.json: .* without: {field} "):
+        read_sampling(tmp_path)
+
+
+def test_sampling_settings_of_config_json_count_without_the_other_file(tmp_path):
+    write_json(tmp_path / "config.json", BASES["llama"] | {"temperature": 0.3, "top_k": 9})
+    read_config(tmp_path)  # without a warning
+    found = read_sampling(tmp_path)
+    assert (found.temperature, found.top_k) == (0.3, 9)
+    write_json(tmp_path / "generation_config.json", {"top_p": 0.5})
+    found = read_sampling(tmp_path)
+    assert (found.temperature, found.top_k, found.top_p) == (0.8, 0, 0.5)
+
+
+Q = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+# max_position_embeddings, rope_scaling -> the context. Sources: the cards of Qwen2.5 and Qwen3,
+# and `rope_scaling` in the documentation of transformers' LlamaConfig.
+CONTEXTS = {
+    "plain": (4096, None, 4096),
+    "qwen2.5 recipe": (32768, Q, 131072),
+    "qwen3 recipe": (40960, Q, 131072),
+    "yarn, final length": (131072, Q, 131072),
+    "yarn without an original length": (32768, {"type": "yarn", "factor": 4.0}, 131072),
+    "yarn without a factor": (65536, {k: v for k, v in Q.items() if k != "factor"}, 65536),
+    "linear": (4096, {"type": "linear", "factor": 4.0}, 16384),
+    "linear, half": (2048, {"type": "linear", "factor": 2.5}, 5120),
+    "llama3": (131072, {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}, 131072),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_the_context_of_scaled_positions(case, tmp_path):
+    length, rope, context = CONTEXTS[case]
+    fields = {"max_position_embeddings": length, "rope_scaling": rope}
+    assert read(tmp_path, BASES["llama"] | fields).context == context
