@@ -35,10 +35,9 @@ def enable_compilation_cache() -> None:
     It is in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
     """
     clock(), cache_events()  # they count from now on
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen.lower() in ("off", "0", "no", "false") or jax.config.jax_compilation_cache_dir:
+    folder = cache_folder(VARIABLE, "compilations")
+    if folder is None or jax.config.jax_compilation_cache_dir:
         return
-    folder = Path(chosen).expanduser() if chosen else user_cache() / "jaxkv" / "compilations"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,6 +99,14 @@ def report_unusable_cache(*start: object) -> None:
             f"jaxlib other than {jaxlib} (jax issue 38445)",
             file=sys.stderr,
         )
+
+
+def cache_folder(variable: str, name: str) -> Path | None:
+    """The folder that an environment variable names, None for `off`; else one of the user's."""
+    chosen = os.environ.get(variable, "")
+    if chosen.lower() in ("off", "0", "no", "false"):
+        return None
+    return Path(chosen).expanduser() if chosen else user_cache() / "jaxkv" / name
 
 
 def user_cache() -> Path:

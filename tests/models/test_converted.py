@@ -1,0 +1,229 @@
+"""Converted weights of GGUF files in the cache folder: equal bits, or converted again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.models import converted, published
+from jaxkv.state.sharding import mesh_of
+from tests.models.gguf.files import hf_model, write_gguf
+from tests.tiny import write_tiny
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty cache folder of converted weights."""
+    monkeypatch.setenv(converted.VARIABLE, str(tmp_path / "kept"))
+    converted._tell.cache_clear()
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", *hf_model(tmp_path / "hf", "llama31"))
+
+
+@pytest.fixture
+def conversions(monkeypatch) -> list[str]:
+    """The weights that were read from a GGUF file since the test began."""
+    names, read = [], published.gguf.load_weights
+
+    def load(header, config, dtype, sharding=None, progress=None, store=None):
+        def watched(name, host):
+            names.append(name)
+            return host if store is None else store(name, host)
+
+        return read(header, config, dtype, sharding, progress, watched)
+
+    monkeypatch.setattr(published.gguf, "load_weights", load)
+    return names
+
+
+def bits(loaded: models.Llm) -> dict[str, bytes]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(loaded.weights)
+    return {jax.tree_util.keystr(at): np.asarray(leaf).tobytes() for at, leaf in leaves}
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.weights"))
+
+
+FORMATS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float16", "int4")]
+
+
+@pytest.mark.parametrize("dtype, weights", FORMATS)
+def test_a_second_start_converts_nothing_and_has_equal_bits(
+    dtype, weights, file, folder, conversions, monkeypatch
+):
+    monkeypatch.setenv(converted.VARIABLE, "off")
+    expected = bits(models.load(file, dtype, weights=weights))
+    assert not folder.exists() and len(conversions) > 20
+    monkeypatch.setenv(converted.VARIABLE, str(folder))
+    assert bits(models.load(file, dtype, weights=weights)) == expected
+    done = len(conversions)
+    seen = []
+    again = models.load(file, dtype, weights=weights, progress=lambda *at: seen.append(at))
+    assert bits(again) == expected and len(conversions) == done
+    assert seen[-1][0] == seen[-1][1] and len(entries(folder)) == 1
+    assert {path.suffix for path in folder.iterdir()} <= {".weights", ".json"}
+
+
+def test_arrays_are_mapped_and_placed_over_a_mesh(file, folder, conversions):
+    expected = bits(models.load(file))
+    loaded = models.load(file, mesh=mesh_of("model=2"))
+    assert bits(loaded) == expected and len(conversions) == len(expected)
+    assert len(loaded.weights["layers.0.q"].sharding.device_set) == 2
+
+
+def test_an_entry_belongs_to_the_file_the_format_and_the_converter(
+    file, folder, tmp_path, monkeypatch
+):
+    for dtype, weights in FORMATS:
+        models.load(file, dtype, weights=weights)
+    assert len(entries(folder)) == 4
+    moved = tmp_path / "other" / "name.gguf"
+    moved.parent.mkdir()
+    moved.write_bytes(file.read_bytes())
+    models.load(moved, "float32")
+    assert len(entries(folder)) == 4  # equal contents
+    raw = bytearray(moved.read_bytes())
+    raw[-40] ^= 1
+    moved.write_bytes(raw)
+    assert bits(models.load(moved, "float32")) != bits(models.load(file, "float32"))
+    assert len(entries(folder)) == 5
+    monkeypatch.setattr(converted, "_converter", lambda: "a later version")
+    models.load(file, "float32")
+    assert len(entries(folder)) == 6
+
+
+def test_a_damaged_entry_is_converted_again(file, folder, conversions):
+    expected = bits(models.load(file))
+    (name,) = entries(folder)
+    path, whole = folder / name, (folder / name).read_bytes()
+    size, rng = len(whole), np.random.default_rng(0)
+    cuts = [0, 1, 30, size // 2, size - 200, size - 17, size - 1]
+    damaged = [whole[:cut] for cut in cuts] + [whole + b"x", whole[: size // 2] + whole[100:]]
+    for at in [*range(size - 40, size), *rng.integers(0, size, 60), *range(0, 64, 7)]:
+        damaged.append(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :])
+    rebuilt = 0
+    for raw in damaged:
+        path.write_bytes(raw)
+        before = len(conversions)
+        assert bits(models.load(file)) == expected
+        rebuilt += len(conversions) > before
+        assert path.read_bytes() == (whole if len(conversions) > before else raw)
+    assert rebuilt > 0.9 * len(damaged)  # some bytes are between two arrays
+
+
+def test_a_model_folder_has_no_entry(folder, tmp_path):
+    models.load(write_tiny(tmp_path / "tiny"), weights="int8")
+    assert not folder.exists()
+
+
+def fail(code: int, after: int = 0):
+    """A function that raises an error of the disk, once it was called `after` times."""
+    calls = []
+
+    def failing(file, raw):
+        calls.append(raw)
+        if len(calls) > after:
+            raise OSError(code, os.strerror(code))
+        file.write(raw)
+
+    return failing
+
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize("what, put, reason", [
+    ("tempfile.mkstemp", lambda **_: fail(errno.EROFS)(None, b""), os.strerror(errno.EROFS)),
+    ("_write", fail(errno.ENOSPC), FULL),
+    ("_write", fail(errno.ENOSPC, 9), FULL),
+    ("os.replace", lambda *_: fail(errno.EACCES)(None, b""), os.strerror(errno.EACCES)),
+    ("shutil.disk_usage", lambda _: os.terminal_size((0, 0)), "are needed"),
+])  # fmt: skip
+def test_without_room_or_permission_a_model_loads_and_one_line_says_so(
+    what, put, reason, file, folder, monkeypatch, capsys
+):
+    if what == "shutil.disk_usage":
+        put = lambda _: type("Usage", (), {"free": 1000})()  # noqa: E731
+    monkeypatch.setattr(f"jaxkv.models.converted.{what}", put)
+    expected = bits(models.load(file))
+    models.load(file)
+    told = [line for line in capsys.readouterr().err.splitlines() if "not kept" in line]
+    assert len(told) == 1 and reason in told[0] and f"{folder}: " in told[0]
+    monkeypatch.undo()
+    assert not folder.exists() or not [path for path in folder.iterdir() if "weights" in path.name]
+    assert bits(models.load(file)) == expected
+
+
+def test_an_interrupted_conversion_leaves_nothing(file, folder, monkeypatch):
+    crc, calls = converted.zlib.crc32, []
+
+    def interrupted(*words):
+        calls.append(words)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return crc(*words)
+
+    monkeypatch.setattr("jaxkv.models.converted.zlib.crc32", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models.load(file)
+    assert not [path for path in folder.iterdir() if "weights" in path.name]
+
+
+def test_the_folder_has_a_bound(file, folder, monkeypatch):
+    models.load(file, "float32")
+    (first,) = entries(folder)
+    size = (folder / first).stat().st_size
+    monkeypatch.setattr(converted, "MAX_BYTES", int(1.7 * size))
+    models.load(file, "bfloat16")
+    assert len(entries(folder)) == 2
+    os.utime(folder / first, (1, 1))
+    models.load(file, "float32")  # used last from now on
+    models.load(file, "float16")
+    assert first in entries(folder) and len(entries(folder)) == 2
+    monkeypatch.setattr(converted, "MAX_BYTES", size // 9)
+    models.load(file, "float32", weights="int4")  # larger than the bound
+    assert len(entries(folder)) == 2
+    os.close(os.open(leftover := folder / f".{first}.killed", os.O_CREAT))
+    os.utime(leftover, (1, 1))
+    monkeypatch.setattr(converted, "MAX_BYTES", 4 * size)
+    models.load(file, "float16", weights="int8")
+    assert not leftover.exists()
+
+
+def test_a_hash_is_computed_again_where_the_file_changed(folder, tmp_path, monkeypatch):
+    path, digests = tmp_path / "file", []
+    digest = converted.hashlib.file_digest
+    count = lambda *words: digests.append(1) or digest(*words)  # noqa: E731
+    monkeypatch.setattr("jaxkv.models.converted.hashlib.file_digest", count)
+    path.write_bytes(b"one")
+    one = converted.file_hash(path)
+    assert converted.file_hash(path) == one and len(digests) == 2  # it changed a moment ago
+    monkeypatch.setattr(converted, "RACY", -1.0)
+    assert converted.file_hash(path) == converted.file_hash(path) == one and len(digests) == 3
+    path.write_bytes(b"two")
+    assert converted.file_hash(path) != one and len(digests) == 4
+    for wrong in ("{", "[]", f'{{"{path}": 3}}', f'{{"{path}": ["x", 1]}}'):
+        (folder / converted.HASHES).write_text(wrong)
+        assert len(converted.file_hash(path)) == 64
+
+
+@pytest.mark.real_model
+def test_the_real_model_is_read_without_converting(smollm2_file, folder, monkeypatch):
+    first = models.load(smollm2_file)
+
+    def refuse(*_, **__):
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(published.gguf, "load_weights", refuse)
+    assert bits(models.load(smollm2_file)) == bits(first)
