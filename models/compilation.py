@@ -188,6 +188,11 @@ class Ahead:
         else:
             self.begun[key] = None
 
+    @property
+    def count(self) -> int:
+        """The number of programs whose compilation has not ended."""
+        return sum(not future.done() for group in self._running.values() for future in group)
+
     def wait_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Wait for all programs; progress: called with (programs compiled, all programs)."""
         futures = [future for group in self._running.values() for future in group]

@@ -9,8 +9,17 @@ import os
 import sys
 from collections.abc import Iterator
 
+from jaxkv import defaults
 from jaxkv.cli import flags
-from jaxkv.cli.chat_commands import EXIT, ChatState, load_session, obey, save_session, tell
+from jaxkv.cli.chat_commands import (
+    EXIT,
+    ChatState,
+    check_session,
+    load_session,
+    obey,
+    save_session,
+    tell,
+)
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress
@@ -31,13 +40,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "line",
     )  # fmt: skip
     flags.add_policy(parser)
+    parser.set_defaults(policy=None)  # of the session, if there is one
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=512)
     flags.add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    llm, load = flags.open_model(args, args.policy)
+    chosen, path = args.policy, args.session
+    continues = path is not None and os.path.exists(os.path.expanduser(path))
+    if continues:
+        check_system(args, path)
+    llm, load = flags.open_model(args, *([] if chosen is None else [chosen]))
+    args.policy = check_session(path, llm, chosen) if continues else chosen or defaults.POLICY
     sampling = flags.sampling_of(args, llm)
     if llm.chat.template is None:
         print(
@@ -48,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
     chat.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
     begun = chat.talk
-    if args.session is not None:
-        begin_session(chat)
+    if continues:
+        tell(load_session(chat, path))
+    elif path is not None:
+        save_session(chat, path)  # a file that cannot be written ends the chat now
     chat.warm_up(begun)
     flags.report_unusable_cache(args, llm)
     turns, code = [], 0
@@ -80,21 +97,17 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def begin_session(chat: ChatState) -> None:
-    """Continue the conversation in the file of --session, or begin the file.
+def check_system(args: argparse.Namespace, path: str) -> None:
+    """Raise UserError for a file that is no session, or one with another system message."""
+    from jaxkv.models import session
 
-    Raises UserError before the first message for a file that cannot be read or written.
-    """
-    path, asked = chat.args.session, chat.args.system
-    if os.path.exists(os.path.expanduser(path)):
-        tell(load_session(chat, path))
-        if asked is not None and asked != chat.system:
-            raise UserError(
-                f"a session continues with its own system message: {path} has "
-                f"{chat.system or 'none'!r:.60}, --system is {asked!r:.60}; leave --system out"
-            )
-    else:
-        save_session(chat, path)
+    first, *_ = *session.read_notes(path)["messages"], {"role": ""}
+    system = first["content"] if first["role"] == "system" else None
+    if args.system is not None and args.system != system:
+        raise UserError(
+            f"a session continues with its own system message: {path} has "
+            f"{system or 'none'!r:.60}, --system is {args.system!r:.60}; leave --system out"
+        )
 
 
 def keep(chat: ChatState) -> None:

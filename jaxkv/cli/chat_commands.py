@@ -33,6 +33,15 @@ class ChatState:
 
         return Conversation(self.llm, policy, system, self.args.seed)
 
+    def announce(self, talk: Conversation) -> None:
+        """Say that a conversation compiles, unless this process has its programs already."""
+        from jaxkv.policy_spec import format_policy
+
+        talk.compile_ahead(self.sampling, self.args.ignore_eos)
+        if count := talk.stream.ahead.count:
+            policy = format_policy(talk.stream.policies)
+            tell(f"compiling {count} programs for {policy}: up to a minute; Ctrl-C stops it")
+
     def warm_up(self, talk: Conversation) -> None:
         """Compile all that turns of a conversation need, with progress."""
         with Progress("compiling", unit="programs", steady=False) as progress:
@@ -116,6 +125,7 @@ def _policy(chat: ChatState, text: str) -> str:
         return f"{chat.written_policy}; {chat.memory}"
     talk = chat.fresh(text, chat.system)  # raises for an unknown policy
     try:
+        chat.announce(talk)
         chat.warm_up(talk)
     except KeyboardInterrupt:
         talk.stream.ahead.cancel()
@@ -134,14 +144,28 @@ def save_session(chat: ChatState, path: str) -> str:
     return f"saved {path}, position {chat.talk.position}"
 
 
+def check_session(path: str, llm: Llm, policy: str | None = None) -> str:
+    """The policy of a session; raises UserError where it, or `policy`, does not fit."""
+    from jaxkv.models import session as files
+
+    return files.check(path, llm, policy)
+
+
 def load_session(chat: ChatState, path: str) -> str:
     from jaxkv.models import session as files
 
-    chat.talk = files.load(path, chat.talk)
+    policy, talk = check_session(path, chat.llm), chat.talk
+    if policy != chat.written_policy:
+        talk = chat.fresh(policy, None)
+        chat.announce(talk)
+    chat.talk, chat.policy = files.load(path, talk), policy
     first = chat.talk.messages[:1]
     chat.system = first[0]["content"] if first and first[0]["role"] == "system" else None
     count = sum(message["role"] == "user" for message in chat.talk.messages)
-    return f"loaded {path}, {count} message{'s' * (count != 1)}, position {chat.talk.position}"
+    return (
+        f"loaded {path}, {count} message{'s' * (count != 1)}, position {chat.talk.position}, "
+        f"under {policy}"
+    )
 
 
 # Name -> what follows it, what it does, the function. In brackets: may be left out.

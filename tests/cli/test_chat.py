@@ -8,6 +8,7 @@ import os
 import re
 import signal
 
+import numpy as np
 import pytest
 
 from jaxkv import models
@@ -168,11 +169,15 @@ def test_the_system_message(chat):
 
 
 def test_another_policy(chat):
-    turns, lines = chat("Hello", "/policy", "/policy window:window=16", "Hello")
+    change = "/policy window:window=17"
+    turns, lines = chat("Hello", "/policy", change, "Hello", "/policy window:window=16", change)
+    lines = [line for line in lines if line.startswith("jaxkv: ")]  # without progress
     assert lines[0].startswith("jaxkv: streaming:sinks=4,window=252") and "position 12" in lines[0]
-    assert lines[1].startswith("jaxkv: window:window=16")
-    assert "the conversation is empty, because a cache cannot be converted" in lines[1]
+    assert re.match(r"jaxkv: compiling \d+ programs for window:window=17.* a minute", lines[1])
+    assert lines[2].startswith("jaxkv: window:window=17")
+    assert "the conversation is empty, because a cache cannot be converted" in lines[2]
     assert turns[1]["position"] == 12
+    assert lines[-1] == lines[2] and "window=16" in lines[-2]  # compiled by this process
 
 
 def test_ctrl_c_while_a_policy_compiles(chat, monkeypatch):
@@ -190,7 +195,7 @@ def test_ctrl_c_while_a_policy_compiles(chat, monkeypatch):
     turns, lines = chat("Hello", change, "And?", change, "Hello")
     assert lines[0].startswith("jaxkv: stopped; the conversation goes on under streaming")
     assert [turn["position"] for turn in turns] == [12, 23, 12]
-    assert lines[1].startswith("jaxkv: window:window=16")
+    assert any(line.startswith("jaxkv: window:window=16") for line in lines[1:])
 
 
 def test_save_and_load(chat, tmp_path):
@@ -216,6 +221,96 @@ def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
     assert resumed == whole[1:] and "1 message, position 16" in told
     turns("/reset\n", *session)
     assert "0 messages, position 0" in turns("", *session)[1]
+
+
+def test_a_session_continues_under_its_own_policy(run, model, stdin, tmp_path):
+    """Also one that `/policy` chose, and one that `/load` names."""
+    path = tmp_path / "talk"
+
+    def answers(text: str, *words: object):
+        stdin(text.encode())
+        ran = run("chat", "--model", model, "--max-new-tokens", 5, "--json", *words)
+        return [turn["tokens"] for turn in ran.json["turns"]], ran
+
+    window = "window:window=17"
+    expected, _ = answers("Hello\nAnd?\n", "--policy", window)
+    answers(f"/policy {window}\nHello\n", "--session", path)
+    kept = path.read_bytes()
+    for words in ((), ("--policy", window)):
+        path.write_bytes(kept)
+        resumed, ran = answers("And?\n", "--session", path, *words)
+        assert resumed == expected[1:] and ran.json["policy"].startswith(window)
+        (line,) = (line for line in ran.err.splitlines() if "loaded" in line)
+        assert "1 message, position 12" in line and f"under {window}" in line
+    path.write_bytes(kept)
+    assert answers(f"/load {path}\nAnd?\n")[0] == expected[1:]
+
+
+def edited(raw: bytes, **notes) -> bytes:
+    """A session with other notes, as a hand that also knows its checksum would write them."""
+    with np.load(io.BytesIO(raw)) as file:
+        arrays = dict(file)
+    header = json.loads(str(arrays["header"]))
+    header["notes"] |= notes
+    if "checksum" not in notes:
+        rest = {name: value for name, value in header["notes"].items() if name != "checksum"}
+        header["notes"]["checksum"] = session._checksum(rest)
+    np.savez(out := io.BytesIO(), **arrays | {"header": np.array(json.dumps(header))})
+    return out.getvalue()
+
+
+def flipped(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
+
+
+# Fault -> the file, more flags, and words of the message.
+UNUSABLE = {
+    "policy": (bytes, ("--policy", "streaming"), "own policy: .*window=17.* has streaming:"),
+    "dtype": (bytes, ("--dtype", "bfloat16"), "own format: .* has float32, .* has bfloat16"),
+    "weights": (bytes, ("--weights", "int8"), "own format: .* has float32, .* float32 int8"),
+    "system": (bytes, ("--system", "Be long."), "own system message"),
+    "model": (lambda raw: edited(raw, model="other 123"), (), "own model: .* has other, .* tiny"),
+    "version": (lambda raw: edited(raw, version="jaxkv 9"), (), "own version: .* has jaxkv 9"),
+    "old policy": (lambda raw: edited(raw, policy="fifo:n=4"), (), "fifo:n=4, .* unknown policy"),
+    "old field": (lambda raw: edited(raw, policy="window:width=4"), (), "does not have.*width"),
+    "edited": (lambda raw: edited(raw, lengths=[3], checksum=1), (), "as they were written"),
+    "text": (lambda raw: edited(raw, messages="Hello"), (), "messages is 'Hello'"),
+    "role": (lambda raw: edited(raw, messages=[{"role": 3, "content": ""}]), (), "messages is"),
+    "length": (lambda raw: edited(raw, lengths=[-1]), (), r"lengths is \[-1\]"),
+    "absent": (lambda raw: edited(raw, policy=None), (), "policy is None"),
+    "cut": (lambda raw: raw[: len(raw) // 2], (), "no complete session"),
+    "flipped": (lambda raw: flipped(raw, len(raw) // 2), (), "no complete session"),
+    "notes": (
+        lambda raw: flipped(raw, raw.index("jaxkv chat".encode("utf-32-le"))),
+        (),
+        "no complete session",
+    ),
+    "empty": (lambda raw: b"", (), "no complete session"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(model, tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("begun") / "talk"
+    talk = models.Conversation(models.load(model), "window:window=17")
+    assert "".join(talk.say("Hello", max_new_tokens=5))
+    session.save(path, talk)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_an_unusable_session_is_refused_before_weights_are_loaded(
+    case, begun, run, model, stdin, tmp_path, monkeypatch
+):
+    change, words, message = UNUSABLE[case]
+    (path := tmp_path / "talk").write_bytes(change(begun))
+    monkeypatch.setattr("jaxkv.models.llm.load_weights", None)
+    stdin(b"Hello\n")
+    ran = run("chat", "--model", model, "--session", path, *words)
+    (line,) = ran.err.splitlines()
+    assert (ran.code, ran.out) == (2, "") and line.startswith("jaxkv: error: ")
+    assert str(path) in line and re.search(message, line), line
+    assert path.read_bytes() == change(begun)
 
 
 @pytest.mark.parametrize("name, words", [
