@@ -43,7 +43,7 @@ MAX_HASHES = 64
 SOURCES = ("gguf/weights.py", "gguf/names.py", "hf/names.py", "quantised.py", "converted.py")
 
 Shapes = Mapping[str, Any]  # by name: a ShapeDtypeStruct, or a quantised matrix of them
-Store = Callable[[str, Any], None]
+Write = Callable[[str, Any], None]
 
 
 def location(sources: Iterable[Path], dtype: str, weight_format: str) -> Path | None:
@@ -110,7 +110,7 @@ def _array(mapped: np.ndarray, place: list[Any], leaf: jax.ShapeDtypeStruct) -> 
 
 
 @contextlib.contextmanager
-def writing(path: Path | None, shapes: Shapes) -> Iterator[Store]:
+def writing(path: Path | None, shapes: Shapes) -> Iterator[Write]:
     """Inside, the function writes one weight of an entry; the entry exists after a clean exit.
 
     path: None writes nothing. shapes: of all weights. Where the entry cannot be written, a line on
@@ -121,7 +121,7 @@ def writing(path: Path | None, shapes: Shapes) -> Iterator[Store]:
         yield lambda name, weight: None
         return
     with contextlib.ExitStack() as stack:
-        write: Store | None = None
+        write: Write | None = None
         with _told(path.parent):
             _make_room(path.parent, size)
             write = stack.enter_context(_writer(path, len(shapes)))
@@ -138,7 +138,7 @@ def writing(path: Path | None, shapes: Shapes) -> Iterator[Store]:
 
 
 @contextlib.contextmanager
-def _writer(path: Path, count: int) -> Iterator[Store]:
+def _writer(path: Path, count: int) -> Iterator[Write]:
     """A file that gets its name once it has `count` weights. It is not synced: it has checksums."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     places: dict[str, Any] = {}
@@ -206,7 +206,15 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 @cache
+def _reasons(folder: Path) -> list[str]:
+    """What this process has said of a folder."""
+    return []
+
+
 def _tell(folder: Path, reason: str) -> None:
+    if _reasons(folder):
+        return
+    _reasons(folder).append(reason)
     print(
         f"jaxkv: converted weights are not kept: {folder}: {reason}; each start converts them; set "
         f"{VARIABLE} to another folder, or to off",
@@ -230,8 +238,8 @@ def file_hash(path: Path) -> str:
     with files.reading(path), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # A file that changed a moment ago may change again without another time stamp.
-    settled = time.time() - max(state.st_mtime, state.st_ctime) > RACY
-    if folder is not None and settled:
+    is_old = time.time() - max(state.st_mtime, state.st_ctime) > RACY
+    if folder is not None and is_old:
         hashes.pop(str(path.absolute()), None)
         newest = [*hashes.items(), (str(path.absolute()), [digest, *stamp])][-MAX_HASHES:]
         with contextlib.suppress(OSError):

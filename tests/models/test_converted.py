@@ -21,7 +21,7 @@ from tests.tiny import write_tiny
 def folder(tmp_path, monkeypatch) -> Path:
     """An empty cache folder of converted weights."""
     monkeypatch.setenv(converted.VARIABLE, str(tmp_path / "kept"))
-    converted._tell.cache_clear()
+    converted._reasons.cache_clear()
     return tmp_path / "kept"
 
 
