@@ -138,6 +138,11 @@ def read_config(folder: Path) -> Config:
         if (folder / "hf").is_dir():
             remedy = f"a run of `jaxkv pretrain` has its model in {folder / 'hf'}; name that"
         raise UserError(f"no config.json in {folder}; {remedy}")
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} has an adapter, {adapter.name}, which is not applied; merge it into the "
+            "weights, or move its files away"
+        )
     given = read_json(where)
     generation = read_json(folder / "generation_config.json")
     config = config_of(_family(given, where), given, generation, where)

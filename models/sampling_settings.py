@@ -29,8 +29,8 @@ GGUF = {
 def read_sampling(folder: Path) -> Sampling:
     """The settings in generation_config.json; `do_sample: false` is greedy decoding.
 
-    As in transformers, those of config.json count where that file is absent. Warns of settings that
-    have no effect here. Raises UserError for values that cannot be used.
+    As in transformers 4, those of config.json count where that file is absent. Warns of settings
+    that have no effect here. Raises UserError for values that cannot be used.
     """
     where = Path(folder) / FILE
     settings = read_json(where)

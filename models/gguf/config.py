@@ -139,6 +139,10 @@ def _architecture(header: Header) -> str:
         raise UserError(
             f"{header.path}: unsupported architecture {name!r:.60}; supported: {supported}"
         )
+    if (kind := header.get("general.type", str, "model")) != "model":
+        raise UserError(
+            f"{header.path}: general.type must be model, got {kind!r:.60}; name the file of a model"
+        )
     return name
 
 
@@ -264,7 +268,7 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
     scaled = header.get(f"{prefix}rope.scaling.type", str, "") == "yarn"
     # Negative means unset. llama.cpp reads the amplitude as a factor, its converter writes the
     # product with YaRN's temperature: both agree on the temperature alone.
-    factor = fields.get("rope.scaling.factor") or 1.0
+    factor = fields.get("rope.scaling.factor") or fields.get("rope.scale_linear") or 1.0
     neutral = GGUF_NEUTRAL | {
         "attention.scale": (0, head_dim**-0.5),
         "attention.key_length_swa": (head_dim,),

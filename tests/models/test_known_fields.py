@@ -246,6 +246,13 @@ def test_settings_that_contradict_the_family_or_each_other(family, fields, name,
         read(tmp_path, BASES[family] | fields)
 
 
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    """transformers applies it, where the package peft is installed."""
+    write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA"})
+    with pytest.raises(UserError, match=r"has an adapter, adapter_config\.json, which"):
+        read(tmp_path, BASES["llama"])
+
+
 def test_unknown_fields_are_named_in_one_warning(tmp_path):
     silent = dict(zip("abcdef", (None, False, 0, 0.0, "", []), strict=True))
     base = read(tmp_path, BASES["llama"] | silent)

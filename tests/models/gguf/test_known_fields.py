@@ -198,6 +198,13 @@ def test_a_window_that_llama_cpp_does_not_apply_is_refused(tmp_path):
         read(tmp_path, {"attention.sliding_window": 24}, name="qwen2")
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix"])
+def test_a_file_that_is_no_model_is_refused(kind, tmp_path):
+    with pytest.raises(UserError, match=f"general.type must be model, got '{kind}'"):
+        read(tmp_path, {".general.type": kind})
+    assert read(tmp_path, {".general.type": "model"}) == read(tmp_path, {})
+
+
 def test_harmless_and_unknown_keys(tmp_path):
     harmless = {key: True if "finetuned" in key else 3 for key in known_fields.GGUF_HARMLESS}
     base = read(tmp_path, {})
