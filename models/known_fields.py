@@ -221,7 +221,7 @@ def check(
     """Raise UserError for a value that is not neutral; warn of fields that are not known."""
     for name, value in fields.items():
         if name in neutral and not _is_one(value, neutral[name]):
-            values = " or ".join(repr(v) for v in neutral[name]) or "absent"
+            values = " or ".join(f"{v!r:.60}" for v in neutral[name]) or "absent"
             raise UserError(
                 f"{where}: {name} must be {values}, got {value!r:.60}: jaxkv does not compute "
                 "anything else; use another model"
