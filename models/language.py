@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.models.chat import Message
+from jaxkv.models.chat import Message, _variables
 from jaxkv.models.llm import Llm
 from jaxkv.models.text import OutputText
 from jaxkv.models.tokenizer import Pieces
@@ -39,6 +39,12 @@ class Language:
     def longest(self) -> int:
         """The most bytes of one token."""
         return max(map(len, self.llm.tokenizer.table))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the chat template reads."""
+        template = self.llm.chat.template
+        return frozenset() if template is None else _variables(template)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the BOS that the model expects before a text."""

@@ -1,7 +1,7 @@
 """The fields of a request: a table with the type, range and default of each.
 
 Unknown fields and unsupported values are refused, because ignoring them would change the answer.
-Fields that ask for nothing, and null in any field, are accepted.
+Null in any field is accepted, and so are the values of `neutral`, which ask for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxkv.engine.request import is_unicode
 from jaxkv.server.faults import Fault, shown
+from jaxkv.server.neutral import EFFORTS, NEUTRAL, STREAM_OPTIONS
 
 WHOLE = 2**31 - 1
 LIKELIEST = 20  # log probabilities beside each token
@@ -49,6 +50,22 @@ def whole(least: int, most: int) -> Check:
     return check
 
 
+def unlimited(least: int) -> Check:
+    """A number of tokens, or -1 for no limit of the client's."""
+
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or (value != -1 and not least <= value <= WHOLE):
+            raise wrong(name, f"a whole number from {least} to {WHOLE}, or -1 for no limit", value)
+        return value
+
+    return check
+
+
+def seed(name: str, value: Any) -> int | None:
+    """None draws a seed; clients of llama.cpp send -1 for that."""
+    return None if type(value) is int and value == -1 else whole(0, 2**32 - 1)(name, value)
+
+
 def number(least: float, most: float, above: bool = False) -> Check:
     """above: `least` itself is not allowed."""
     span = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
@@ -74,6 +91,11 @@ def text(name: str, value: Any, most: int = TEXT) -> str:
     return value
 
 
+def note(name: str, value: Any) -> str:
+    """A text for the client's records, perhaps empty."""
+    return value if value == "" else text(name, value)
+
+
 def salt(name: str, value: Any) -> str:
     """A text that can be hashed: valid Unicode."""
     return valid_unicode(name, text(name, value))
@@ -84,17 +106,6 @@ def valid_unicode(name: str, value: str) -> str:
     if not is_unicode(value):
         raise wrong(name, "valid Unicode without lone surrogates", value)
     return value
-
-
-def only(value: Any) -> Check:
-    """A known field of which only one value is supported."""
-
-    def check(name: str, given: Any) -> Any:
-        if type(given) is not type(value) or given != value:
-            raise wrong(name, f"{shown(value)}, the only value supported here", given)
-        return value
-
-    return check
 
 
 def among(*values: str) -> Check:
@@ -167,9 +178,12 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 def stream_options(name: str, value: Any) -> bool:
     """Whether to send the usage."""
-    if type(value) is not dict or value.keys() - {"include_usage"}:
-        raise wrong(name, 'an object with nothing but "include_usage"', value)
-    return flag(f"{name}.include_usage", value.get("include_usage", False))
+    if type(value) is not dict or value.keys() - {"include_usage", *STREAM_OPTIONS}:
+        raise wrong(name, f"an object of include_usage, {', '.join(STREAM_OPTIONS)}", value)
+    for option, neutral in STREAM_OPTIONS.items():
+        if value.get(option) is not None:
+            neutral.check(f"{name}.{option}", value[option])
+    return flag(f"{name}.include_usage", value.get("include_usage") or False)
 
 
 def prompt(name: str, value: Any) -> list[str | list[int]]:
@@ -201,8 +215,10 @@ def messages(name: str, value: Any) -> list[dict[str, str]]:
 
 
 def _message(name: str, value: Any) -> dict[str, str]:
-    # A client may send an answer's message back; its other fields are null.
-    extra = type(value) is dict and any(value[key] is not None for key in value.keys() - NAMED)
+    # A client may send an answer's message back; its other fields are null or empty.
+    extra = type(value) is dict and any(
+        value[key] not in (None, "", [], {}) for key in value.keys() - NAMED
+    )
     if type(value) is not dict or extra or not value.keys() >= MESSAGE:
         rule = 'an object with "role" and "content", perhaps "name", and nothing else'
         raise wrong(name, rule, value)
@@ -240,7 +256,7 @@ SHARED = {
     "frequency_penalty": Field(number(-2.0, 2.0), 0.0),
     "logit_bias": Field(biases, ()),
     "n": Field(whole(1, 128), 1),
-    "seed": Field(whole(0, 2**32 - 1)),
+    "seed": Field(seed),
     "stop": Field(stops, ()),
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),
@@ -250,56 +266,44 @@ SHARED = {
     "stop_token_ids": Field(token_ids, ()),
     "response_format": Field(response_format),
     # These are for the provider's records and bills; jaxkv has none.
-    "user": Field(text),
+    "user": Field(note),
     "metadata": Field(mapping),
     "service_tier": Field(among("auto", "default")),
-    "prompt_cache_key": Field(text),
-    "safety_identifier": Field(text),
-    # vLLM's router adds these to every request, with the values that change nothing.
-    "no_stop_trim": Field(only(False)),
-    "skip_special_tokens": Field(only(True)),
-    "return_hidden_states": Field(only(False)),
+    "prompt_cache_key": Field(note),
+    "safety_identifier": Field(note),
 }
 FIELDS: dict[str, dict[str, Field]] = {
     "completions": SHARED
     | {
         "prompt": Field(prompt, required=True),
-        "max_tokens": Field(whole(0, WHOLE)),
+        "max_tokens": Field(unlimited(0)),
         "logprobs": Field(whole(0, LIKELIEST)),
         "echo": Field(flag, False),
-        "best_of": Field(only(1)),
-        "suffix": Field(only("")),
     },
     "chat": SHARED
     | {
         "messages": Field(messages, required=True),
-        "max_tokens": Field(whole(1, WHOLE)),
-        "max_completion_tokens": Field(whole(1, WHOLE)),
+        "max_tokens": Field(unlimited(1)),
+        "max_completion_tokens": Field(unlimited(1)),
         "logprobs": Field(flag, False),
         "top_logprobs": Field(whole(0, LIKELIEST)),
-        "store": Field(only(False)),
         "chat_template_kwargs": Field(variables),
+        "reasoning_effort": Field(among(*EFFORTS)),
         "add_generation_prompt": Field(flag),
         "continue_final_message": Field(flag, False),
-        "tools": Field(only([])),
-        "tool_choice": Field(only("none")),
-        "modalities": Field(only(["text"])),
-        # No answer has a part that is marked as reasoning.
-        "include_reasoning": Field(flag),
-        "separate_reasoning": Field(flag),
-        "stream_reasoning": Field(flag),
     },
 }
 
 
 def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every field of a request. kind: a key of FIELDS. Raises Fault."""
-    table = FIELDS[kind]
-    given = (name for name, value in body.items() if value is not None)
-    unknown = next((name for name in given if name not in table), None)
-    if unknown is not None:
-        message = f"unknown or unsupported field {shown(unknown)}; leave it out"
-        raise Fault(400, message, param=unknown[:60])
+    table, neutral = FIELDS[kind], NEUTRAL[kind]
+    for name, value in body.items():
+        if name in neutral and value is not None:
+            neutral[name].check(name, value)
+        elif name not in table and value is not None:
+            message = f"unknown or unsupported field {shown(name)}; leave it out"
+            raise Fault(400, message, param=name[:60])
     values = {}
     for name, field in table.items():
         value = body.get(name)
@@ -309,7 +313,7 @@ def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if values["stream_options"] is not None and not values["stream"]:
         message = "stream_options is for streams, got stream=false; leave it out"
         raise Fault(400, message, param="stream_options")
-    if values.get("top_logprobs") is not None and not values["logprobs"]:
+    if values.get("top_logprobs") and not values["logprobs"]:  # 0 asks for none
         message = "top_logprobs needs logprobs, got logprobs=false; set it to true"
         raise Fault(400, message, param="top_logprobs")
     if values.get("continue_final_message"):

@@ -13,7 +13,7 @@ from jaxkv.defaults import MAX_TOKENS
 from jaxkv.engine.request import Request
 from jaxkv.errors import UserError
 from jaxkv.sampling import TEMPERATURE, Sampling
-from jaxkv.server import body, fields
+from jaxkv.server import body, fields, neutral
 from jaxkv.server.api_keys import Tenant
 from jaxkv.server.choices import Piece
 from jaxkv.server.faults import Fault, shown
@@ -152,7 +152,9 @@ def _prompts(
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt. Each is checked before the next one is tokenized."""
     if "messages" in values:
-        variables = values["chat_template_kwargs"]
+        variables = neutral.template_variables(
+            values["chat_template_kwargs"], values["reasoning_effort"], language.variables
+        )
         texts = [text for message in values["messages"] for text in message.values()]
         if variables:
             texts.append(json.dumps(variables))
@@ -281,6 +283,8 @@ def _max_new_tokens(
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
     param = "messages" if format.kind == "chat" else "prompt"
     requested = values[name]
+    if requested == -1:  # as many as the server allows
+        requested = int(min(max(left, 1), MAX_TOKENS))
     # Prompts are prefilled one after another, so a longer one would delay all others.
     if left == math.inf and size > MAX_TOKENS:
         message = f"a prompt may have {MAX_TOKENS} tokens on this server, got {size}; shorten it"

@@ -26,13 +26,14 @@ class LanguageProtocol(Protocol):
     """A model's name, tokenizer and chat template.
 
     created: when it was loaded, in seconds since 1970. eos: ids that end an answer. longest: bytes
-    of the longest token.
+    of the longest token. variables: names that the chat template reads.
     """
 
     name: str
     created: int
     eos: tuple[int, ...]
     longest: int
+    variables: frozenset[str]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError if the text has none."""

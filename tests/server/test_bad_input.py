@@ -58,7 +58,7 @@ COMPLETIONS = {
     "an id too large": ({"prompt": [1, 259]}, "prompt", "from 0 to 258"),
     "an id below 0": ({"prompt": [[-1]]}, "prompt", "from 0 to 258"),
     "a huge id": ({"prompt": [HUGE]}, "prompt", "from 0 to 258"),
-    "tokens below 0": ({"max_tokens": -1}, "max_tokens", "from 0 to", "got -1"),
+    "tokens below 0": ({"max_tokens": -2}, "max_tokens", "from 0 to", "got -2"),
     "many tokens": ({"max_tokens": HUGE}, "max_tokens", "from 0 to 2147483647"),
     "fraction for a number": ({"max_tokens": 1.5}, "max_tokens", "whole number"),
     "a text for a number": ({"max_tokens": "5"}, "max_tokens", "whole number", "'5'"),
@@ -74,7 +74,7 @@ COMPLETIONS = {
     "frequency": ({"frequency_penalty": "1"}, "frequency_penalty", "a number"),
     "no answers": ({"n": 0}, "n", "from 1 to 128"),
     "answers": ({"n": 129}, "n", "from 1 to 128"),
-    "seed below 0": ({"seed": -1}, "seed", "from 0 to 4294967295"),
+    "seed below 0": ({"seed": -2}, "seed", "from 0 to 4294967295"),
     "seed": ({"seed": HUGE}, "seed", "from 0 to 4294967295"),
     "stops": ({"stop": ["a"] * 5}, "stop", "at most 4"),
     "an empty stop": ({"stop": ""}, "stop", "1 to 200 characters"),
@@ -86,8 +86,8 @@ COMPLETIONS = {
     "logprobs": ({"logprobs": 21}, "logprobs", "from 0 to 20"),
     "a flag for logprobs": ({"logprobs": True}, "logprobs", "whole number"),
     "echo": ({"echo": 1}, "echo", "true or false"),
-    "best_of": ({"best_of": 2}, "best_of", "1, the only value"),
-    "suffix": ({"suffix": "x"}, "suffix", "the only value"),
+    "best_of": ({"best_of": 2}, "best_of", "must be 1, got 2"),
+    "suffix": ({"suffix": "x"}, "suffix", "must be ''"),
     "bias of a text": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
     "bias with a text": ({"logit_bias": {"1": "x"}}, "logit_bias", "from -100 to 100"),
     "bias below 0": ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
@@ -108,7 +108,7 @@ COMPLETIONS = {
     "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
     "user": ({"user": {}}, "user", "a text"),
     "special tokens in answers": (
-        {"skip_special_tokens": False}, "skip_special_tokens", "True, the only value"
+        {"skip_special_tokens": False}, "skip_special_tokens", "must be True"
     ),
     "no model": ({"model": None}, "model", "missing"),
     "model": ({"model": 5}, "model", "a text"),
@@ -119,9 +119,9 @@ CHATS = {
         {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
     ),
     "field of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", "[], the only value"),
-    "tool_choice": ({"tool_choice": "auto"}, "tool_choice", "'none', the only value"),
-    "modalities": ({"modalities": ["audio"]}, "modalities", "['text'], the only value"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "must be []"),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+    "modalities": ({"modalities": ["audio"]}, "modalities", "must be ['text']"),
     "variables": ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
     "a lone surrogate in a variable": (
         {"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs", "surrogates"
@@ -133,7 +133,7 @@ CHATS = {
         {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt",
         "exclude each other",
     ),
-    "echo": ({"echo": True}, "echo", "unknown or unsupported"),
+    "echo": ({"echo": True}, "echo", "must be False"),
     "no messages": ({"messages": []}, "messages", "at least one"),
     "a text": ({"messages": "hi"}, "messages", "at least one"),
     "a text for a message": ({"messages": ["hi"]}, "messages[0]", '"role" and "content"'),
@@ -153,7 +153,8 @@ CHATS = {
         {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "a text"
     ),
     "a field of a message": (
-        {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0]", "nothing else"
+        {"messages": [{"role": "user", "content": "x", "audio": {"id": "1"}}]}, "messages[0]",
+        "nothing else",
     ),
     "no new tokens": ({"max_tokens": 0}, "max_tokens", "from 1"),
     "no new completion tokens": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
@@ -163,7 +164,7 @@ CHATS = {
     "format": (
         {"response_format": {"type": "json_object"}}, "response_format", "does not constrain tokens"
     ),
-    "store": ({"store": True}, "store", "False, the only value"),
+    "store": ({"store": True}, "store", "must be False"),
 }  # fmt: skip
 
 
