@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,12 +20,16 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxkv.server.drain import Drain
+from jaxkv.server.framing import RequestParser
 
 LOG = logging.getLogger(__name__)
 MOST = 8192  # connections, because each takes some 20 KB
 SPARE = 64  # descriptors that are left for files and for connections on their way
 ACCEPTED = 4  # connections that asyncio accepts before the limit counts them
 AHEAD = 2**16  # bytes that a client may send beyond the request that is being answered
+# The rest of a body whose request was refused is read this long, so that the client, which may not
+# read before it has sent everything, gets the response.
+LINGER_SECONDS, LINGER_BYTES = 0.5, 2**20
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 QUIET = 60.0  # seconds between reports of the same condition
 BUSY = (
@@ -87,7 +92,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, limit: ConnectionLimit, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limit, self._ahead = limit, 0
+        self.conn: RequestParser = RequestParser()
+        self._limit, self._ahead, self._rest = limit, 0, 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -108,9 +114,19 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         ahead = not self._waits() and self.conn.their_state is h11.DONE
+        refused = self._waits() and self.conn.their_state is h11.SEND_BODY
+        self._rest = self._rest + len(data) if refused else 0
         super().data_received(data)
         if self.transport.is_closing():
             self._end_wait()
+        elif self._rest > LINGER_BYTES:
+            self.close()
+        elif refused and self._waits() and self.conn.their_state is not h11.SEND_BODY:
+            self._end_wait()  # the body is complete, and the connection can be used again
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+            self._await_next()
         elif self._waits():  # for the rest of a header, or of a body that was refused
             self._await_request()
         else:
@@ -121,7 +137,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP. uvicorn raises where a response has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            super().send_400_response(self.conn.refusal or msg)
             if self.cycle is not None:  # its own answer would be a second one
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
@@ -130,6 +146,10 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # begins to answer a pipelined request
+        self._await_next()
+
+    def _await_next(self) -> None:
+        """Wait for the next request, after a response."""
         self._ahead = len(self.conn.trailing_data[0])
         if self.transport.is_closing():
             return
@@ -145,10 +165,15 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _await_request(self) -> None:
-        """Close this connection unless a whole header comes in time, however many bytes come."""
+        """Close this connection unless a whole header comes in time, however many bytes come.
+
+        Or the rest of a body whose request was refused.
+        """
         self._limit.idle.setdefault(self)
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._limit.seconds, self.close)
+            refused = self.conn.their_state is h11.SEND_BODY
+            seconds = min(self._limit.seconds, LINGER_SECONDS if refused else math.inf)
+            self._deadline = self.loop.call_later(seconds, self.close)
 
     def _end_wait(self) -> None:
         self._limit.idle.pop(self, None)

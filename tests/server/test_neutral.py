@@ -44,10 +44,8 @@ xtc_threshold mirostat mirostat_tau mirostat_eta grammar json_schema seed ignore
 n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers timings_per_token
 return_progress sse_ping_interval post_sampling_probs response_fields lora
 """
-GOOD = {
-    "completions": {"prompt": "a|b"},
-    "chat": {"messages": [{"role": "user", "content": "a|b"}]},
-}
+TALK = [{"role": "user", "content": "a|b"}]
+GOOD = {"completions": {"prompt": "a|b"}, "chat": {"messages": TALK}}
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 ANY = {bool: (True, False), int: (-1, 0, 7), float: (0.5,), str: ("", "x"), dict: ({}, {"a": "b"}),
        list: ([], ["a"])}  # fmt: skip
