@@ -7,12 +7,15 @@ import contextlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from jaxkv.server.body_parsers import SHORT
 from jaxkv.server.faults import Fault, shown
+from jaxkv.server.long_json import lift_ids
 
 
 class Gone(Exception):
@@ -106,8 +109,12 @@ def parse(raw: bytes) -> dict[str, Any]:
 
     Raises Fault for anything else, and for duplicate names, NaN and numbers of thousands of digits.
     """
+    lists: list[list[int]] = []
+    if len(raw) > SHORT:
+        raw, lists = lift_ids(raw)
+    constant = partial(_constant, iter(lists))
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=constant)
     except UnicodeDecodeError as error:
         raise Fault(400, f"the body must be UTF-8, byte {error.start} is not; encode it so") from (
             None
@@ -133,5 +140,8 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refuse(constant: str) -> Any:
+def _constant(lists: Iterator[list[int]], constant: str) -> Any:
+    """The next list of ids, for which NaN stands; other constants are refused."""
+    if constant == "NaN" and (ids := next(lists, None)) is not None:
+        return ids
     raise Fault(400, f"the body must be JSON, which has no {constant}; give a number")

@@ -189,7 +189,7 @@ def _prompt(
         ids = language.encode(prompt)
         _max_new_tokens(values, len(ids), format, engine)
         return prompt, ids
-    if min(prompt) < 0 or max(prompt) >= engine.vocab:
+    if any(min(ids) < 0 or max(ids) >= engine.vocab for ids in fields.pieces(prompt)):
         raise fields.wrong("prompt", f"of token ids from 0 to {engine.vocab - 1}", prompt)
     _max_new_tokens(values, len(prompt), format, engine)
     used = values["echo"] or values["logprobs"] is not None
