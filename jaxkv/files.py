@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +41,19 @@ def reading(path: str | os.PathLike = "the file") -> Iterator[None]:
             f"cannot read {error.filename or path}: {error.strerror or error}; check that it is a "
             "file that you may read"
         ) from None
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError for a pipe or a device, which might block."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    file = open(path, "rb", opener=opener)  # noqa: SIM115, for the caller to close
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def write(files: Mapping[Path, bytes]) -> None:

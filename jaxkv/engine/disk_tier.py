@@ -111,7 +111,7 @@ class DiskTier:
 
     def add(self, entry: Any, hash: bytes, prefix: bytes, owner: Owner) -> None:
         """Let an entry of the store wait until it is written."""
-        if self._folder is None or self._folder.problem or self.has(hash):
+        if self._folder is None or self._folder.problem or self._folder.lost or self.has(hash):
             return
         self._waiting[hash] = WaitingEntry(entry, hash, prefix, owner)
         if len(self._waiting) > self._most:  # the oldest was evicted long ago
@@ -120,6 +120,8 @@ class DiskTier:
 
     def write(self) -> None:
         """Give waiting entries to the writer while it has room. It never waits."""
+        if self._folder is not None and self._folder.lost:
+            self._waiting.clear()
         while self._waiting and not self._jobs.full() and not self._is_paused():
             one = self._waiting.pop(next(iter(self._waiting)))
             arrays = self._take(one.entry, one.hash)
@@ -136,12 +138,13 @@ class DiskTier:
 
     def read(self, hash: bytes, prefix: bytes) -> Any:
         """The arrays of a stored prefix, of numpy; None if there are none that can be used."""
-        file = self._folder and self._folder.hold(self._settings, hash)
-        if file is None:
+        if not self._has_folder() or (file := self._folder.hold(self._settings, hash)) is None:
             return None
         like = {"prefix": _bytes(prefix), "arrays": np.broadcast_to(np.uint8(0), self._size)}
         try:
             content = batch.load(self._folder.path / file.name, like, self._identity)
+            if content["prefix"].tobytes() != prefix:
+                raise UserError("it has another prefix than its name says")
         except UserError as error:
             self.failures += 1
             LOG.warning(
@@ -152,10 +155,17 @@ class DiskTier:
             return None
         finally:
             self._folder.release(file)
-        if content["prefix"].tobytes() != prefix:  # another prefix with the same hash
-            return None
         self.hits += 1
         return unpack(content["arrays"], self._like)
+
+    def _has_folder(self) -> bool:
+        """Whether there is a folder. One that is removed loses its lock, so another may use it."""
+        if self._folder is not None and self._folder.notices_loss():
+            LOG.warning(
+                "%s was removed or replaced; the server goes on without it until it is restarted",
+                self._folder.path,
+            )
+        return self._folder is not None and not self._folder.lost
 
     def discard(self, hashes: list[bytes]) -> None:
         """Delete the files of these hashes."""
@@ -229,6 +239,9 @@ class DiskTier:
         self._jobs.task_done()
 
     def _write(self, job: WriteJob) -> None:
+        if not self._has_folder():
+            self.lost += 1
+            return
         size = self._size + len(job.prefix) + FILE_OVERHEAD
         if not self._folder.make_room(job.owner, size):
             self.lost += 1  # all other files are being read

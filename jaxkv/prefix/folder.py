@@ -44,13 +44,16 @@ class PrefixFolder:
     path: made if it is absent, readable by its user only. limit: most bytes of its files; the least
     recently used ones are deleted first, and owners have equal shares (owners.py). Files of other
     settings count too, and are never read. problem: why the folder cannot be written; its prefixes
-    are then read only. Any thread may call the methods.
+    are then read only. lost: whether the folder was removed, and its lock with it; it then has no
+    files, because another process may use a new folder of that name. Any thread may call the
+    methods.
     Raises UserError if the path is no folder, or if another process uses it.
     """
 
     def __init__(self, path: str | os.PathLike, limit: int) -> None:
         check_int("limit", limit)
         self.path, self.limit, self.problem = Path(path).expanduser(), limit, ""
+        self.lost = False
         self.bytes = self.evictions = 0
         self._files: dict[tuple[str, str], PrefixFile] = {}  # by settings and hash
         self._shares = Shares()
@@ -88,7 +91,8 @@ class PrefixFolder:
                 "out"
             ) from None
         try:
-            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = os.open(self.path / LOCK, flags, 0o600)
         except OSError as error:
             self.problem = error.strerror
             return None
@@ -113,10 +117,10 @@ class PrefixFolder:
         files = []
         for entry in found:
             with contextlib.suppress(OSError):  # a file that is gone, or a read-only folder
-                if NAME.fullmatch(entry.name):
+                if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     files.append(described(entry.name, entry.stat()))
-                elif UNFINISHED.fullmatch(entry.name):
-                    os.unlink(entry.path)
+                elif NAME.fullmatch(entry.name) or UNFINISHED.fullmatch(entry.name):
+                    remove(Path(entry.path))  # a pipe, for one, which cannot be replaced or read
         for file in sorted(files, key=lambda file: file.used):
             if (old := self._files.get(key_of(file.name))) is not None:
                 self.discard(old)  # a copy that somebody made under the name of another owner
@@ -126,6 +130,23 @@ class PrefixFolder:
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def notices_loss(self) -> bool:
+        """Whether the folder or its lock has just been found removed or replaced: True once."""
+        with self._guard:
+            if self._lock is None or self.lost:
+                return False
+            held = os.fstat(self._lock)
+            try:
+                named = os.stat(self.path / LOCK, follow_symlinks=False)
+            except FileNotFoundError:
+                named = None
+            except OSError:  # a disk that fails may come back
+                named = held
+            self.lost = named is None or not os.path.samestat(named, held)
+            for file in list(self._files.values()) if self.lost else ():
+                self._remove(file)
+            return self.lost
 
     def count(self, settings: str) -> int:
         """The files of these settings."""
@@ -184,7 +205,7 @@ class PrefixFolder:
 
     def add(self, name: str) -> None:
         """Index a file that was written. Raises OSError if it is gone."""
-        file = described(name, os.stat(self.path / name))
+        file = described(name, os.stat(self.path / name, follow_symlinks=False))
         with self._guard:
             self._insert(file)
 
@@ -194,7 +215,7 @@ class PrefixFolder:
             if self._files.get(key_of(file.name)) is file:
                 self._remove(file)
         with contextlib.suppress(OSError):
-            (self.path / file.name).unlink()
+            remove(self.path / file.name)
 
     def clear(self, settings: str) -> None:
         """Delete all files of these settings."""
@@ -209,7 +230,7 @@ class PrefixFolder:
             changed = [file for file in self._files.values() if file.used != file.stored]
         for file in changed:
             with contextlib.suppress(OSError):
-                os.utime(self.path / file.name, (file.used, file.used))
+                os.utime(self.path / file.name, (file.used, file.used), follow_symlinks=False)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -223,6 +244,11 @@ class PrefixFolder:
         del self._files[key_of(file.name)]
         self._order.remove(file)
         self.bytes -= file.bytes
+
+
+def remove(path: Path) -> None:
+    """Delete a file, pipe, link or empty folder. Raises OSError."""
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def key_of(name: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ import numpy as np
 from jaxkv.cache import rows
 from jaxkv.contract import State
 from jaxkv.errors import UserError, first_few
-from jaxkv.files import whole_file
+from jaxkv.files import open_regular, whole_file
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array
 
@@ -170,7 +170,7 @@ def read_notes(path: str | os.PathLike, identity: str = "") -> dict[str, Any]:
 def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, Any], Any]]:
     """The header and the arrays of a snapshot. Errors of reading them become UserErrors."""
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
             if header["format"] != FORMAT:
                 raise UserError(
