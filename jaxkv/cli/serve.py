@@ -46,8 +46,9 @@ FLAGS = (
      "answers state the first (default: the Hub id, or the name of the model folder or file)"),
     (SERVER, "chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
      "model's own"),
-    (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, or "
-     "KEY SALT; keys with equal salts share a prefix cache (default: no key is required)"),
+    (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, "
+     "KEY SALT, or either with name=NAME; keys with equal salts share a prefix cache, and usage is "
+     "reported by name (default: no key is required)"),
     (SERVER, "admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
      "keys, /metrics needs an admin key (default: there is none)"),
     (SERVER, "allowed-origins", flags.origins, (), "ORIGINS", "origins of web pages on other sites "
@@ -120,6 +121,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="turn special tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
+    groups[SERVER].add_argument(
+        "--log-probes", action="store_true",
+        help="with --log json, also log the requests for /health and /metrics that succeed",
+    )  # fmt: skip
     groups[ENGINE].add_argument(
         "--fixed-batch", action="store_true",
         help="compute --max-batch sequences in every step, however few run: no bit of an answer "
@@ -139,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
     template = read_template(args)
     if args.per_key is not None and not keys.tenants:
         raise UserError("--per-key limits each API key; give --api-key-file")
+    if args.log_probes and args.log != "json":
+        raise UserError(f"--log-probes needs --log json, got --log {args.log}; give both")
     # Bind before minutes of loading, so that a port in use is reported at once.
     listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
     with listener, reload_at_hangup(args, keys), server.log_as(args.log):
@@ -378,5 +385,6 @@ def server_config(
         host=args.host,
         allowed_origins=args.allowed_origins,
         metrics_prefix=args.metrics_prefix,
+        log_probes=args.log_probes,
         sampling=llm.sampling,
     )

@@ -32,6 +32,7 @@ from jaxkv.server.job import Job, ServerConfig
 from jaxkv.server.logs import REQUEST_ID
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.server.usage import UsageRecord
 
 LOG = logging.getLogger(__name__)
 STREAM = {
@@ -79,9 +80,13 @@ class Answers:
             parsed = await self._read(scope, receive, inside)
             more = len(parsed.requests) - 1
             inside.enter_context(self.limit.enter(scope["state"]["tenant"], more))
-            async with self._submitted(parsed, receive) as mailbox:
+            name = scope["state"]["tenant"].name
+            id = self.format.prefix + secrets.token_hex(12)
+            usage_record = UsageRecord(id, parsed.requests, parsed.n, name)
+            scope["state"]["usage"] = usage_record
+            async with self._submitted(parsed, receive, usage_record) as mailbox:
                 respond = self._stream if parsed.stream else self._whole
-                await respond(parsed, mailbox, Writer(send, self.config.write_seconds))
+                await respond(parsed, id, mailbox, Writer(send, self.config.write_seconds))
 
     async def render(self, request: HTTPRequest) -> Response:
         """The token ids of each prompt of a request that is not answered.
@@ -111,7 +116,9 @@ class Answers:
         )  # fmt: skip
 
     @contextlib.asynccontextmanager
-    async def _submitted(self, parsed: Job, receive: Receive) -> AsyncIterator[Mailbox]:
+    async def _submitted(
+        self, parsed: Job, receive: Receive, usage_record: UsageRecord
+    ) -> AsyncIterator[Mailbox]:
         """Submit all requests; cancels them at the end of the context."""
         # A whole answer keeps all its events.
         most = self.config.max_unread * len(parsed.requests) if parsed.stream else math.inf
@@ -123,8 +130,11 @@ class Answers:
                 detokenizer = self.language.detokenizer(
                     parsed.stops, request.eos, request.min_new_tokens
                 )
-                choice = Choice(index, detokenizer, mailbox, self.metrics, parsed.scored)
+                choice = Choice(
+                    index, detokenizer, mailbox, self.metrics, parsed.scored, usage_record
+                )
                 handles.append(self._submit(request, choice))
+            self.metrics.use(usage_record.api_key, None)
             yield mailbox
         finally:
             watcher.cancel()
@@ -143,20 +153,20 @@ class Answers:
             message = f"{error}; try again later"
             raise Fault(503, message, "queue_full", retry=error.seconds) from None
 
-    async def _whole(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
+    async def _whole(self, parsed: Job, id: str, mailbox: Mailbox, writer: Writer) -> None:
         events: list[list[Piece | End]] = [parsed.opening(n) for n in range(len(parsed.requests))]
         unfinished = len(events)
         while unfinished:
             event = checked(await mailbox.get())
             events[event.index].append(event)
             unfinished -= isinstance(event, End)
-        content = await asyncio.to_thread(self._content, parsed, events)
+        content = await asyncio.to_thread(self._content, parsed, id, events)
         await writer.begin(
             {"content-type": "application/json", "content-length": str(len(content))}
         )
         await writer.write(content, more=False)
 
-    def _content(self, parsed: Job, events: Sequence[Sequence[Piece | End]]) -> bytes:
+    def _content(self, parsed: Job, id: str, events: Sequence[Sequence[Piece | End]]) -> bytes:
         """The body of a whole answer."""
         choices = []
         for index, (reader, own) in enumerate(zip(self._readers(parsed), events, strict=True)):
@@ -166,11 +176,11 @@ class Answers:
             choices.append(self.format.choice(index, "".join(texts), logprobs, reason))
         outcomes = [own[-1].outcome for own in events]
         return encoded(
-            self._head(self.format.whole)
+            self._head(id, self.format.whole)
             | {"choices": choices, "usage": usage(outcomes, parsed.n, self.config.report_cached)}
         )
 
-    async def _stream(self, parsed: Job, mailbox: Mailbox, writer: Writer) -> None:
+    async def _stream(self, parsed: Job, id: str, mailbox: Mailbox, writer: Writer) -> None:
         # An error before the first event gets its own status, if it comes soon.
         first = await mailbox.get_within(self.config.comment_seconds)
         if first is not None:
@@ -180,7 +190,7 @@ class Answers:
         try:
             if first is None:
                 first = await self._next(mailbox, writer)
-            await self._send_events(parsed, checked(first), mailbox, writer)
+            await self._send_events(parsed, id, checked(first), mailbox, writer)
         except Gone:
             raise
         except (asyncio.CancelledError, Exception) as error:
@@ -189,10 +199,10 @@ class Answers:
         await writer.write(last, more=False)
 
     async def _send_events(
-        self, parsed: Job, event: Piece | End, mailbox: Mailbox, writer: Writer
+        self, parsed: Job, id: str, event: Piece | End, mailbox: Mailbox, writer: Writer
     ) -> None:
         """Send each event as a chunk. event: the first one."""
-        head = self._head(self.format.chunk) | ({"usage": None} if parsed.usage else {})
+        head = self._head(id, self.format.chunk) | ({"usage": None} if parsed.usage else {})
         readers, outcomes = self._readers(parsed), {}
 
         async def write(choice: Json) -> None:
@@ -236,9 +246,9 @@ class Answers:
             )
         ]
 
-    def _head(self, kind: str) -> Json:
+    def _head(self, id: str, kind: str) -> Json:
         return {
-            "id": self.format.prefix + secrets.token_hex(12),
+            "id": id,
             "object": kind,
             "created": int(time.time()),
             "model": self.language.name,

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,19 @@ from jaxkv.server.faults import Fault
 OPEN = {"/health"}  # for liveness probes, which have no key
 METRICS = "/metrics"
 SCHEME = "Bearer "
+NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """The owner of an API key. digest: of the key. scope: of its prefix cache; None for all."""
+    """The owner of an API key. digest: of the key. scope: of its prefix cache; None for all.
+
+    name: in the log and the metrics, where the key must not be; empty without keys.
+    """
 
     digest: bytes = b""
     scope: str | None = None
+    name: str = ""
 
     def salt(self, own: str | None) -> str | None:
         """The engine's salt for a request with salt `own` or None.
@@ -43,25 +49,35 @@ ANYONE = Tenant()
 
 
 def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant, ...]:
-    """Parse lines of KEY or KEY SALT. Keys with equal salts share prefixes; others share none.
+    """Parse lines of KEY, perhaps a SALT, and perhaps name=NAME, in this order.
 
-    A word that begins with # begins a comment. where: the file's name in errors, which never quote
-    a key. salts: False accepts keys only. Raises UserError for a bad line and for no keys.
+    Keys with equal salts share prefixes; others share none. Usage is counted by name. A word that
+    begins with # begins a comment. where: the name of the file in errors, which never quote a key.
+    salts: False accepts keys only. Raises UserError for a bad line and for no keys.
     """
     tenants: dict[bytes, Tenant] = {}
     for number, line in enumerate(content.splitlines(), 1):
         words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
         if not words:
             continue
+        name = UNNAMED
+        if salts and len(words) > 1 and words[-1].startswith(NAMED):
+            name = words.pop().removeprefix(NAMED)
+            if not NAME.fullmatch(name):
+                rule = "1 to 64 letters, digits, dots, dashes and underscores"
+                raise UserError(f"{where}, line {number}: a name must be {rule}; correct the line")
         if len(words) > 1 + salts or not words[0].isascii():
-            rule = "an ASCII key and at most one salt" if salts else "one ASCII key"
+            rule = f"an ASCII key, perhaps a salt and {NAMED}NAME" if salts else "one ASCII key"
             got = f"{len(words)} words" if len(words) > 1 + salts else "another character"
             raise UserError(f"{where}, line {number}: must be {rule}, got {got}; correct the line")
         digest = hashlib.sha256(words[0].encode()).digest()
         if digest in tenants:
             raise UserError(f"{where}, line {number}: the key is a duplicate; remove it")
         scope = f"salt {words[1]}" if len(words) == 2 else f"key {digest.hex()}"
-        tenants[digest] = Tenant(digest, scope)
+        tenants[digest] = Tenant(digest, scope, name)
+    for tenant in tenants.values():
+        if hashlib.sha256(tenant.name.encode()).digest() in tenants:
+            raise UserError(f"{where}: a name must not be a key, because the log shows it; rename")
     if not tenants:
         raise UserError(f"{where}: must have at least one key, got none; write one per line")
     return tuple(tenants.values())

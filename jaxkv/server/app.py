@@ -92,7 +92,7 @@ def application(
         exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
-    return Observer(app, metrics)
+    return Observer(app, metrics, config.log_probes)
 
 
 def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jaxkv.engine.request import Outcome, ScoredToken
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocols import DetokenizerProtocol, LanguageProtocol
+from jaxkv.server.usage import UsageRecord
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # other reasons are failures
 
@@ -71,7 +72,7 @@ class Mailbox:
 class Choice:
     """The engine's listener for one answer: detokenizes it and ends it at a stop string.
 
-    scored: whether each token is sent with its log probabilities.
+    scored: whether each token is sent with its log probabilities. usage: of its request.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Choice:
         mailbox: Mailbox,
         metrics: Metrics,
         scored: bool,
+        usage: UsageRecord,
     ) -> None:
+        self._usage = usage
         self._index, self._detokenizer, self._mailbox, self._metrics = (
             index,
             detokenizer,
@@ -98,6 +101,7 @@ class Choice:
         if self._last:
             self._metrics.between_tokens.observe(now - self._last)
         self._last = now
+        self._usage.token(self._index)
         text = self._detokenizer.push(scored.token)
         if text or self._scored:
             piece = Piece(self._index, text, [scored] if self._scored else ())
@@ -111,8 +115,11 @@ class Choice:
             ended = "stop" if self._detokenizer.reason == "stop" else outcome.reason
             reason = "slow" if self._slow else ended
         finally:  # otherwise its client would wait forever
+            finished, usage = FINISHED.get(reason, reason), self._usage
+            usage.end(self._index, outcome, finished)
             self._mailbox.put(End(self._index, text, reason, outcome))
-            self._metrics.add(outcome, FINISHED.get(reason, reason))
+            self._metrics.add(outcome, finished)
+            self._metrics.use(usage.api_key, outcome, usage.is_first(self._index))
 
 
 class TokenText(NamedTuple):

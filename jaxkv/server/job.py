@@ -41,7 +41,8 @@ class ServerConfig:
     name or address that the server was told to listen on. allowed_origins: of web pages on other
     sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
     the names of metrics. aliases: more names of the model. fingerprint: of the model and its
-    settings. sampling: where a request gives none.
+    settings. sampling: where a request gives none. log_probes: log successful requests for /health
+    and /metrics, too.
     """
 
     max_body: int = 8 * 2**20
@@ -63,6 +64,7 @@ class ServerConfig:
     metrics_prefix: str = "jaxkv"
     aliases: tuple[str, ...] = ()
     fingerprint: str = ""
+    log_probes: bool = False
     sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE))
 
 

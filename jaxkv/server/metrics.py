@@ -62,6 +62,8 @@ COUNTERS = (
     ("generation_tokens", "generation_tokens", "Generated tokens"),
     ("compilations", "compilations", "Programs compiled, also at the start"),
 )
+USAGE = ("requests", "prompt_tokens", "cached_tokens", "generation_tokens")
+KEY_NAMES = 1000  # with metrics of their own, because each takes memory here and in Prometheus
 PHASES = {
     "time_to_first_token_seconds": lambda o: o.first_token_seconds,
     "e2e_request_latency_seconds": lambda o: o.total_seconds,
@@ -95,6 +97,11 @@ class Metrics:
         self._phases = {name: self._histogram(name, SECONDS) for name in PHASES}
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
+        self._usage = {
+            what: self._counter(f"api_key_{what}", f"{what} by the name of the API key", "api_key")
+            for what in USAGE
+        }
+        self._key_names: set[str] = set()
         self.between_tokens = self._histogram("inter_token_latency_seconds", SECONDS)
 
     def add(self, outcome: Outcome, reason: str) -> None:
@@ -109,6 +116,25 @@ class Metrics:
         for name, histogram in self._phases.items():
             if (seconds := PHASES[name](outcome)) is not None:
                 histogram.observe(seconds)
+
+    def use(self, name: str, outcome: Outcome | None, first: bool = False) -> None:
+        """Count a request that is answered, or one of its answers that ended; from any thread.
+
+        name: of the API key; nothing is counted without keys. first: the answer is the first one
+        to its prompt, so that the tokens count as in the usage of a response.
+        """
+        if not name:
+            return
+        if name not in self._key_names and len(self._key_names) >= KEY_NAMES:
+            name = "other"
+        self._key_names.add(name)
+        cached, computed = 0, 0
+        if outcome is not None and first and outcome.queue_seconds is not None:
+            cached, computed = outcome.cached_tokens, outcome.computed_tokens
+        new = 0 if outcome is None else outcome.new_tokens
+        values = (outcome is None, cached + computed, cached, new)
+        for what, value in zip(USAGE, values, strict=True):
+            self._usage[what].labels(name).inc(value)
 
     def respond(self, handler: str, status: int, refusal: str | None) -> None:
         """Count a response. handler: its path. refusal: why it was refused, or None."""

@@ -17,6 +17,7 @@ LOG = logging.getLogger(__name__)
 ID = "x-request-id"
 VALID = re.compile(r"[!-~]{1,200}")
 LEFT = 499  # the status that proxies count when a client leaves before the response begins
+PROBES = {"/health", "/metrics"}  # which monitors ask for every few seconds
 HANDLERS = {
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
     *("/v1/completions/render", "/v1/chat/completions/render"),
@@ -25,10 +26,13 @@ HANDLERS = {
 
 
 class Observer:
-    """Takes a client's X-Request-ID or makes one, and returns it with every response."""
+    """Takes a client's X-Request-ID or makes one, and returns it with every response.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    log_probes: also log the requests for PROBES that succeed.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log_probes: bool = False) -> None:
+        self._app, self._metrics, self._log_probes = app, metrics, log_probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,9 +63,14 @@ class Observer:
                 "seconds": round(time.perf_counter() - start, 6),
             }
             # Neither texts nor keys: the log may be read by others than their owners.
-            LOG.info(
-                "request", extra={"fields": fields | ({"refusal": refusal} if refusal else {})}
-            )
+            if (tenant := state.get("tenant")) is not None and tenant.name:
+                fields["api_key"] = tenant.name
+            if (usage := state.get("usage")) is not None:
+                fields |= usage.fields()
+            if refusal:
+                fields["refusal"] = refusal
+            if self._log_probes or status != 200 or scope["path"] not in PROBES:
+                LOG.info("request", extra={"fields": fields})
             REQUEST_ID.reset(token)
 
 

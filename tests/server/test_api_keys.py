@@ -122,6 +122,10 @@ def test_the_limit_of_concurrent_requests():
     ("a b c\n", ["line 1", "3 words"]),
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
     ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
+    ("a name=b salt more", ["line 1", "4 words"]),
+    ("a name=", ["line 1", "a name must be 1 to 64"]),
+    ("a name=caf\xe9", ["line 1", "a name must be"]),
+    ("first\nsecond name=first", ["a name must not be a key"]),
 ])  # fmt: skip
 def test_invalid_key_files(content, words):
     with pytest.raises(UserError) as caught:

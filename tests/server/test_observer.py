@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv.server import parse_api_keys
 from jaxkv.server.logs import JsonFormatter
+from jaxkv.server.metrics import KEY_NAMES, Metrics
 from jaxkv.server.observer import handler
 from tests.server.conftest import ENDLESS, eventually, serving
 from tests.server.fake import FakeEngine
@@ -127,19 +128,92 @@ def logged():
 
 
 def test_requests_are_logged_as_json(served, logged):
-    served.complete("|secret", {"x_request_id": "one", "authorization": "Bearer secret"})
+    headers = {"x_request_id": "one", "authorization": "Bearer secret"}
+    answer = served.complete("|secret", headers).json
     served.ask("GET", "/no%0Awhere", x_request_id="two")
     eventually(lambda: len(logged()) == 2)
     first, second = logged()
     datetime.fromisoformat(first.pop("time"))
-    assert 0 < first.pop("seconds") < 20
+    assert 0 < first.pop("first_token_seconds") < first.pop("seconds") < 20
     assert first == {
         "level": "info", "message": "request", "request_id": "one", "method": "POST",
-        "path": "/v1/completions", "status": 200,
+        "path": "/v1/completions", "status": 200, "answer_id": answer["id"], "prompt_tokens": 8,
+        "cached_tokens": 0, "completion_tokens": 7, "finish_reasons": ["stop"],
     }  # fmt: skip
     assert (second["request_id"], second["path"], second["status"], second["refusal"]) == (
         "two", "/no\nwhere", 404, "unknown_route",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("log_probes", [False, True])
+def test_probes_are_logged_if_asked_or_if_they_fail(logged, log_probes):
+    with serving(FakeEngine(), log_probes=log_probes) as served:
+        for path in ("/health", "/metrics", "/version"):
+            served.ask("GET", path)
+        served.engine.healthy = False
+        served.ask("GET", "/health")
+        eventually(lambda: logged() and logged()[-1]["status"] == 503)
+    found = [(line["path"], line["status"]) for line in logged()]
+    probes = [("/health", 200), ("/metrics", 200)] if log_probes else []
+    assert found == [*probes, ("/version", 200), ("/health", 503)]
+
+
+KEYS = "alice-key name=alice\nbob-key salt name=bob\nalice-2 name=alice\nnobody"
+
+
+def test_usage_is_reported_by_the_name_of_the_key(logged):
+    """In the log and in the metrics as in the responses, also for a client that leaves."""
+    keys = {"tenants": parse_api_keys(KEYS, "keys"), "admins": parse_api_keys("root", "admins")}
+    used: dict[str, list[int]] = {}
+    with serving(FakeEngine(pause=0.001), **keys) as served:
+        asked = [("alice", "alice-key", "|four", 1), ("alice", "alice-key", "|four", 3),
+                 ("alice", "alice-2", "|four", 1), ("bob", "bob-key", ["|a", "|bc"], 2),
+                 ("unnamed", "nobody", "|x", 1)]  # fmt: skip
+        for name, key, prompt, n in asked:
+            answer = served.complete(prompt, {"authorization": f"Bearer {key}"}, n=n).json
+            usage = answer["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            values = [1, usage["prompt_tokens"], cached, usage["completion_tokens"]]
+            total = used.setdefault(name, [0] * 4)
+            used[name] = [a + b for a, b in zip(total, values, strict=True)]
+            eventually(lambda: logged() and logged()[-1].get("answer_id") == answer["id"])  # noqa: B023
+            line = logged()[-1]
+            tokens = [line[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion")]
+            assert tokens == values[1:] and line["api_key"] == name
+            assert line["finish_reasons"] == ["stop"] * len(answer["choices"])
+        served.complete("|x", {"authorization": "Bearer bob-key"}, temperature=9)
+        served.complete("|x", {"authorization": "Bearer wrong"})
+        left = served.send(ENDLESS | {"stream": True}, "bob-key")
+        assert left.recv(10)
+        left.close()
+        eventually(lambda: any("cancelled" in line.get("finish_reasons", []) for line in logged()))
+        eventually(lambda: not served.engine.handles)
+        raw = served.ask("GET", "/metrics", authorization="Bearer root").raw.decode()
+    *_, refused, unknown, gone = [one for one in logged() if one["path"] == "/v1/completions"]
+    assert (refused["api_key"], refused["status"]) == ("bob", 400) and "api_key" not in unknown
+    assert (gone["api_key"], gone["prompt_tokens"]) == ("bob", 8) and gone["completion_tokens"] > 0
+    names = ("requests", "prompt_tokens", "cached_tokens", "generation_tokens")
+    found = {
+        name: [int(value) for metric in names for value in re.findall(
+            rf'^jaxkv:api_key_{metric}_total{{api_key="{name}"}} (\d+)', raw, re.MULTILINE)]
+        for name in used
+    }  # fmt: skip
+    assert found["alice"] == used["alice"] and found["unnamed"] == used["unnamed"]
+    left_tokens = found["bob"][3] - used["bob"][3]
+    assert found["bob"][:3] == [used["bob"][0] + 1, used["bob"][1] + 8, used["bob"][2]]
+    assert left_tokens >= gone["completion_tokens"]
+    secret = raw + json.dumps(logged())
+    assert not any(f"{line.split()[0]}" in secret for line in KEYS.splitlines())
+
+
+def test_labels_of_keys_are_bounded():
+    metrics = Metrics(FakeEngine().metrics, "jaxkv")
+    for number in range(KEY_NAMES + 50):
+        metrics.use(f"key{number}", None)
+    metrics.use("", None)
+    raw = metrics.text().decode()
+    counts = re.findall(r'jaxkv:api_key_requests_total{api_key="(.*)"} (\S+)', raw)
+    assert len(counts) == KEY_NAMES + 1 and ("other", "50.0") in counts
 
 
 def test_errors_are_logged_as_json(served, logged, monkeypatch):
