@@ -350,11 +350,16 @@ def at_most(sequences: int) -> str:
 
 
 def memory_of(engine: Engine, plan: ServingMemory) -> str:
-    """The memory on the device by use, for the start line."""
-    from jaxkv.state.memory import show
+    """The memory by use, for the start line; on a CPU also what the process holds besides."""
+    import jax
+
+    from jaxkv.state.memory import resident, show
 
     used = ", ".join(f"{use} {show(count)}" for use, count in engine.bytes.items())
-    return used if plan.limit is None else f"{used}, of {show(plan.limit)}"
+    used = used if plan.limit is None else f"{used}, of {show(plan.limit)}"
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    besides = (resident() or 0) - sum(engine.bytes.values()) if on_cpu else 0
+    return f"{used}; the process {show(besides)} besides" if besides > 0 else used
 
 
 def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:

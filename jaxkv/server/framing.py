@@ -14,8 +14,8 @@ PER_BYTE = 6  # bytes of framing: a chunk of one byte has five
 class RequestParser(h11.Connection):
     """h11's parser, which also refuses two lengths of one body, and endless chunk extensions.
 
-    h11 refuses a Content-Length that is no number or differs from another, transfer codings other
-    than chunked, and control characters. It joins folded lines, as RFC 9112 5.2 allows.
+    h11 refuses a Content-Length of other characters than digits or unlike another, transfer codings
+    other than chunked, and control characters. It joins folded lines, as RFC 9112 5.2 allows.
     refusal: why the bytes were refused, for the response.
     """
 

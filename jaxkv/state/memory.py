@@ -61,6 +61,15 @@ def _group_free() -> int | None:
     return None
 
 
+def resident() -> int | None:
+    """Bytes of physical memory that this process holds; None where unknown."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 FEWER = "sequences or tokens, a smaller window or sample, or a policy of constant memory"
 
 

@@ -22,6 +22,7 @@ OTHERS = {
     *("--no-cache-dir", "--time", "--total-queued-requests-metric"),
     *("--kv-cache-usage-percentage-metric", "--lora-info-metric", "--cache-info-metric"),
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
+    *("--balance-abs-threshold", "--balance-rel-threshold"),
     *("--mesh", "--api-key", "--gpu-memory-utilization", "--worker-urls"),
 }
 
