@@ -56,7 +56,8 @@ def started(model, *more, program=("-m", "jaxkv.cli")):
             line = process.stderr.readline()
             pattern = (
                 rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "
-                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+\)\n"
+                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+"
+                r"(?:; the process \S+ \w+ besides)?\)\n"
             )
             match = re.fullmatch(pattern, line)
             assert match, line
