@@ -38,6 +38,22 @@ class CachesInnerPadding(Broken):
         return partial, super().update(spec, state, chunk._replace(valid=some))[1]
 
 
+class SharesBuffers(Broken):
+    """Keys and values begin as one array."""
+
+    def init(self, spec, batch, rng):
+        state = super().init(spec, batch, rng)
+        return state._replace(v=state.k)
+
+
+class SharesBuffersLater(jaxkv.Uniform):
+    """Keys and values of the compressed prompt are one array."""
+
+    def finish_prefill(self, spec, state):
+        state = super().finish_prefill(spec, state)
+        return state._replace(sample=state.sample._replace(v=state.sample.k))
+
+
 class MixesSequences(Broken):
     """The output of a sequence uses the queries of another."""
 

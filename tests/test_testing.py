@@ -48,6 +48,8 @@ from tests.broken_policies import (
     Overwriting,
     QueryLetter,
     SeesEvicted,
+    SharesBuffers,
+    SharesBuffersLater,
     ShortWindow,
     Shrinks,
     SignedPositions,
@@ -72,7 +74,7 @@ def newest(count):
 ])  # fmt: skip
 def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
     numbers = {result.number for result in check_policy(policy)}
-    assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16}
+    assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19}
     assert (14 in numbers) == (policy.min_prompt is not None)
 
 
@@ -99,6 +101,8 @@ def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
     (QueryLetter(), 11, "leaf .k: T and N are axes of queries"),
     (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
     (NoGradient(), 16, "no finite gradient"),
+    (SharesBuffers(), 19, "an initial state: leaves .k and .v share a buffer"),
+    (SharesBuffersLater(1, 3, 2, start=16), 19, "finish_prefill: leaves .sample.k and .sample.v"),
 ])  # fmt: skip
 def test_each_law_finds_its_mistake(unchecked, policy, number, why):
     laws = [law for law in LAWS if law[0] == number]

@@ -67,8 +67,8 @@ def check_exponent(exponent: float, weighted: bool) -> None:
 
 def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> PerHeadTokens:
     """Empty slots."""
-    empty = rows.zeros(spec, batch, slots, cache)
-    return PerHeadTokens(empty, empty, jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32))
+    positions = jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32)
+    return PerHeadTokens(*rows.zeros(spec, batch, slots, cache), positions)
 
 
 def pick(sample: PerHeadTokens, places: Int32[Array, "B K X"]) -> PerHeadTokens:

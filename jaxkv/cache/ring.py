@@ -101,10 +101,10 @@ def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> in
 
 def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
     """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
-    empty, exact = rows.zeros(spec, batch, slots, cache), rows.zeros(spec, batch, sinks, "float")
     positions, count = jnp.zeros((batch, slots), jnp.uint32), jnp.zeros((batch,), jnp.int32)
-    apart = cache == "int8" and sinks
-    return Ring(empty, empty, positions, count, Sinks(exact, exact) if apart else None)
+    exact = cache == "int8" and sinks
+    first = Sinks(*rows.zeros(spec, batch, sinks, "float")) if exact else None
+    return Ring(*rows.zeros(spec, batch, slots, cache), positions, count, first)
 
 
 def reserve(ring: Ring, tokens: int, max_slots: int = rows.MAX_SLOTS) -> Ring:

@@ -61,13 +61,17 @@ def check(cache: str) -> None:
     check_choice("cache", cache, ("float", "int8"))
 
 
-def zeros(spec: Spec, batch: int, slots: int, cache: Cache) -> Rows:
-    """Empty slots."""
+def zeros(spec: Spec, batch: int, slots: int, cache: Cache) -> tuple[Rows, Rows]:
+    """Empty slots for keys and for values. They share no buffer, so that a state can be donated."""
     shape = batch, spec.kv_heads, slots
-    if cache == "float":
-        return jnp.zeros((*shape, spec.head_dim), spec.dtype)
-    values = jnp.zeros((*shape, spec.head_dim), jnp.int8)
-    return Int8Rows(values, jnp.zeros((*shape, 1), jnp.bfloat16))
+
+    def empty() -> Rows:
+        if cache == "float":
+            return jnp.zeros((*shape, spec.head_dim), spec.dtype)
+        values = jnp.zeros((*shape, spec.head_dim), jnp.int8)
+        return Int8Rows(values, jnp.zeros((*shape, 1), jnp.bfloat16))
+
+    return empty(), empty()
 
 
 def leaf(cache: Cache, like: Leaf) -> Leaf | Int8Rows:

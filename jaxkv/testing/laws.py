@@ -16,6 +16,7 @@ from jaxkv.contract import Chunk, Leaf
 from jaxkv.errors import UserError
 from jaxkv.rotary import Alibi
 from jaxkv.state import batch
+from jaxkv.testing.donation import states_can_be_donated
 from jaxkv.testing.int8 import against_floats, in_int8, rows_are_rounded_once
 from jaxkv.testing.structure import (
     leaves_describe_the_state,
@@ -397,4 +398,5 @@ LAWS: tuple[tuple[int, str, Law], ...] = (
     (16, "gradients exist", gradients_exist),
     (16, "gradients pass the end of prefill", gradients_pass_the_end_of_prefill),
     (17, "rows in int8 are rounded once", rows_are_rounded_once),
+    (19, "every state can be donated", states_can_be_donated),
 )

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv.cache.ring import Ring
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step
 from jaxkv.testing import check_law, make_subject
+from jaxkv.testing.donation import shared_buffers
 from jaxkv.testing.estimates import (
     estimates_are_unbiased,
     positions_may_wrap,
@@ -63,6 +64,11 @@ def some(wanted, seldom_are=SELDOM, variants=False):
 
 def applies(law, case):
     return law not in ELSEWHERE and (case.name not in VARIANTS or law in MEANING)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_law_19_no_initial_state_shares_a_buffer(case):
+    assert not shared_buffers(case.policy.init(case.spec, 1, jax.random.key(7)))
 
 
 def test_every_policy_has_a_case():

@@ -117,16 +117,15 @@ def nbytes(spec: Spec, start: int, tokens: int) -> int:
 def init(spec: Spec, batch: int, rng: jax.Array, start: int) -> IndexState:
     """An empty state with `start` slots."""
     heads = batch, spec.kv_heads
-    none = jnp.zeros((*heads, 0), jnp.float32)
     return IndexState(
         dense=ring.init(spec, batch, start),
         indexed=ring.init(spec, batch, 0),
         center=jnp.zeros((*heads, spec.head_dim), jnp.float32),
-        norms=none,
+        norms=jnp.zeros((*heads, 0), jnp.float32),
         planes=jnp.zeros((*heads, spec.head_dim, 0), jnp.float32),
         tables=hash_tables.init(*heads),
         tail_codes=jnp.zeros((*heads, 0, 0), jnp.uint16),
-        tail_norms=none,
+        tail_norms=jnp.zeros((*heads, 0), jnp.float32),
         finished=jnp.zeros((batch, 0, 0), jnp.int32),
         rng=contract.seeds(rng, spec, batch),
     )
