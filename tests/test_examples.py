@@ -254,6 +254,7 @@ def test_the_layer_in_the_integration_page_runs():
     q, k, _, positions, valid = names["chunk"]
     out, _ = names["attend"](names["state"], q, k, k, positions, valid)
     assert out.shape == q.shape and bool((abs(out - 1) < 1e-5).all())
+    assert names["state"].k.is_deleted()  # donated
 
 
 @pytest.mark.slow
