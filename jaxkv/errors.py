@@ -1,4 +1,4 @@
-"""UserError, the exception for errors that a user can fix, and checks that raise it.
+"""UserError, the exception for errors that a user can fix, checks that raise it, and warnings.
 
 Its message states the rule, the value received and the remedy.
 """
@@ -6,12 +6,22 @@ Its message states the rule, the value received and the remedy.
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 
 
 class UserError(ValueError):
     """An error that the user can fix; the command line prints it as one line, exit code 2."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside jaxkv that called it, and not at a line of jaxkv's source."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "jaxkv":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def first_few(items: Iterable[str], most: int = 3) -> str:

@@ -12,14 +12,13 @@ import difflib
 import functools
 import math
 import typing
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import jax
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError, check_choice, check_int, warn
 from jaxkv.policies import POLICIES, Full, Window
 from jaxkv.state.batch import nbytes
 
@@ -90,6 +89,7 @@ def by_layer(
     is all it was trained to see, unless the chosen policy looks back less, or the layers are named,
     in the string or as a sequence.
     """
+    check_int("layers", layers)
     if isinstance(chosen, str):
         chosen = parse_policy(chosen, layers)
     if isinstance(chosen, (tuple, list)):
@@ -102,10 +102,9 @@ def by_layer(
     too_far = [i for i, width in enumerate(own) if width is not None and lookback > width]
     if too_far and not isinstance(chosen, Full):
         name = format_policy(chosen)
-        warnings.warn(
+        warn(
             f"{len(too_far)} layer(s) keep the model's own window of {own[too_far[0]]} tokens, as "
-            f"{name} looks back further; name layers, as in *={name}, to force it",
-            stacklevel=2,
+            f"{name} looks back further; name layers, as in *={name}, to force it"
         )
     return tuple(
         Window(w) if i in too_far else chosen.for_layer(i, layers) for i, w in enumerate(own)
@@ -123,6 +122,8 @@ def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int 
     It counts the prompt before or after `finish_prefill`, whichever is larger, and all memories.
     Raises UserError where a policy refuses that many tokens.
     """
+    check_int("batch", batch)
+    check_int("tokens", tokens, 0)
     return sum(bytes_by_memory(policies, spec, batch, tokens))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv import defaults
 from jaxkv.contract import Policy, State
-from jaxkv.errors import UserError, check_int
+from jaxkv.errors import UserError, check_int, warn
 from jaxkv.models.compilation import Ahead, clock
 from jaxkv.models.decoding import (
     BLOCK,
@@ -193,10 +192,9 @@ class Stream:
         # Layers may differ. Warn only if no layer compresses or indexes the prompt.
         least = min(policy.min_prompt for policy in compressing)
         if self.lengths.min() < least:
-            warnings.warn(
+            warn(
                 f"{format_policy(self.policies)} needs a prompt of at least {least} tokens, got "
-                f"{self.lengths.min()}: all its tokens stay in the cache",
-                stacklevel=2,
+                f"{self.lengths.min()}: all its tokens stay in the cache"
             )
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
         self._replace_states({

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxkv import defaults
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError, check_int
+from jaxkv.errors import UserError, check_int, warn
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import BLOCK
 from jaxkv.models.llm import Llm
@@ -385,8 +384,7 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
             name = format_policy(policy)
             if policy.grows:  # its fields name a maximum, which is not what is used
                 name = name.partition(":")[0]
-            warnings.warn(
+            warn(
                 f"{name} looks back {far}, beyond the trained context of "
-                f"{llm.config.context}: the text usually degrades there",
-                stacklevel=3,
+                f"{llm.config.context}: the text usually degrades there"
             )

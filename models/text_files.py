@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxkv.errors import UserError, first_few
+from jaxkv.errors import UserError, first_few, warn
 from jaxkv.files import decode, reading
 from jaxkv.models import json_lines, parquet
 from jaxkv.models.data import SPLITS, Split
@@ -142,9 +141,7 @@ def files_in(paths: Iterable[Path]) -> dict[Path, str]:
                 )
             if len(inside) < len(every):
                 names = first_few(p.relative_to(path).as_posix() for p in every if not _kind(p))
-                warnings.warn(
-                    f"not read: {names} in {path}, without the ending {known}", stacklevel=2
-                )
+                warn(f"not read: {names} in {path}, without the ending {known}")
             found |= {p: p.relative_to(path).as_posix() for p in inside}
         elif not path.is_file():
             raise UserError(f"no such text: {path}; name a file or a folder")

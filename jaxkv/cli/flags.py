@@ -8,13 +8,12 @@ import os
 import re
 import shlex
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxkv import defaults
 from jaxkv.cli.progress import Progress
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, warn
 
 if TYPE_CHECKING:
     from jaxkv.models import Llm, Sampling
@@ -210,10 +209,9 @@ def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
     neutral = type(llm.sampling)()
     filters = [name for name in ("top_k", "top_p", "min_p") if name in given]
     if sampling.temperature == 0 and any(given[name] != getattr(neutral, name) for name in filters):
-        warnings.warn(
+        warn(
             "--top-k, --top-p and --min-p have no effect in greedy decoding (temperature 0); "
-            "give --temperature",
-            stacklevel=2,
+            "give --temperature"
         )
     return sampling
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, disregard, on_interrupt
 from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
 from jaxkv.cli.progress import Progress
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, warn
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine, PrefixConfig
@@ -150,10 +149,9 @@ def run(args: argparse.Namespace) -> int:
     listener = server.bind(args.host, args.port, server.ServerConfig.write_seconds)
     with listener, reload_at_hangup(args, keys), server.log_as(args.log):
         if not (keys.tenants or is_loopback(listener)):
-            warnings.warn(
+            warn(
                 "the server accepts requests from other machines without an API key; give "
-                "--api-key-file, or leave --host out",
-                stacklevel=2,
+                "--api-key-file, or leave --host out"
             )
         llm, load = flags.open_model(args, args.policy)
         plan = plan_of(args, llm, has_keys=bool(keys.tenants))
