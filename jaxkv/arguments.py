@@ -53,10 +53,10 @@ def _check_arrays(
     valid: Array,
     sink: Array | np.ndarray | None,
 ) -> None:
-    if q.ndim != 4 or q.shape[1] < 1 or q.shape[2] % spec.kv_heads:
+    if q.ndim != 4 or 0 in q.shape[:3] or q.shape[2] % spec.kv_heads:
         raise UserError(
-            f"q must be [B,T,N,H] with T at least 1 and N a multiple of the spec's kv_heads="
-            f"{spec.kv_heads}, got {q.shape}"
+            f"q must be [B,T,N,H] with N a multiple of the spec's kv_heads={spec.kv_heads}, and B, "
+            f"T and N at least 1, got {q.shape}; give one sequence, token and head or more"
         )
     batch, tokens, heads = q.shape[:3]
     group = heads // spec.kv_heads
@@ -77,8 +77,16 @@ def _check_arrays(
         given.append(("sink", "N", sink))
     for name, letters, array in given:
         shape = tuple(sizes[letter] for letter in letters)
+        if letters[-1] == "H" and array.ndim == 4 and array.shape[3] != spec.head_dim:
+            raise UserError(
+                f"{name} must have the spec's head_dim={spec.head_dim} as its last axis, got "
+                f"{array.shape}; give Spec(head_dim={array.shape[3]}) and an encoding for it"
+            )
         if array.shape != shape:
-            raise UserError(f"{name} must be {shape} beside q {q.shape}, got {array.shape}")
+            raise UserError(
+                f"{name} must be [{','.join(letters)}] = {shape} beside q {q.shape} and the spec's "
+                f"kv_heads={spec.kv_heads}, got {array.shape}; reshape it"
+            )
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise UserError(f"{name} must be floating point, got {array.dtype}; convert it")

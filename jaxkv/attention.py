@@ -36,7 +36,8 @@ def slot_attention(
     bias: Bias,
     scale: float,
     softcap: float | None = None,
-) -> Partial:
+    return_weights: bool = False,
+) -> Partial | tuple[Partial, Float32[Array, "B K G T S"]]:
     """Softmax attention of q over slots k, v [B,K,S,H]: the primitive that every policy uses.
 
     q and k are rotated already; k and v may be in int8. bias [#B,#K,#G,#T,#S] is added after scale
@@ -44,8 +45,16 @@ def slot_attention(
     argument. In place of an array it may be a function of (first slot, number of slots), called per
     block. Query heads n*G .. n*G+G-1 share KV head n. Memory is linear in T and S, because many
     slots are read in blocks.
+
+    return_weights: also return the softmax weights [B,K,G,T,S], in memory at once, for policies
+    that score keys by attention. Beside other parts, a slot has exp(lse - lse of all parts) of its
+    weight.
     """
     queries, slots = q.shape[1], k.shape[2]
+    if return_weights:
+        logits = _logits(q, k, _cut_bias(bias, 0, slots), scale, softcap)
+        partial_ = blend(logits, v)
+        return partial_, _softmax_weights(logits, partial_)
     whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     attend = partial(xla_cpu.attend_by_head, partial(_attend, scale=scale, softcap=softcap))
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
@@ -95,22 +104,38 @@ def _attend(
     """`slot_attention` to the slots start .. start+size-1; bias is theirs."""
     if size < k.shape[2]:
         k, v = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, 2), (k, v))
+    return blend(_logits(q, k, bias, scale, softcap), v)
+
+
+def _logits(
+    q: Array, k: Rows, bias: Array | None, scale: float, softcap: float | None
+) -> Float32[Array, "B K G T S"]:
     logits = scores(q, k, scale, softcap)
-    return blend(logits if bias is None else logits + bias, v)
+    return logits if bias is None else logits + bias
+
+
+def _softmax_weights(
+    logits: Float32[Array, "B K G T S"], partial: Partial
+) -> Float32[Array, "B K G T S"]:
+    """The weights in the softmax whose output is `partial`."""
+    batch, kv_heads, group, queries, _ = logits.shape
+    lse = partial.lse.reshape(batch, queries, kv_heads, group).transpose(0, 2, 3, 1)
+    return jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
 
 
 def masked_bias(
     spec: Spec,
-    visible: Bool[Array, "B T S"],
+    visible: Bool[Array, "B ... T S"],
     queries: UInt32[Array, "B T"],
-    keys: UInt32[Array, "B S"],
+    keys: UInt32[Array, "B ... S"],
     kv_heads: int,
 ) -> Float32[Array, "... T S"]:
     """0 where a query sees a slot and -inf elsewhere, plus the encoding's distance penalty.
 
-    queries, keys: positions.
+    queries, keys: positions. visible, keys: with an axis K where slots differ by KV head.
     """
-    bias = jnp.where(visible, np.float32(0), -jnp.inf)[:, None, None]
+    visible = visible if visible.ndim == 4 else visible[:, None]
+    bias = jnp.where(visible, np.float32(0), -jnp.inf)[:, :, None]
     penalty = spec.encoding.bias(queries, keys, kv_heads)
     return bias if penalty is None else bias + penalty
 

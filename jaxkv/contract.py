@@ -43,7 +43,7 @@ int8. tests/laws checks every policy here.
  7 Taking, putting, saving and moving sequences to the host is exact.
  8 Equal settings share compiled programs: another token of the same shapes compiles nothing.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
-10 The bytes of the arrays equal `bytes_per_sequence`.
+10 The bytes of the arrays equal `bytes_per_sequence`, and `bytes_after_prefill` later.
 11 `leaves` describes every array: axis letters, shared leaves, append-only leaves, pages.
 12 An estimate that is called unbiased is unbiased.
 13 Sinks and window tokens stay cached whatever the keys are.
@@ -229,6 +229,22 @@ class Policy:
         """Bytes of one sequence in one layer, before `finish_prefill`, with room for `tokens`."""
         raise missing(self, "bytes_per_sequence")
 
+    def bytes_after_prefill(self, spec: Spec, prompt: int, tokens: int = 0) -> int:
+        """Bytes of one sequence in one layer after `finish_prefill`, on the device and the host.
+
+        prompt: tokens that `reserve` made room for before it. tokens: those after it. From the
+        shapes that the policy makes, without computing or allocating them.
+        """
+        if self.min_prompt is None:
+            return self.bytes_per_sequence(spec, prompt + tokens)
+
+        def build() -> State:
+            state = self.reserve(spec, self.init(spec, 1, jax.random.key(0)), prompt)
+            return self.reserve(spec, self.finish_prefill(spec, state), tokens)
+
+        arrays = jax.tree.leaves(jax.eval_shape(build))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
     def reserve(self, spec: Spec, state: State, tokens: int) -> State:
         """The state with room for `tokens` tokens in all; raises UserError beyond a maximum."""
         return state
@@ -267,7 +283,13 @@ def check_prefill(state: State) -> None:
 
 
 def seeds(rng: jax.Array, spec: Spec, batch: int) -> UInt32[Array, "B K 2"]:
-    """The seeds of all draws, one per sequence and KV head."""
+    """The seeds of all draws, one per sequence and KV head.
+
+    Raises UserError where rng is no key of JAX.
+    """
+    dtype = getattr(rng, "dtype", np.dtype(object))
+    if not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+        raise UserError(f"rng must be a key of JAX, got {rng!r:.40}; give jax.random.key(0)")
     return jax.random.bits(rng, (batch, spec.kv_heads, 2), jnp.uint32)
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.typing import Array, Float, Float32, UInt32
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -63,6 +63,7 @@ class Alibi:
         def series(n: int) -> list[float]:
             return [2 ** (-8 * (i + 1) / n) for i in range(n)]
 
+        check_int("heads", heads)
         whole = 2 ** int(math.log2(heads))
         return Alibi(tuple(series(whole) + series(2 * whole)[0::2][: heads - whole]))
 
@@ -180,6 +181,7 @@ def rotary(
             f"rotary positions need theta above 0 and finite, got {theta}; give the "
             "model's rope_theta"
         )
+    check_int("head_dim", head_dim, 2)
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head dim, got {head_dim}")
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv import xla_cpu
-from jaxkv.attention import local_attention, merge, sink_logit, slot_attention
+from jaxkv.attention import local_attention, masked_bias, merge, sink_logit, slot_attention
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.rotary import Alibi, NoPosition
 from tests import oracle
@@ -25,7 +25,7 @@ def problem(rng, batch=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, 
     return q, k, v, jnp.asarray(bias, jnp.float32)
 
 
-attend = jax.jit(slot_attention, static_argnums=(4, 5))
+attend = jax.jit(slot_attention, static_argnums=(4, 5, 6))
 
 
 def assert_partial(found, wanted, tolerance=3e-6):
@@ -39,6 +39,34 @@ def test_slot_attention_is_softmax(rng, softcap, group):
     q, k, v, bias = problem(rng, group=group)
     found = attend(q, k, v, bias, 0.5, softcap)
     assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5, softcap))
+
+
+@pytest.mark.parametrize("slots", [10, 2100])  # the second is read in blocks without weights
+def test_slot_attention_returns_the_softmax_weights(rng, slots):
+    q, k, v, bias = problem(rng, queries=3, slots=slots)
+    bias = bias.at[0, 0, 0, 0].set(-jnp.inf)  # a query that sees no slot
+    found, weights = attend(q, k, v, bias, 0.5, 1.5, True)
+    assert_partial(found, attend(q, k, v, bias, 0.5, 1.5))
+    logits = np.einsum("btkgh,bksh->bkgts", np.reshape(q, (2, 3, 2, 3, 8)), k, dtype=np.float64)
+    exponentials = np.exp(1.5 * np.tanh(logits * 0.5 / 1.5) + np.asarray(bias, np.float64))
+    totals = exponentials.sum(axis=-1, keepdims=True)
+    wanted = exponentials / np.where(totals == 0, 1, totals)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_masked_bias_may_differ_by_kv_head(rng):
+    spec = Spec(2, 8, 1.0, Alibi.of(4))
+    visible = rng.random((3, 2, 5, 7)) < 0.5  # [B,K,T,S]
+    queries = rng.integers(0, 2**32, (3, 5), np.uint32)
+    keys = (queries[:, None, :1] - rng.integers(0, 50, (3, 2, 7))).astype(np.uint32)  # [B,K,S]
+    bias = masked_bias(spec, jnp.asarray(visible), jnp.asarray(queries), jnp.asarray(keys), 2)
+    distance = (queries[:, None, :, None] - keys[:, :, None]).astype(np.int32)
+    slopes = np.asarray(spec.encoding.slopes).reshape(1, 2, 2, 1, 1)
+    wanted = np.where(visible[:, :, None], -slopes * distance[:, :, None], -np.inf)
+    np.testing.assert_allclose(bias, wanted, rtol=1e-6)
+    # The same slots in all heads.
+    alike = masked_bias(spec, visible[:, 0], queries, jnp.asarray(keys[:, 0]), 2)
+    np.testing.assert_allclose(alike[:, :1], bias[:, :1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1, 10), (1, 2, 1, 1, 10), (2, 2, 3, 3, 1), None])

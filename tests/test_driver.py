@@ -1,5 +1,6 @@
 """`step` checks its arguments and raises one-line errors."""
 
+import contextlib
 import inspect
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.old_contract import REPLACED_BY
 from jaxkv.policies import Window
-from jaxkv.rotary import NoPosition
+from jaxkv.rotary import Alibi, NoPosition, rotary
 from jaxkv.state.sharding import mesh_of, sharded_step
 
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=NoPosition())
@@ -72,15 +73,27 @@ BAD = {
         {"spec": replace(SPEC, group=4)},
         r"group must be N/K=2 beside q .*, got 4; give Spec\(group=2\)",
     ),
-    "no tokens": ({"q": jnp.ones((1, 0, 4, 8))}, "T at least 1"),
-    "another head dim": ({"q": jnp.ones((1, 3, 4, 6))}, r"q must be \(1, 3, 4, 8\)"),
+    "no sequences": ({"q": jnp.ones((0, 3, 4, 8))}, r"B, T .*at least 1, got \(0, 3, 4, 8\); give"),
+    "no tokens": ({"q": jnp.ones((1, 0, 4, 8))}, r"at least 1, got \(1, 0, 4, 8\); give"),
+    "no heads": ({"q": jnp.ones((1, 3, 0, 8))}, r"at least 1, got \(1, 3, 0, 8\); give"),
+    "another head dim": (
+        {"q": jnp.ones((1, 3, 4, 6))},
+        r"q must have .* head_dim=8 .*, got \(1, 3, 4, 6\); give Spec\(head_dim=6\)",
+    ),
+    "keys of another head dim": (
+        {"k": jnp.ones((1, 3, 2, 6))},
+        r"k must have .* head_dim=8 .*, got \(1, 3, 2, 6\); give Spec\(head_dim=6\)",
+    ),
     "other tokens": (
         {"k": jnp.ones((1, 2, 2, 8))},
-        r"k must be \(1, 3, 2, 8\)",
+        r"k must be \[B,T,K,H\] = \(1, 3, 2, 8\)",
     ),
-    "other kv heads": ({"v": jnp.ones((1, 3, 4, 8))}, r"v must be \(1, 3, 2, 8\)"),
-    "one position": ({"positions": jnp.zeros((1, 1), jnp.uint32)}, r"positions must be \(1, 3\)"),
-    "valid of one token": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \(1, 3\)"),
+    "other kv heads": ({"v": jnp.ones((1, 3, 4, 8))}, r"v must be \[B,T,K,H\] = \(1, 3, 2, 8\)"),
+    "one position": (
+        {"positions": jnp.zeros((1, 1), jnp.uint32)},
+        r"positions must be \[B,T\] = \(1, 3\)",
+    ),
+    "valid of one token": ({"valid": jnp.ones((3, 1), bool)}, r"valid must be \[B,T\] = \(1, 3\)"),
     "another state": ({"state": Other()}, "a Ring, got a Other; begin with policy.init"),
     "another size": (
         {"state": Window(6).init(SPEC, 1, jax.random.key(0))},
@@ -100,7 +113,7 @@ BAD = {
         "positions must be uint32, got float32",
     ),
     "valid as floats": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
-    "one sink per kv head": ({"sink": jnp.zeros(2)}, r"sink must be \(4,\)"),
+    "one sink per kv head": ({"sink": jnp.zeros(2)}, r"sink must be \[N\] = \(4,\)"),
     "the class of a policy": ({"policy": Window}, "a policy is a value such as .* got <class"),
     "the class of an older policy": ({"policy": OfOldContract}, "a policy is a value"),
     "a policy of the old contract": (
@@ -191,3 +204,53 @@ def test_a_missing_member_is_named():
 
     with pytest.raises(NotImplementedError, match="Empty must define init; docs/integration"):
         Empty().init(SPEC, 1, jax.random.key(0))
+
+
+GROUPED = replace(SPEC, group=2)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5])
+@pytest.mark.parametrize("name", jaxkv.POLICIES)
+def test_a_state_has_one_sequence_or_more(name, batch):
+    with pytest.raises(UserError, match=f"batch must be .*, got {batch}; give 1 or more"):
+        jaxkv.policy(name).init(GROUPED, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", jaxkv.POLICIES)
+def test_draws_need_a_key_of_jax(name):
+    policy = jaxkv.policy(name)
+    names = map(jax.tree_util.keystr, dict(jax.tree_util.tree_leaves_with_path(policy.leaves)))
+    draws = any(name.endswith("rng") for name in names)
+    refused = pytest.raises(UserError, match=r"rng must be .*; give jax.random.key")
+    for rng in (0, None, jnp.zeros(2)):
+        with refused if draws else contextlib.nullcontext():
+            policy.init(GROUPED, 1, rng)
+    policy.init(GROUPED, 1, jax.random.PRNGKey(0))  # an older form of a key
+
+
+SIZES = {
+    "layers": lambda size: jaxkv.by_layer("full", size),
+    "batch": lambda size: jaxkv.state_bytes([POLICY], SPEC, size),
+    "heads": Alibi.of,
+    "head_dim": lambda size: rotary(size, 1e4),
+}
+
+
+@pytest.mark.parametrize("size", [0, -2])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_below_one_is_refused(name, size):
+    with pytest.raises(UserError, match=f"{name} must be at least [12], got {size}; give"):
+        SIZES[name](size)
+
+
+@pytest.mark.parametrize("name", jaxkv.POLICIES)
+def test_tokens_below_zero_are_refused(name):
+    policy = jaxkv.policy(name)
+    asks = [lambda: jaxkv.state_bytes([policy], GROUPED, 1, -1)]
+    if policy.grows:
+        state = policy.init(GROUPED, 1, jax.random.key(0))
+        asks += [lambda: policy.reserve(GROUPED, state, -1)]
+        asks += [lambda: policy.bytes_per_sequence(GROUPED, -1)]
+    for ask in asks:
+        with pytest.raises(UserError, match="tokens must be at least 0, got -1"):
+            ask()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -12,17 +13,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
 import jaxkv
+from jaxkv.contract import Chunk
+from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression.base import CompressionPolicy
+from jaxkv.state.batch import nbytes
 from jaxkv.testing import LawError, check_policy
+from jaxkv.testing.subject import SPEC, dense
+from tests.seldom import seldom
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -257,6 +265,63 @@ def test_the_layer_in_the_integration_page_runs():
     assert names["state"].k.is_deleted()  # donated
 
 
+@pytest.fixture(scope="module")
+def page() -> dict:
+    """The names of docs/integration.md up to its loop, which has run."""
+    names, code = integration_names(), blocks("docs/integration.md", "python")
+    last = next(i for i, block in enumerate(code) if "def prefill_and_decode" in block)
+    names["state"] = names["policy"] = None
+    for block in (code[0], code[last]):
+        exec(compile(block, "integration", "exec"), names)
+    return names
+
+
+def with_small_caches(name: str, spec: jaxkv.Spec) -> tuple[jaxkv.Policy, jaxkv.Spec]:
+    """A policy that acts on a prompt of 40 tokens, and compiles in a second."""
+    fields = {"start": 8, "window": 4, "capacity": 16, "block": 8, "sinks": 2, "L": 4, "K": 4}
+    kind = jaxkv.POLICIES[name]
+    fields = {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
+    return kind(**fields), dataclasses.replace(spec, group=2)
+
+
+# A policy of each kind; those that share its storage are checked in CI.
+DAILY = ("full", "streaming", "keydiff", "balance", "topk")
+NAMES = [name if name in DAILY else seldom(name) for name in jaxkv.POLICIES]
+GROWING = [name if name in DAILY else seldom(name) for name, p in jaxkv.POLICIES.items() if p.grows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_of_the_integration_page_runs_under_every_policy(name, page):
+    policy, page["spec"] = with_small_caches(name, page["spec"])
+    q, k, v = (page[f"tokens_{letter}"] for letter in "qkv")
+    out, state = page["prefill_and_decode"](policy, q, k, v, 40)
+    assert bool(jnp.isfinite(out).all())
+    if name == "full":
+        positions = np.arange(60, dtype=np.uint32)[None]
+        tokens = Chunk(*map(np.asarray, (q, k, v)), positions, np.ones((1, 60), bool))
+        np.testing.assert_allclose(out, dense(page["spec"], tokens), rtol=2e-5, atol=2e-5)
+    assert nbytes(state) == policy.bytes_after_prefill(page["spec"], 40, 20)
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_loop_without_a_second_reserve_is_refused_or_has_room(name, page):
+    """Before, keydiff and the other policies that compress gave NaN."""
+    policy, page["spec"] = with_small_caches(name, page["spec"])
+    q, k, v = (page[f"tokens_{letter}"] for letter in "qkv")
+    once = type("Once", (type(policy),), {"reserve": reserve_before_prefill})(**vars(policy))
+    compresses = isinstance(policy, CompressionPolicy)
+    refused = pytest.raises(UserError, match=r"reserve counts from finish_prefill on.*; call")
+    with refused if compresses else nullcontext():
+        out, _ = page["prefill_and_decode"](once, q, k, v, 40)
+        assert bool(jnp.isfinite(out).all())
+
+
+def reserve_before_prefill(policy, spec, state, tokens):
+    """All 60 tokens are reserved before the prompt, and none after it."""
+    finished = getattr(getattr(state, "prompt", state), "prompt_slots", 0) > 0
+    return state if finished else super(type(policy), policy).reserve(spec, state, 60)
+
+
 @pytest.mark.slow
 def test_the_integration_page_runs_and_its_policies_keep_the_laws():
     names = integration_names()
@@ -264,6 +329,19 @@ def test_the_integration_page_runs_and_its_policies_keep_the_laws():
     policy = names["Strided"](stride=3, slots=4)
     kept = range(0, 10**6, 3)
     check_policy(policy, cached_tokens=lambda n: [*kept[: n // 3 + 1][-4:]])
+
+    class WithoutPenalties(names["Newest"]):
+        def init(self, spec, batch, rng):
+            names["check_spec"](spec)
+            return super().init(spec, batch, rng)
+
+        def update(self, spec, state, chunk):
+            plain = dataclasses.replace(spec, encoding=SPEC.encoding, softcap=None)
+            return super().update(plain, state, chunk)
+
+    laws = [result.statement for result in check_policy(WithoutPenalties(window=8))]
+    assert "logits may be penalised and capped" not in laws
+    names["check_spec"](SPEC)
 
     class Full(names["Strided"]):
         def update(self, spec, state, chunk):

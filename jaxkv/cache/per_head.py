@@ -18,7 +18,7 @@ from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.rows import Cache, Rows
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 _NEVER = np.int32(2**31 - 1)
@@ -67,6 +67,7 @@ def check_exponent(exponent: float, weighted: bool) -> None:
 
 def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> PerHeadTokens:
     """Empty slots."""
+    check_int("batch", batch)
     positions = jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32)
     return PerHeadTokens(*rows.zeros(spec, batch, slots, cache), positions)
 

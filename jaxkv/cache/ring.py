@@ -26,7 +26,7 @@ from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, 
 from jaxkv.cache import rows
 from jaxkv.cache.rows import OVERFULL, Cache, Rows
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 
@@ -101,6 +101,7 @@ def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> in
 
 def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
     """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
+    check_int("batch", batch)
     positions, count = jnp.zeros((batch, slots), jnp.uint32), jnp.zeros((batch,), jnp.int32)
     exact = cache == "int8" and sinks
     first = Sinks(*rows.zeros(spec, batch, sinks, "float")) if exact else None

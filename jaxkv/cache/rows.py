@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxkv.contract import Leaf, Spec
 from jaxkv.defaults import POLICY
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.typing import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 
 Cache = Literal["float", "int8"]  # the field `cache` of a policy
@@ -146,10 +146,11 @@ def check_sizes(sinks: int, window: int, start: int, example: str) -> None:
 
 
 def slots_for(tokens: int, start: int, max_slots: int = MAX_SLOTS) -> int:
-    """The number of slots for `tokens` tokens, doubled from `start` as often as needed.
+    """The number of slots for `tokens` tokens, doubled from `start`, or 1, as often as needed.
 
     Raises UserError for more tokens than `max_slots`.
     """
+    check_int("tokens", tokens, 0)
     if tokens <= start:
         return start
     if tokens > max_slots:
@@ -157,7 +158,7 @@ def slots_for(tokens: int, start: int, max_slots: int = MAX_SLOTS) -> int:
             f"a growing cache holds at most {max_slots} tokens and {tokens} are needed; raise "
             f"max where the policy has one, or use a policy of constant memory such as {POLICY}"
         )
-    size = start
+    size = max(start, 1)
     while size < tokens:
         size = min(2 * size, max_slots)
     return size

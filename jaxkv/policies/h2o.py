@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import blend, chunked_scan, scores
+from jaxkv.attention import chunked_scan, masked_bias, slot_attention
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Cache
@@ -92,10 +92,14 @@ class H2O(Policy):
         """One token: it takes its slot first, then attends to every filled slot."""
         after = self._insert(spec, state, chunk)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
-        logits = scores(q, after.tokens.k, spec.scale, spec.softcap)
-        logits = logits + self._bias(spec, after, chunk)
-        part = blend(logits, after.tokens.v)
-        return part, after._replace(score=after.score + _attention_received(logits, part))
+        seen = self._filled(after)[:, :, None] & chunk.valid[:, None, :, None]
+        places = chunk.positions, after.tokens.positions
+        bias = masked_bias(spec, seen, *places, seen.shape[1])
+        keys_and_values = after.tokens[:2]
+        part, weights = slot_attention(
+            q, *keys_and_values, bias, spec.scale, spec.softcap, return_weights=True
+        )
+        return part, after._replace(score=after.score + jnp.sum(weights, axis=(2, 3)))
 
     def _insert(self, spec: Spec, state: H2OState, chunk: Chunk) -> H2OState:
         """The state with one more token, of score 0, in place of the evicted one."""
@@ -119,13 +123,6 @@ class H2O(Policy):
         """The `window` newest tokens, the last of them at position `newest`."""
         return newest[:, None, None] - tokens.positions < np.uint32(self.window)
 
-    def _bias(self, spec: Spec, state: H2OState, chunk: Chunk) -> Array:
-        seen = self._filled(state)
-        queries = chunk.valid[:, None, None, :, None]
-        bias = jnp.where(queries & seen[:, :, None, None], np.float32(0), -jnp.inf)
-        penalty = spec.encoding.bias(chunk.positions, state.tokens.positions, seen.shape[1])
-        return bias if penalty is None else bias + penalty
-
 
 def _tokens(spec: Spec, chunk: Chunk, like: PerHeadTokens) -> PerHeadTokens:
     """A chunk as tokens of each KV head."""
@@ -133,13 +130,3 @@ def _tokens(spec: Spec, chunk: Chunk, like: PerHeadTokens) -> PerHeadTokens:
     values = chunk.v.transpose(0, 2, 1, 3)
     positions = jnp.broadcast_to(chunk.positions[:, None], keys.shape[:3])
     return PerHeadTokens(rows.store(keys, like.k), rows.store(values, like.v), positions)
-
-
-def _attention_received(
-    logits: Float32[Array, "B K G T S"], whole: Partial
-) -> Float32[Array, "B K S"]:
-    """The weights of some slots in the softmax whose output is `whole`, summed over queries."""
-    batch, kv_heads, group, queries, _ = logits.shape
-    lse = whole.lse.reshape(batch, queries, kv_heads, group).transpose(0, 2, 3, 1)
-    lse = jnp.where(lse == -jnp.inf, 0, lse)[..., None]
-    return jnp.sum(jnp.exp(logits - lse), axis=(2, 3))

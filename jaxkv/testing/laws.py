@@ -19,6 +19,7 @@ from jaxkv.state import batch
 from jaxkv.testing.donation import states_can_be_donated
 from jaxkv.testing.int8 import against_floats, in_int8, rows_are_rounded_once
 from jaxkv.testing.structure import (
+    bytes_equal_the_arrays,
     leaves_describe_the_state,
     the_members_exist,
     update_keeps_the_state,
@@ -214,17 +215,6 @@ def an_empty_state_gives_nothing(subject: Subject) -> Checks:
     out, wanted = found.out[: BATCH - 1], np.repeat(new.v[: BATCH - 1], group, axis=2)
     same = close(np.asarray(out), wanted.astype(np.float32), against_floats(subject))
     yield "the output of the first token must be its value", same
-
-
-def bytes_equal_the_arrays(subject: Subject) -> Checks:
-    policy, spec, count = subject.policy, subject.spec, 5
-    for tokens in (0, subject.capacity):
-        state = jax.eval_shape(lambda n=tokens: policy.reserve(spec, subject.init(count), n))
-        found, said = batch.nbytes(state) // count, policy.bytes_per_sequence(spec, tokens)
-        yield (
-            f"bytes_per_sequence(spec, {tokens}) must be {found}, as the arrays have; got {said}",
-            batch.nbytes(state) == count * said,
-        )
 
 
 def shared_leaves_are_equal(subject: Subject) -> Checks:

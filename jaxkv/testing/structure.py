@@ -1,4 +1,4 @@
-"""Laws 1 and 11 on the structure of a policy: its members, its state and its leaves."""
+"""Laws 1, 10 and 11 on the structure of a policy: members, state, leaves and bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import jax
 
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
+from jaxkv.state import batch
 from jaxkv.testing.subject import BATCH, Checks, Subject, named_leaves, update
 
 
@@ -90,3 +91,19 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
         for letter, size in zip(letters, array.shape, strict=True):
             wanted = sizes.get(letter, size)
             yield f"leaf {name}: axis {letter} must be {wanted}, got {size}", size in (wanted, 0)
+
+
+def bytes_equal_the_arrays(subject: Subject) -> Checks:
+    policy, spec, count = subject.policy, subject.spec, 5
+    for tokens in (0, subject.capacity):
+        state = jax.eval_shape(lambda n=tokens: policy.reserve(spec, subject.init(count), n))
+        found, said = batch.nbytes(state) // count, policy.bytes_per_sequence(spec, tokens)
+        yield (
+            f"bytes_per_sequence(spec, {tokens}) must be {found}, as the arrays have; got {said}",
+            batch.nbytes(state) == count * said,
+        )
+    if not subject.finishes:
+        return
+    held = batch.nbytes(subject.after_prompt()) // BATCH
+    said = policy.bytes_after_prefill(spec, subject.prompt, subject.count)
+    yield f"bytes_after_prefill must be {held}, as the arrays have; got {said}", said == held

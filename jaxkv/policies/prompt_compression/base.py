@@ -147,6 +147,12 @@ class CompressionPolicy(Policy):
         self, spec: Spec, state: CompressedState, chunk: Chunk
     ) -> tuple[Partial, CompressedState]:
         """Attend to all cached tokens and the compressed prompt; append the chunk."""
+        if prefill_finished(state) and state.dense.positions.shape[1] <= self.ends.max_tokens:
+            raise UserError(
+                "reserve counts from finish_prefill on, so a compressed prompt has no room, got a "
+                "state without; call state = policy.reserve(spec, state, tokens) for the tokens "
+                "to come"
+            )
         seen, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
         after = _store_queries(spec, state, chunk)._replace(dense=appended)
         if prefill_finished(state):
@@ -234,8 +240,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
     else:  # one empty slot: its presence says that prefill is finished
         chosen = resize(state.sample, 1)
         weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
-    # One slot at least, because an empty cache cannot grow by doubling.
-    slot = jnp.arange(min(max(ends.max_tokens, 1), size))[None]
+    slot = jnp.arange(min(ends.max_tokens, size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
     take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)  # noqa: E731

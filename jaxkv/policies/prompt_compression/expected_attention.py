@@ -99,9 +99,12 @@ class ExpectedAttention(CompressionPolicy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> ExpectedState:
         base.check_group(spec)
-        shape = batch, spec.kv_heads, spec.head_dim, spec.group, spec.head_dim
-        zeros = jnp.zeros(shape, jnp.float32)
-        return ExpectedState(super().init(spec, batch, rng), zeros[:, :, :1], zeros)
+        prompt, heads = super().init(spec, batch, rng), (batch, spec.kv_heads)
+        sizes = (1, spec.head_dim)
+        moments = (
+            jnp.zeros((*heads, size, spec.group, spec.head_dim), jnp.float32) for size in sizes
+        )
+        return ExpectedState(prompt, *moments)
 
     def reserve(self, spec: Spec, state: ExpectedState, tokens: int) -> ExpectedState:
         return state._replace(prompt=super().reserve(spec, state.prompt, tokens))

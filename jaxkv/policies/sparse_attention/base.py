@@ -95,9 +95,10 @@ class SparsePolicy(Policy):
         raise contract.missing(self, "select")
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
-        finished = jnp.zeros((batch, 0, 0), jnp.int32)
         return SparseState(
-            ring.init(spec, batch, self.start), finished, contract.seeds(rng, spec, batch)
+            ring.init(spec, batch, self.start),
+            jnp.zeros((batch, 0, 0), jnp.int32),
+            contract.seeds(rng, spec, batch),
         )
 
     def update(self, spec: Spec, state: SparseState, chunk: Chunk) -> tuple[Partial, SparseState]:
