@@ -168,9 +168,9 @@ def pairs_of(llm: Llm, known: Document, slots: int) -> Pairs:
     # From the token's position to one that is as far from `slots` as it was from the next token.
     by = np.arange(slots - known.length, -known.length, -1).astype(np.uint32)
     heads = keys.reshape(-1, slots, 1, keys.shape[-1])
-    return Pairs(
-        llm.spec.encoding.rerotate(heads, jnp.asarray(by)[None]).reshape(keys.shape), values
-    )
+    keys = llm.spec.encoding.rerotate(heads, jnp.asarray(by)[None]).reshape(keys.shape)
+    # A cached key has YaRN's factor, which it gets again when the pair is put into a cache.
+    return Pairs(keys / np.float32(getattr(llm.spec.encoding, "amplitude", 1.0)), values)
 
 
 def repeat(states: tuple[State, ...], batch: int) -> tuple[State, ...]:

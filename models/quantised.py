@@ -125,14 +125,38 @@ def _rows_in_int8(
 
 def _in_int4(weight: Float32[np.ndarray, "O I"]) -> Int4Matrix:
     groups = weight.reshape(*weight.shape[:-1], -1, GROUP)
-    minimum, largest = groups.min(axis=-1), groups.max(axis=-1)
-    minimum, scale = minimum.astype(np.float16), ((largest - minimum) / LEVELS).astype(np.float16)
+    minimum, scale = _grid(groups.min(axis=-1), groups.max(axis=-1))
     wide = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
     values = np.rint((groups - minimum.astype(np.float32)[..., None]) / wide)
     values = np.clip(values, 0, LEVELS).astype(np.uint8).reshape(weight.shape)
     low, high = np.split(values, 2)
     by_row = (np.stack(np.split(a, 2), axis=1) for a in (scale, minimum))
     return Int4Matrix(low | high << 4, *by_row)
+
+
+def _grid(
+    smallest: Float32[np.ndarray, "O G"], largest: Float32[np.ndarray, "O G"]
+) -> tuple[Float16[np.ndarray, "O G"], Float16[np.ndarray, "O G"]]:
+    """The minimum and the scale of each group, such that no weight is clipped.
+
+    The nearest numbers in float16 clip a weight only where float16 is coarse: beside a large
+    minimum, and below its normal numbers. There the minimum is the next lower number, and the scale
+    the next higher one.
+    """
+
+    def nearest_scale(minimum: np.ndarray) -> np.ndarray:
+        return ((largest - minimum) / LEVELS).astype(np.float16)
+
+    minimum, scale = smallest.astype(np.float16), nearest_scale(smallest)
+    above = minimum - smallest > scale.astype(np.float32) / 2
+    with np.errstate(over="ignore"):  # of the lowest number, which is above no weight
+        minimum = np.where(above, np.nextafter(minimum, np.float16(-np.inf)), minimum)
+
+    def clips(scale: np.ndarray) -> np.ndarray:
+        return largest - minimum > (LEVELS + 0.5) * scale.astype(np.float32)
+
+    scale = np.where(clips(scale), nearest_scale(minimum), scale)
+    return minimum, np.where(clips(scale), np.nextafter(scale, np.float16(np.inf)), scale)
 
 
 def shapes(name: str, shape: tuple[int, ...], weight_format: Format) -> Quantised:

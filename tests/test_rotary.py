@@ -27,6 +27,13 @@ YARN = {
     "beta_slow": 1,
 }
 
+# The pair with one rotation in the original length is beyond the last pair, and the pair with 32
+# rotations before the first: the ramp ends at the head dim (not at half of it), and begins at 0.
+LONG = YARN | {"original_max_position_embeddings": 131072}
+SHORT = YARN | {"original_max_position_embeddings": 128}
+FACTORS = {"kind": "factors", "factors": list(np.linspace(1, 8, 32))}
+KINDS = [{"kind": "default"}, {"kind": "linear", "factor": 4.0}, LLAMA3, YARN, LONG, SHORT]
+
 
 def frequencies_of(head_dim, theta, scaling):
     """Frequencies and amplitude, pair by pair, from the papers and model cards."""
@@ -36,6 +43,8 @@ def frequencies_of(head_dim, theta, scaling):
         f = theta ** (-2 * i / head_dim)
         if kind == "linear":
             f /= scaling["factor"]
+        elif kind == "factors":
+            f /= scaling["factors"][i]
         elif kind == "llama3":
             wavelength, context = 2 * math.pi / f, scaling["original_max_position_embeddings"]
             if wavelength > context / scaling["low_freq_factor"]:
@@ -58,11 +67,7 @@ def frequencies_of(head_dim, theta, scaling):
     return np.array(found), amplitude
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [{"kind": "default"}, {"kind": "linear", "factor": 4.0}, LLAMA3, YARN],
-    ids=lambda scaling: scaling["kind"],
-)
+@pytest.mark.parametrize("scaling", KINDS)
 @pytest.mark.parametrize("head_dim, theta", [(64, 1e4), (128, 5e5)])
 def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     frequencies, amplitude = frequencies_of(head_dim, theta, scaling)
@@ -75,6 +80,13 @@ def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     # Frequencies are rounded to 2^-32 rotations: an angle error of at most 3e-6 at position 4,096.
     np.testing.assert_allclose(found[0], wanted, atol=2e-5)
+
+
+def test_factors_divide_the_frequencies(rng):
+    x = jnp.asarray(rng.normal(size=(1, 1, 1, 64)), jnp.float32)
+    found = rotary(64, 1e4, FACTORS).rotate(x, jnp.full((1, 1), 700, jnp.uint32))
+    wanted = oracle.rotate(np.float64(x[0, :, 0]), [700], frequencies_of(64, 1e4, FACTORS))
+    np.testing.assert_allclose(found[0, :, 0], wanted, atol=2e-5)
 
 
 def test_frequencies_are_rounded_to_32_bits():

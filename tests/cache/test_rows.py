@@ -23,13 +23,16 @@ def quantised(x) -> Int8Rows:
 
 def test_no_element_moves_by_more_than_half_a_scale(rng):
     sizes = 10.0 ** rng.uniform(-30, 30, (1, 2, 500, 1))
-    x = (rng.normal(size=(1, 2, 500, 64)) * sizes).astype(np.float32)
+    offsets = np.where(np.arange(500) % 2, 1000.0, 0)[:, None]  # rows far from 0 have coarse scales
+    x = ((rng.normal(size=(1, 2, 500, 64)) + offsets) * sizes).astype(np.float32)
     found = quantised(x)
     scale = np.asarray(found.scale, np.float64)
     assert np.abs(np.asarray(found.values)).max() == 127
     assert (np.abs(np.asarray(found.values) * scale - x) <= scale * (0.5 + 1e-5)).all()
     assert (scale <= np.abs(x).max(-1, keepdims=True) / 127 * (1 + 2**-8)).all()
-    np.testing.assert_allclose(rows.dequantise(found), oracle.in_int8(x.astype(np.float64)), 1e-6)
+    near = x[:, :, ::2]  # far rows have elements half a scale from two multiples
+    wanted = oracle.in_int8(near.astype(np.float64))
+    np.testing.assert_allclose(rows.dequantise(found)[:, :, ::2], wanted, 1e-6)
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, 1e-45, 1e-38, 1e-36, -3.4e38])

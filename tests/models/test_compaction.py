@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,9 @@ from jaxkv.models.published import open_published
 from jaxkv.models.score import encode
 from jaxkv.models.serving import make_model
 from jaxkv.models.view import check as check_view
+from jaxkv.rotary import rotary
+from tests import oracle
+from tests.test_rotary import KINDS, frequencies_of
 from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
@@ -82,6 +87,23 @@ def test_untrained_pairs_equal_the_cache_of_snapkv(llm, document):
     found = after(llm, compaction.pairs_of(llm, known, SLOTS), follows)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert np.abs(wanted - after(llm, compaction.Pairs(*pairs_of_ones(llm)), follows)).max() > 1e-3
+
+
+@pytest.mark.parametrize("scaling", KINDS, ids=lambda scaling: scaling["kind"])
+def test_pairs_have_keys_before_rotation_and_without_a_factor(rng, scaling):
+    """Each key, rotated to its slot, is as far from the next token as it was in the document."""
+    length, window = 40, SLOTS // 2
+    frequencies = frequencies_of(16, 1e4, scaling)
+    heads = rng.normal(size=(2, SLOTS, 16))  # before rotation
+    positions = np.sort(rng.choice(length, SLOTS, replace=False))
+    cached = np.stack([oracle.rotate(head, positions, frequencies) for head in heads])[None]
+    split = (jnp.asarray(part, jnp.float32) for part in np.split(cached, [SLOTS - window], axis=2))
+    state = SimpleNamespace(**{n: (a, a) for n, a in zip(("sample", "dense"), split, strict=True)})
+    llm = SimpleNamespace(spec=SimpleNamespace(encoding=rotary(16, 1e4, scaling)))
+    pairs = compaction.pairs_of(llm, SimpleNamespace(compressed=[state], length=length), SLOTS)
+    moved = positions - length + SLOTS - np.arange(SLOTS)
+    expected = [oracle.rotate(head, moved, (frequencies[0], 1.0)) for head in heads]
+    np.testing.assert_allclose(pairs.keys[0], expected, atol=1e-4)
 
 
 def pairs_of_ones(llm) -> list[jax.Array]:

@@ -78,6 +78,24 @@ def test_a_row_in_int8_is_rounded_to_multiples_of_its_scale(rng):
     assert not found.values[2].any() and found.scale[2] == 1
 
 
+@pytest.mark.parametrize("offset", [0, 0.1, -3, 2000.3, -2000.3, 40000, -65503.0])
+@pytest.mark.parametrize("spread", [0, 1e-8, 1e-6, 2e-3, 0.6, 30, 500])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_no_weight_moves_by_more_than_half_a_scale(weight_format, offset, spread):
+    """Also where float16 rounds the minimum or the scale of a group coarsely."""
+    weight = offset + spread * np.random.default_rng(0).random((8, 64))
+    weight[0, 0], weight[-1, -1] = offset, offset + spread
+    weight = weight.astype(np.float32)
+    rounded = formats.quantise("q", weight, weight_format)
+    scale = np.asarray(rounded.scale, np.float64)
+    if weight_format == "int4":  # [R,2,G] -> a scale per weight
+        scale = np.repeat(np.concatenate([scale[:, 0], scale[:, 1]]), 32, axis=1)
+    else:
+        scale = scale[:, None]
+    rounding = 2 * np.spacing(np.abs(weight))  # of products in float32
+    assert (np.abs(dequantised(rounded) - weight) <= 0.5001 * scale + rounding).all()
+
+
 @pytest.mark.parametrize("tiny", [1e-45, 1e-44, 1e-38, -1e-38, 1.4e-36])
 def test_a_row_whose_scale_would_be_subnormal_is_zeros(tiny):
     """XLA would read the scale as 0; numpy would divide by 0, or round the row to other values."""
