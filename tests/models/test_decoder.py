@@ -1,4 +1,4 @@
-"""Products of weights and activations equal numpy in float64."""
+"""Products of weights and activations, and decoders, equal numpy in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxkv.models.decoder import matmul
+from jaxkv.models.streams import Stream
 from jaxkv.models.xla_cpu import dot
+from tests import oracle
+from tests.models.folders import write_model
+from tests.models.test_parity import untokenized
+from tests.oracle.decoder import logits as decoder_logits
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
@@ -31,3 +36,27 @@ def test_a_product_in_half_precision_is_not_written_in_float32():
     a, b, ct = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 8), (8, 2, 3), (4, 2, 3)))
     back = lambda a, b, ct: jax.vjp(lambda a, b: dot(a, b, (1, 0)), a, b)[1](ct)  # noqa: E731
     assert "f32" not in str(jax.make_jaxpr(back)(a, b, ct))
+
+
+@pytest.mark.parametrize(
+    "family, theta",
+    [
+        ("llama_biases", 1e4),  # and biases
+        ("mistral", 1e4),  # and sliding windows
+        ("qwen3", 1e6),  # and norms of q and k
+        ("yarn_new", oracle.yarn(16, 1e4, 4.0, 128, 24, 2)),
+    ],
+)
+def test_the_decoder_equals_its_formulas(tmp_path, family, theta):
+    """A chunk, and a token: projections have two forms."""
+    llm = untokenized(write_model(tmp_path, family))
+    config, ids = llm.config, np.random.default_rng(1).integers(0, 256, 40).tolist()
+    rules = [oracle.window(width) if width else oracle.full() for width in config.windows]
+    expected = decoder_logits(
+        llm.weights, ids, config.head_dim, config.norm_eps, theta, rules or [oracle.full()] * 3
+    )
+    stream = Stream(llm, "full")
+    for end in (39, 40):
+        stream.prefill([ids[stream.lengths[0] : end]])
+        actual = stream.decoding.logits[0]
+        np.testing.assert_allclose(actual, expected[end - 1], atol=1e-4, rtol=1e-4)
