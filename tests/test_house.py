@@ -263,6 +263,12 @@ def test_no_file_is_large_or_names_a_local_path():
     assert not found, "\n".join(found)
 
 
+def test_warnings_name_the_line_of_the_caller():
+    """`jaxkv.errors.warn` finds it; a fixed stacklevel depends on who calls."""
+    library = {p: text for p, text in python_files().items() if not p.startswith("tests/")}
+    assert [p for p, text in library.items() if "warnings.warn(" in text] == ["jaxkv/errors.py"]
+
+
 def test_versions_agree():
     version = project()["version"]
     written = {

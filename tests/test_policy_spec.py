@@ -167,9 +167,12 @@ def test_the_models_own_windows():
     assert by_layer(Window(24), 4, own) == (Window(24),) * 4
     assert by_layer("window:window=10", 4, own) == (Window(10),) * 4
     assert by_layer("streaming:sinks=4,window=20", 4, own) == (Streaming(4, 20),) * 4
-    with pytest.warns(UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"):
+    with pytest.warns(
+        UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"
+    ) as caught:
         found = by_layer("streaming:sinks=4,window=21", 4, own)
     assert found == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
+    assert caught[0].filename == __file__
     # Named layers, and policies given one per layer, override the model's windows.
     assert by_layer("1=window:window=99;*=full", 4, own) == (Full(), Window(99), Full(), Full())
     assert by_layer([Full()] * 4, 4, own) == (Full(),) * 4

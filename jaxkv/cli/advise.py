@@ -36,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--block", type=flags.whole(1), metavar="N",
         help="tokens per block, from which the errors are computed (default: 30 equal blocks)",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="FOLDER", help=f"folder for {' and '.join(FILES)}")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help=f"folder for {' and '.join(FILES)}, created if absent"
+    )
     flags.add_json(parser)
     flags.add_model(parser)
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_folder, print_json, read_text, unwritable
+from jaxkv.cli.files import check_file, print_json, read_text, unwritable
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar=f"FILE{SUFFIX}", required=True,
-        help="the file to write, which other commands take as --sinks",
+        help="the file to write, in a folder that exists, which other commands take as --sinks",
     )  # fmt: skip
     flags.add_json(parser)
     flags.add_model(parser, mesh=False, sinks=False)
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     text, out = read_text(args.text, "text"), Path(args.out)
     if out.suffix != SUFFIX:
         raise UserError(f"--out must be a file that ends in {SUFFIX}, got {args.out!r}; rename it")
-    check_folder(str(out.parent), [out.name])
+    check_file(out)
     llm, load = flags.open_model(args)
     from jaxkv.models import compaction, sinks
     from jaxkv.models.published import open_published
@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
               file=sys.stderr)  # fmt: skip
         return INTERRUPTED
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         fingerprint = open_published(llm.path).fingerprint()
         sinks.write(out, pairs.weights, llm.config.layers, fingerprint)
     except OSError as error:

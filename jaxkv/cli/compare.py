@@ -25,7 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="policy to compare; may be repeated. recompute:window=W recomputes the last W "
         "tokens for every token (default: full, and a window and a streaming cache of 256 tokens)",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help=f"folder for {' and '.join(FILES)}")
+    parser.add_argument(
+        "--out", metavar="DIR", help=f"folder for {' and '.join(FILES)}, created if absent"
+    )
     flags.add_json(parser)
     flags.add_model(parser)
 

@@ -52,7 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", required=True, metavar="DIR",
-        help="folder for the shards and manifest.json; the same command resumes an interrupted run",
+        help="folder for the shards and manifest.json, created if absent; the same command resumes "
+        "an interrupted run",
     )  # fmt: skip
     flags.add_json(parser)
 

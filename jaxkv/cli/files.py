@@ -66,6 +66,15 @@ def check_folder(path: str, names: Iterable[str]) -> Path:
         raise unwritable(folder, error) from None
 
 
+def check_file(path: Path) -> None:
+    """Check that this file can be written, into a folder that exists; create nothing."""
+    if not path.parent.is_dir():
+        raise UserError(
+            f"--out needs a folder that exists, got {path.parent}; create it, or choose another"
+        )
+    check_folder(str(path.parent), [path.name])
+
+
 def write(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write all files or none."""
     try:

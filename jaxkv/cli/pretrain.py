@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", required=True, metavar="DIR",
-        help="folder of this run; the same command resumes the run",
+        help="folder of this run, created if absent; the same command resumes the run",
     )  # fmt: skip
     parser.add_argument(
         "--mesh", help="device mesh: data=8 shards samples and weights over 8 devices"

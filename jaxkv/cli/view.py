@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_folder, print_json, read_text, write
+from jaxkv.cli.files import check_file, print_json, read_text, write
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.cli.report import names
@@ -35,8 +35,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="show only these layers, so that more tokens fit on the page (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="FILE.html", default=OUT, help=f"the page to write (default {OUT})"
-    )
+        "--out", metavar="FILE.html", default=OUT,
+        help=f"the page to write, in a folder that exists (default {OUT})",
+    )  # fmt: skip
     flags.add_json(parser)
     flags.add_model(parser)
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out must be a file that ends in .html, got {args.out!r}; rename it")
-    check_folder(str(out.parent), [out.name])
+    check_file(out)
     llm, load = flags.open_model(args, args.policy)
     from jaxkv.models import view
     from jaxkv.models.score import encode

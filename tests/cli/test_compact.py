@@ -28,6 +28,7 @@ def compact(run, model, text, out, *flags):
 @pytest.mark.slow
 def test_compact_and_generate(run, model, text, tmp_path):
     out = tmp_path / "new" / "memory.safetensors"
+    out.parent.mkdir()
     report = compact(run, model, text, out, "--json").json
     assert (report["slots"], report["steps"], report["memory"]) == (4, 2, str(out))
     assert report["bytes"] == out.stat().st_size
@@ -54,6 +55,7 @@ def test_bad_input(run, model, text, tmp_path):
         ("--steps", 0): ("--steps", "at least 1", "'0'"),
         ("--weights", "int8"): ("float weights", "leave out --weights"),
         ("--out", text): ("ends in .safetensors", "text.txt"),
+        ("--out", tmp_path / "no" / "m.safetensors"): ("a folder that exists", "no; create it"),
         ("--text", tmp_path / "none.txt"): ("no such text",),
     }
     for flags, words in cases.items():

@@ -106,6 +106,8 @@ def test_bad_input(run, model, text, tmp_path):
     refused(view_with(*short), "at least 25 tokens are needed, got 20", "longer text")
     refused(view_with("--out", tmp_path / "page.png"), "ends in .html", "page.png")
     refused(view_with("--out", tmp_path), "ends in .html")
+    refused(view_with("--out", tmp_path / "no" / "p.html"), "a folder that exists", "no; create it")
+    assert not (tmp_path / "no").exists()
     (tmp_path / "file").write_text("x")
     refused(
         view_with("--out", tmp_path / "file" / "p.html"), "--out needs a folder", "choose another"

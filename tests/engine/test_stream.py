@@ -29,15 +29,23 @@ def test_the_first_token_has_the_logits_of_a_stream(llm):
     ids = np.random.default_rng(0).integers(2, 258, max(LENGTHS)).tolist()
     policy = "streaming:sinks=2,window=14"
     engine = make_engine(llm, policy, max_batch=2, max_len=64, chunk=16)
-    requests = [Request((*ids[:length],), 1, logprobs=5) for length in LENGTHS]
-    for length, collected in zip(LENGTHS, answer(engine, requests), strict=True):
+    # With echo, another program computes the logits of all tokens of a chunk.
+    requests = [
+        Request((*ids[:length],), 1, logprobs=5, echo=echo)
+        for length in LENGTHS
+        for echo in (False, True)
+    ]
+    collected = iter(answer(engine, requests))
+    for length in LENGTHS:
         stream = Stream(llm, policy)
         stream.prefill([ids[:length]])
         expected = np.asarray(jax.nn.log_softmax(stream.decoding.logits[0]))
-        (scored,) = collected.scored
-        tokens, logprobs = zip(*scored.top, strict=True)
-        np.testing.assert_allclose(logprobs, expected[[*tokens]], atol=1e-5, err_msg=str(length))
-        np.testing.assert_allclose(logprobs, np.sort(expected)[:-6:-1], atol=1e-5)
+        for _ in range(2):
+            tokens, logprobs = zip(*next(collected).scored[-1].top, strict=True)
+            np.testing.assert_allclose(
+                logprobs, expected[[*tokens]], atol=1e-5, err_msg=str(length)
+            )
+            np.testing.assert_allclose(logprobs, np.sort(expected)[:-6:-1], atol=1e-5)
 
 
 def engine_states(llm, seed):
