@@ -28,6 +28,8 @@ FAILURES = (
     MemoryError,
 )  # fmt: skip
 REASON = 200  # characters of an error
+# None where a conversation has none, as in transformers: a template may ask `is not none`.
+ABSENT = ("tools", "documents")
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Chat:
             return _compiled(self.template).render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                **dict(self.tokens),
-                **variables,
+                **(dict.fromkeys(ABSENT) | dict(self.tokens) | dict(variables)),
             )
         except jinja2.TemplateError as error:
             why = str(error)
@@ -84,11 +85,12 @@ class Chat:
                 f"{', '.join(sorted(known)) or 'messages'}; leave it out"
             )
 
-    def render_next(self, previous: Sequence[Message], text: str) -> str:
+    def render_next(self, previous: Sequence[Message], text: str, answer: str = ANSWER) -> str:
         """The text that the user's next message adds to a cache with the conversation so far.
 
         previous: the messages so far. The last one is the answer at the end of the cache. Without
-        an answer the cache is empty, and the whole rendering is returned.
+        an answer the cache is empty, and the whole rendering is returned. answer: its placeholder,
+        a text that no message has.
         The new text begins directly after that answer, with the marks that close it: the end token
         was sampled, but is not in the cache. It is cut from a rendering with a placeholder as the
         answer, so templates may trim old answers or drop their thoughts. Where a template does not
@@ -97,10 +99,10 @@ class Chat:
         message = {"role": "user", "content": text}
         if not any(m["role"] == "assistant" for m in previous):
             return self.render([*previous, message])
-        stand_in = {**previous[-1], "content": ANSWER}
+        stand_in = {**previous[-1], "content": answer}
         whole = self.render([*previous[:-1], stand_in, message])
-        if ANSWER in whole:
-            return whole.rpartition(ANSWER)[2]
+        if answer in whole:
+            return whole.rpartition(answer)[2]
         return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int
+from jaxkv.models.chat_ids import next_turn_ids
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoding import Decoding
 from jaxkv.models.llm import Llm
@@ -177,14 +178,8 @@ class Conversation:
 
     def _tokens_of(self, text: str) -> list[int]:
         """The tokens that a message adds to the cache."""
-        tokenizer, chat = self.llm.tokenizer, self.llm.chat
-        if chat.template is not None:
-            # A first message begins the stream, so the sinks are in front of it.
-            begin = () if self.position else tokenizer.sinks
-            return [*begin, *tokenizer.encode(chat.render_next(self.messages, text), bos=False)]
-        if any(message["role"] == "assistant" for message in self.messages):
-            return tokenizer.encode(f"\n{text}\n", bos=False)
-        return tokenizer.encode("".join(m["content"] + "\n" for m in self.messages) + text + "\n")
+        llm, begins = self.llm, self.position == 0
+        return next_turn_ids(llm.tokenizer, llm.chat, self.messages, text, begins)
 
     def _return_to(self, before: Decoding, lengths: np.ndarray, output: OutputText) -> None:
         """Restore the cache from before the answer, and prefill the shown part of the answer."""
@@ -196,7 +191,7 @@ class Conversation:
             if not pieces.halfway:
                 whole_tokens, shown = number, len(text)
         # The stop string may begin within a token: encode the text before it again.
-        rest = self.llm.tokenizer.encode(output.text[shown:], bos=False)
+        rest = self.llm.tokenizer.encode(output.text[shown:], bos=False, start=False)
         self.stream.decoding = before
         self.stream.lengths = lengths
         if answer := output.tokens[:whole_tokens] + rest:

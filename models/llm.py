@@ -17,6 +17,7 @@ from jaxkv.contract import DTYPES, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.models import converted, quantised
 from jaxkv.models.chat import Chat
+from jaxkv.models.chat_ids import end_of_turn
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, Decoder, spec_of
@@ -95,8 +96,9 @@ class Llm:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The token ids that end a text."""
-        return tuple(dict.fromkeys((*self.config.eos, *self.tokenizer.eos)))
+        """The token ids that end a text, or a turn of the chat template."""
+        turn = end_of_turn(self.tokenizer, self.chat)
+        return tuple(dict.fromkeys((*self.config.eos, *self.tokenizer.eos, *turn)))
 
     @property
     def decoder(self) -> Decoder:

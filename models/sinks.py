@@ -77,12 +77,12 @@ def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
     if not token:
         if tokenizer.front:
             return tokenizer
-        ids = tokenizer.ids_of(END_TEXT) if END_TEXT in tokenizer.special_texts else []
+        ids = [token.id for token in tokenizer.added if token.text == END_TEXT and token.special]
         ids = ids or [i for i in [tokenizer.bos] if i is not None]
         if not ids:
             raise UserError(f"this model has neither {END_TEXT} nor a BOS; give constant:TOKEN")
     else:
-        ids = tokenizer.ids_of(token.replace("\\n", "\n"))
+        ids = tokenizer.encode(token.replace("\\n", "\n"), bos=False)
     if len(ids) != 1:
         raise UserError(
             f"a constant sink is one token, and {token!r} has {len(ids)}; name another, such as "

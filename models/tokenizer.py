@@ -9,21 +9,25 @@ package on all valid UTF-8 (broken byte runs may show another number of replacem
 from __future__ import annotations
 
 import codecs
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
 from jaxkv.files import reading
-from jaxkv.models.hf.folder import read_json
+from jaxkv.models import package_coder, sentencepiece
+from jaxkv.models.added_tokens import AddedToken, Part, splitter
+from jaxkv.models.hf.tokenizer_config import FLAGS, TokenizerConfig, read_tokenizer_config
+from jaxkv.models.token_bytes import (
+    SENTENCEPIECE,
+    byte_level,
+    sentencepiece_bytes,
+    steps_of,
+    strip_of,
+    table_of,
+)
 
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# The steps of a decoder in tokenizer.json that a table of bytes can represent.
-STEPS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-SPACE = "\u2581"  # SentencePiece's mark for a space
 END_TEXT = "<|endoftext|>"  # ends a document
 SINK_TEXTS = ("<|sink|>", "<|sink2|>")  # the tokens of learned sinks (models/data.py)
 
@@ -34,19 +38,20 @@ class Tokenizer:
 
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
     expects before a text, most often its BOS. strip: the number of spaces removed at the
-    beginning of a decoded text (SentencePiece adds one when it encodes). special_texts: what in a
-    text becomes a special id. sinks: those of `front` that begin every stream, also a chat, whose
-    template writes the BOS itself. backend: that of the `tokenizers` package, where it is one.
+    beginning of a decoded text (SentencePiece adds one when it encodes). added: the added tokens,
+    each of which has its id in a text. sinks: those of `front` that begin every stream, also a
+    chat, whose template writes the BOS itself. backend: that of the `tokenizers` package, where it
+    is one. ids_of: the ids of a text, given with `start` and `cut` of `encode`.
     """
 
-    ids_of: Callable[[str], list[int]] = field(repr=False)
+    ids_of: Callable[[str, bool, str], list[int]] = field(repr=False)
     table: tuple[bytes, ...] = field(repr=False)
     special: frozenset[int] = field(repr=False)
     bos: int | None
     eos: tuple[int, ...]
     front: tuple[int, ...] = ()
     strip: int = 0
-    special_texts: tuple[str, ...] = field(default=(), repr=False)
+    added: tuple[AddedToken, ...] = field(default=(), repr=False)
     sinks: tuple[int, ...] = ()
     backend: Any = field(default=None, repr=False)
 
@@ -60,12 +65,16 @@ class Tokenizer:
         """The number of ids, added tokens included."""
         return len(self.table)
 
-    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+    def encode(
+        self, text: str, bos: bool | None = None, start: bool = True, cut: str = ""
+    ) -> list[int]:
         """The ids of a text, of any length, encoded as one string.
 
         bos: True prepends the ids that the model expects, or else the BOS, if there is one; None
         prepends only the ids that the model expects; False prepends nothing.
-        Special tokens written out in the text become their ids, as in a chat template.
+        start: the text begins; False: it continues another one, so nothing is put before it.
+        Added tokens written out in the text become their ids, as in a chat template. cut: a
+        character that is no part of the text; an added token with a cut in it is text.
         """
         try:
             text.encode("utf-8")
@@ -76,7 +85,7 @@ class Tokenizer:
             ) from None
         begin = () if self.bos is None else (self.bos,)
         head = self.front if bos is None else (self.front or begin) if bos else ()
-        return [*head, *(self.ids_of(text) if text else ())]
+        return [*head, *(self.ids_of(text, start, cut) if text else ())]
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of ids.
@@ -143,38 +152,93 @@ def _from_json(folder: Path) -> Tokenizer:
         raise
     except Exception as error:  # the package raises bare Exception for every bad file
         raise UserError(f"{path} is corrupt: {error}; download it again") from None
-    front = _front(backend)
-    bos, eos = _specials(folder, backend.token_to_id)
-    return tokenizer_of(backend, path, front[0] if front else bos, eos, front)
+    config = read_tokenizer_config(
+        folder, backend.token_to_id, _added(backend), backend.get_vocab_size()
+    )
+    _apply(backend, config, path)
+    front, bos = _front(backend), config.bos
+    if config.adds_bos is False:
+        bos, front = (front[0] if bos is None and front else bos), []
+    elif config.adds_bos and not front and bos is not None:
+        front = [bos]
+    return tokenizer_of(backend, path, front[0] if front else bos, config.eos, front)
+
+
+def _added(backend: Any) -> list[AddedToken]:
+    """The added tokens of one of the package."""
+    return [
+        AddedToken(token.content, i, token.special, *(getattr(token, flag) for flag in FLAGS))
+        for i, token in sorted(backend.get_added_tokens_decoder().items())
+    ]
+
+
+def _apply(backend: Any, config: TokenizerConfig, path: Path) -> None:
+    """Give a tokenizer the added tokens and the space of its configuration."""
+    import tokenizers
+
+    present = set(_added(backend))
+    for token in config.added:
+        if token not in present:
+            flags = {name: getattr(token, name) for name in (*FLAGS, "special")}
+            backend.add_tokens([tokenizers.AddedToken(token.text, **flags)])
+    splits = backend.pre_tokenizer
+    if config.adds_space is not None and isinstance(splits, tokenizers.pre_tokenizers.ByteLevel):
+        splits.add_prefix_space = config.adds_space
+
+
+def text_coder(
+    split: Callable[[str], list[Part]],
+    ids: Callable[[Sequence[Part], bool], list[int]],
+    text_ids: Callable[[str], list[int]] | None = None,
+) -> Callable[[str, bool, str], list[int]]:
+    """The function `ids_of` of a tokenizer: the only one from text and added tokens to ids.
+
+    split: cuts a text at its added tokens. ids: of the parts of one text, and whether it begins.
+    text_ids: a faster way for a text that begins and has no cuts.
+    """
+
+    def ids_of(text: str, start: bool = True, cut: str = "") -> list[int]:
+        if text_ids is not None and start and not cut:
+            return text_ids(text)
+        parts = split(text)
+        if cut:
+            parts = [part.replace(cut, "") if isinstance(part, str) else part for part in parts]
+        return ids([part for part in parts if part != ""], start)
+
+    return ids_of
 
 
 def tokenizer_of(
-    backend: Any, path: Path, bos: int | None, eos: Sequence[int], front: Sequence[int]
+    backend: Any,
+    path: Path,
+    bos: int | None,
+    eos: Sequence[int],
+    front: Sequence[int],
+    split: Callable[[Sequence[AddedToken]], Callable[[str], list[Part]]] | None = None,
 ) -> Tokenizer:
     """A Tokenizer from one of the `tokenizers` package.
 
-    path: the source, for error messages. front: ids that the model expects before a text.
+    path: the source, for error messages. front: ids that the model expects before a text. split:
+    how a text is cut at added tokens; None leaves it to the package.
     Raises UserError for a decoder that a table of bytes cannot represent.
     """
     backend.no_truncation()
     backend.no_padding()
-
-    def ids_of(text: str) -> list[int]:
-        # The fast variant keeps no offsets: half the time and half the memory on a whole book.
-        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    steps = _steps(backend.decoder, path)
+    added = tuple(_added(backend))
+    coder = package_coder.Coder(backend, added)
+    steps = steps_of(backend.decoder, path)
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
-    added = backend.get_added_tokens_decoder()
     return Tokenizer(
-        ids_of=ids_of,
-        table=_table(tokens, _byte_level if "ByteLevel" in steps else _sentencepiece_bytes(steps)),
-        special=frozenset(i for i, token in added.items() if token.special),
+        ids_of=text_coder(
+            (split or splitter)(added), coder.ids, coder.text_ids if split is None else None
+        ),
+        table=table_of(tokens, byte_level if "ByteLevel" in steps else sentencepiece_bytes(steps)),
+        special=frozenset(token.id for token in added if token.special),
         bos=bos,
         eos=tuple(eos),
         front=tuple(front),
-        strip=_strip(steps),
-        special_texts=tuple(token.content for token in added.values() if token.special),
+        strip=strip_of(steps),
+        added=added,
         sinks=tuple(i for i in front if backend.id_to_token(i) in SINK_TEXTS),
         backend=backend,
     )
@@ -194,158 +258,59 @@ def _front(backend: Any) -> list[int]:
 
 def _from_sentencepiece(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.model"
-    backend = sentencepiece_processor(path, path.read_bytes())
-    added = {str(token): int(i) for token, i in read_json(folder / "added_tokens.json").items()}
-    marks = marks_of(backend) | added
-    bos, eos = _specials(folder, marks.get)
-    bos = bos if bos is not None or backend.bos_id() < 0 else backend.bos_id()
-    expects = read_json(folder / "tokenizer_config.json").get("add_bos_token", True) is not False
+    model = path.read_bytes()
+    pieces = sentencepiece.processor(path, model)
+    config = read_tokenizer_config(
+        folder,
+        lambda text: i if pieces.id_to_piece(i := pieces.piece_to_id(text)) == text else None,
+        sentencepiece.added_pieces(model),
+        pieces.vocab_size(),
+    )
+    bos = config.bos if config.bos is not None or pieces.bos_id() < 0 else pieces.bos_id()
+    adds_space = sentencepiece.adds_space(model) and config.adds_space is not False
     return tokenizer_of_sentencepiece(
-        backend,
-        marks,
+        path,
+        model,
+        config.added,
         bos=bos,
-        eos=eos or tuple(i for i in [backend.eos_id()] if i >= 0),
-        front=(bos,) if expects and bos is not None else (),
+        eos=config.eos or tuple(i for i in [pieces.eos_id()] if i >= 0),
+        front=(bos,) if config.adds_bos is not False and bos is not None else (),
+        adds_space=adds_space,
+        # As before transformers 5, and as in llama.cpp, where a folder does not say.
+        legacy=config.legacy is not False,
     )
-
-
-def sentencepiece_processor(path: Path, model: bytes) -> Any:
-    """The `sentencepiece` package's processor of a serialised model; path: for error messages."""
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError:
-        raise _lacks("sentencepiece", path) from None
-    try:
-        backend = SentencePieceProcessor(model_proto=model)
-        backend.vocab_size()
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"{path} is corrupt: {str(error).splitlines()[0]}; download it again"
-        ) from None
-    return backend
-
-
-def marks_of(backend: Any) -> dict[str, int]:
-    """The pieces that SentencePiece never finds in a text: control and unknown pieces."""
-    # Unknown pieces are silent too, as in tokenizer.json, where <unk> is a special token.
-    silent = (
-        i for i in range(backend.vocab_size()) if backend.is_control(i) or backend.is_unknown(i)
-    )
-    return {backend.id_to_piece(i): i for i in silent}
 
 
 def tokenizer_of_sentencepiece(
-    backend: Any, marks: Mapping[str, int], bos: int | None, eos: Sequence[int],
-    front: Sequence[int], strip: int = 1,
-) -> Tokenizer:  # fmt: skip
-    """A Tokenizer from a SentencePiece processor.
+    path: Path,
+    model: bytes,
+    added: Sequence[AddedToken],
+    bos: int | None,
+    eos: Sequence[int],
+    front: Sequence[int],
+    adds_space: bool,
+    legacy: bool = True,
+    split: Callable[[Sequence[AddedToken]], Callable[[str], list[Part]]] = splitter,
+) -> Tokenizer:
+    """A Tokenizer from a serialised SentencePiece model; path: the source, for error messages.
 
-    marks: special tokens, matched whole in a text and decoded to nothing. strip: 1 if the
-    processor puts a space before a text.
+    added: matched whole in a text; special ones decode to nothing. adds_space: put a space before a
+    text; legacy: also after each added token, and before another space.
     """
-    pieces = {i: backend.id_to_piece(i) for i in range(backend.vocab_size())}
-    found = re.compile("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")")
-
-    def ids_of(text: str) -> list[int]:
-        parts = found.split(text) if marks else [text]
-        each = ([marks[p]] if p in marks else backend.encode(p) for p in parts if p)
-        return [i for part in each for i in part]
-
+    coder = sentencepiece.coder(path, model, added, adds_space, legacy)
+    pieces = {i: coder.first.id_to_piece(i) for i in range(coder.first.vocab_size())}
     return Tokenizer(
-        ids_of=ids_of,
-        table=_table(
-            pieces | {i: token for token, i in marks.items()}, _sentencepiece_bytes(SENTENCEPIECE)
+        ids_of=text_coder(split(added), coder.ids),
+        table=table_of(
+            pieces | {token.id: token.text for token in added}, sentencepiece_bytes(SENTENCEPIECE)
         ),
-        special=frozenset(marks.values()),
+        special=frozenset(token.id for token in added if token.special),
         bos=bos,
         eos=tuple(eos),
         front=tuple(front),
-        strip=strip,
-        special_texts=tuple(marks),
+        strip=int(adds_space),
+        added=tuple(added),
     )
-
-
-SENTENCEPIECE: dict[str, Any] = {"ByteFallback": {}, "Metaspace": {"replacement": SPACE}}
-
-
-def _steps(decoder: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """The steps of a decoder by type; raises UserError for steps that a table cannot represent."""
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    unknown = [str(step["type"]) for step in steps if step["type"] not in STEPS]
-    if unknown:
-        raise UserError(
-            f"{path}: unsupported decoder {', '.join(unknown)}; supported: "
-            f"{', '.join(sorted(STEPS))}"
-        )
-    return {step["type"]: step for step in steps}
-
-
-def _strip(steps: Mapping[str, Mapping[str, Any]]) -> int:
-    """The number of leading spaces that the decoder removes from a text."""
-    if "Metaspace" in steps:
-        return int(steps["Metaspace"].get("prepend_scheme") != "never")
-    return int(steps["Strip"]["start"]) if "Strip" in steps else 0
-
-
-def _table(tokens: Mapping[int, str], bytes_of: Callable[[str], bytes]) -> tuple[bytes, ...]:
-    """The bytes of every id; ids without a token have none."""
-    size = max(tokens, default=-1) + 1
-    return tuple(bytes_of(tokens[i]) if i in tokens else b"" for i in range(size))
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: a printable character for each byte, the unprintable ones from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-LETTERS = _byte_letters()
-
-
-def _byte_level(token: str) -> bytes:
-    """The bytes of a byte-level token; a token outside the alphabet was added as plain text."""
-    if all(letter in LETTERS for letter in token):
-        return bytes(LETTERS[letter] for letter in token)
-    return token.encode()
-
-
-def _sentencepiece_bytes(steps: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """The bytes of SentencePiece-like tokens: a mark for spaces, <0xNN> for single bytes."""
-    replace = steps.get("Replace", {})
-    mark = replace.get("pattern", {}).get("String") or steps.get("Metaspace", {}).get("replacement")
-    space = replace.get("content", " ")
-
-    def bytes_of(token: str) -> bytes:
-        byte = BYTE.fullmatch(token) if "ByteFallback" in steps else None
-        if byte:
-            return bytes([int(byte[1], 16)])
-        return (token.replace(mark, space) if mark else token).encode()
-
-    return bytes_of
-
-
-def _specials(
-    folder: Path, id_of: Callable[[str], int | None]
-) -> tuple[int | None, tuple[int, ...]]:
-    """BOS and EOS ids: the tokenizer's own files first, else the ids in the model's config."""
-    tokens = read_json(folder / "special_tokens_map.json")
-    tokens |= read_json(folder / "tokenizer_config.json")
-    model = read_json(folder / "config.json")
-    model |= read_json(folder / "generation_config.json")
-
-    def ids(name: str) -> list[int]:
-        if f"{name}_token" in tokens:
-            token = tokens[f"{name}_token"]
-            token = token.get("content") if isinstance(token, dict) else token
-            found = id_of(token) if isinstance(token, str) else None
-            return [] if found is None else [found]
-        value = model.get(f"{name}_token_id")
-        return value if isinstance(value, list) else [] if value is None else [value]
-
-    return next(iter(ids("bos")), None), tuple(ids("eos"))
 
 
 def _lacks(package: str, path: Path) -> UserError:

@@ -113,7 +113,7 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
         weights = load_weights(Path(folder), config, "float32")
     # The text has no meaning, but detokenizing it is part of the measured time.
     table = tuple(f" {i}".encode() for i in range(config.vocab))
-    tokenizer = Tokenizer(lambda _: [], table, frozenset(), None, (), False)
+    tokenizer = Tokenizer(lambda *_: [], table, frozenset(), None, (), False)
     return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
 
 

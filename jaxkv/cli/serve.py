@@ -118,7 +118,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     groups[SERVER].add_argument(
         "--allow-special-tokens", action="store_true",
-        help="turn special tokens that are written out in chat messages into their ids, not text",
+        help="turn added tokens that are written out in chat messages into their ids, not text",
     )  # fmt: skip
     groups[SERVER].add_argument(
         "--log-probes", action="store_true",

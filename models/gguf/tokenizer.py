@@ -5,21 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.models import sentencepiece
+from jaxkv.models.added_tokens import gguf_splitter
 from jaxkv.models.chat import Chat
-from jaxkv.models.gguf import sentencepiece
 from jaxkv.models.gguf.config import ends, token_id, tokens_of
 from jaxkv.models.gguf.header import Header, corrupt
 from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from jaxkv.models.tokenizer import (
-    Tokenizer,
-    marks_of,
-    sentencepiece_processor,
-    tokenizer_of,
-    tokenizer_of_sentencepiece,
-)
+from jaxkv.models.sentencepiece import ADDED, NORMAL, USER_DEFINED
+from jaxkv.models.tokenizer import Tokenizer, tokenizer_of, tokenizer_of_sentencepiece
 
 PREFIX = "tokenizer.ggml."
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types
 # Special tokens that a chat template may name: its name -> that in the metadata.
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -70,16 +65,17 @@ def _byte_level(header: Header) -> Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitter(pre)
     backend.decoder = decoders.ByteLevel()
-    # Both are matched whole in a text; only control tokens decode to nothing.
+    # All are matched whole in a text; user-defined ones decode to their text.
     backend.add_tokens(
         [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
             for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
+            if kind in ADDED and token
         ]
     )
     bos = token_id(header, "bos")
-    return tokenizer_of(backend, header.path, bos, ends(header), _front(header, bos, pre.adds_bos))
+    front = _front(header, bos, pre.adds_bos)
+    return tokenizer_of(backend, header.path, bos, ends(header), front, gguf_splitter)
 
 
 def splitter(pre: PreTokenizer) -> Any:
@@ -100,15 +96,16 @@ def _sentencepiece(header: Header) -> Tokenizer:
     add_space = header.get(PREFIX + "add_space_prefix", bool, True)
     collapse = header.get(PREFIX + "remove_extra_whitespaces", bool, False)
     model = sentencepiece.serialise(tokens, scores, types, add_space, collapse)
-    backend = sentencepiece_processor(header.path, model)
     bos = token_id(header, "bos")
     return tokenizer_of_sentencepiece(
-        backend,
-        marks_of(backend),
+        header.path,
+        model,
+        sentencepiece.added_pieces(model),
         bos=bos,
         eos=ends(header),
         front=_front(header, bos, adds_bos=True),
-        strip=int(add_space),
+        adds_space=add_space,
+        split=gguf_splitter,
     )
 
 

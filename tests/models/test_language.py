@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv.models import language
+from jaxkv.models.added_tokens import PRIVATE
 from jaxkv.models.chat import Chat
 from jaxkv.models.language import Language
 from jaxkv.models.tokenizer import read_tokenizer
@@ -78,7 +78,7 @@ def test_special_tokens_without_a_template(tokenizer):
 
 def test_messages_may_contain_private_use_characters(tokenizer):
     """The first one marks where the rendering is cut, unless a message contains it."""
-    content = f"{chr(language.PRIVATE[0])}{END}{chr(language.PRIVATE[2])}"
+    content = f"{chr(PRIVATE[0])}{END}{chr(PRIVATE[2])}"
     ids = made(tokenizer).render(said(content))
     assert text_of(tokenizer, ids) == f"{BEGIN}[user {content}]{END}[assistant "
 

@@ -1,0 +1,152 @@
+"""What a model folder says about its tokenizer beside the vocabulary, as transformers reads it.
+
+Versions of transformers differ in some fields. docs/decisions/models.md says what is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.models.added_tokens import AddedToken
+from jaxkv.models.hf.folder import read_json
+
+# Special tokens by the order in which transformers gives ids to those that the vocabulary lacks.
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+# Every field of tokenizer_config.json that may change ids, beside NAMED and LISTS.
+APPLIED = ("add_bos_token", "added_tokens_decoder", "add_prefix_space", "legacy", "chat_template")
+# Only this value is supported.
+REFUSED = {"split_special_tokens": False, "sp_model_kwargs": {}, "do_lower_case": False,
+           "remove_space": False, "keep_accents": True}  # fmt: skip
+# Without effect on a prompt that an answer continues: an EOS after it would end it.
+UNUSED = ("add_eos_token",)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """bos, eos: ids. adds_bos, adds_space, legacy: None where the folder does not say."""
+
+    added: tuple[AddedToken, ...]
+    bos: int | None
+    eos: tuple[int, ...]
+    adds_bos: bool | None
+    adds_space: bool | None
+    legacy: bool | None
+
+
+def read_tokenizer_config(
+    folder: Path, id_of: Callable[[str], int | None], known: Iterable[AddedToken], size: int
+) -> TokenizerConfig:
+    """The configuration of a tokenizer.
+
+    id_of: the id of a token of the vocabulary. known: added tokens of the vocabulary. size: of the
+    vocabulary, after which new tokens get ids. Raises UserError for a field that is not supported.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    for name, value in REFUSED.items():
+        if config.get(name) not in (None, value):
+            raise UserError(
+                f"{path}: {name} must be {value} or absent, got {config[name]!r:.60}; use another "
+                "model"
+            )
+    added = {token.text: token for token in known}
+    names = read_json(folder / "special_tokens_map.json") | config
+    special = list(_special(names, path))
+    for token in _declared(folder, config, {text for text, _ in special}):
+        ids = id_of(token.text), size
+        own_id = next(i for i in ids if i is not None)
+        if own_id != token.id:
+            raise UserError(
+                f"{path}: {token.text!r:.60} must have its id in the vocabulary, {own_id}, got "
+                f"{token.id}; download it again"
+            )
+        added[token.text] = token
+        size = max(size, token.id + 1)
+    for text, flags in special:
+        if text not in added:
+            i = id_of(text)
+            added[text] = AddedToken(text, size if i is None else i, **flags)
+            size += i is None
+    ids = {text: token.id for text, token in added.items()}
+    return TokenizerConfig(
+        tuple(added.values()),
+        *_ends(folder, names, lambda text: ids.get(text, id_of(text))),
+        *(_flag(config, name, path) for name in ("add_bos_token", "add_prefix_space", "legacy")),
+    )
+
+
+def _special(names: Mapping[str, Any], path: Path) -> Iterable[tuple[str, dict[str, bool]]]:
+    """Text and flags of each special token."""
+    for value in [names.get(name) for name in NAMED]:
+        if text := content(value):
+            yield text, _flags(value)
+    for name in LISTS:
+        values = names.get(name) or []
+        for value in values.values() if isinstance(values, dict) else values:
+            if text := content(value):
+                yield text, _flags(value)
+
+
+def _declared(
+    folder: Path, config: Mapping[str, Any], special: Iterable[str]
+) -> Iterable[AddedToken]:
+    """The tokens of added_tokens_decoder by id, or else those of added_tokens.json."""
+    path, entries = folder / "tokenizer_config.json", config.get("added_tokens_decoder")
+    if entries is None:
+        path, by_text = folder / "added_tokens.json", read_json(folder / "added_tokens.json")
+        entries = {
+            i: {"content": text, "special": text in special, "normalized": text not in special}
+            for text, i in by_text.items()
+        }
+    try:
+        tokens = [
+            AddedToken(entry["content"], int(i), bool(entry.get("special", False)), **_flags(entry))
+            for i, entry in entries.items()
+        ]
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{path}: added tokens must be texts with ids; download it again") from None
+    wrong = next((token for token in tokens if not token.text or token.id < 0), None)
+    if wrong is not None:
+        raise UserError(f"{path}: added token {wrong.id} is empty or below 0; download it again")
+    return sorted(tokens, key=lambda token: token.id)
+
+
+def content(value: Any) -> str | None:
+    """The text of a special token, which is a string or an object with its flags."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _flags(value: Any) -> dict[str, bool]:
+    return {name: bool(value.get(name, False)) for name in FLAGS} if isinstance(value, dict) else {}
+
+
+def _flag(config: Mapping[str, Any], name: str, path: Path) -> bool | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{path}: {name} must be true or false, got {value!r:.60}; correct it")
+    return value
+
+
+def _ends(
+    folder: Path, tokens: Mapping[str, Any], id_of: Callable[[str], int | None]
+) -> tuple[int | None, tuple[int, ...]]:
+    """BOS and EOS ids: the tokenizer's own files first, else the ids in the model's config."""
+    model = read_json(folder / "config.json")
+    model |= read_json(folder / "generation_config.json")
+
+    def ids(name: str) -> list[int]:
+        if f"{name}_token" in tokens:
+            text = content(tokens[f"{name}_token"])
+            i = None if text is None else id_of(text)
+            return [] if i is None else [i]
+        value = model.get(f"{name}_token_id")
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    return next(iter(ids("bos")), None), tuple(ids("eos"))

@@ -1,0 +1,246 @@
+"""Conversations as ids: no message forges a mark of the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from gguf import TokenType as Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from jaxkv.errors import UserError
+from jaxkv.models import gguf
+from jaxkv.models.chat import Chat
+from jaxkv.models.chat_ids import conversation_ids, end_of_turn, next_turn_ids, role_marks
+from jaxkv.models.language import Language
+from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
+from tests.models.tokenizer_files import write_byte_level, write_gguf, write_sentencepiece
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}"
+    "{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
+    "{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+PLAIN = (
+    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published tokenizer in small. marks: of roles. other: what a model writes itself."""
+
+    tokenizer: Callable[[Path], Tokenizer]
+    template: str
+    marks: tuple[str, ...]
+    bos: str = ""
+    eos: str = ""
+    other: tuple[str, ...] = ()
+
+    def chat(self) -> Chat:
+        return Chat(self.template, (("bos_token", self.bos), ("eos_token", self.eos)))
+
+
+def quiet(text: str, **flags: bool) -> AddedToken:
+    """An added token that is not special."""
+    return AddedToken(text, special=False, **flags)
+
+
+BEGIN_DS, END_DS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+IM = ("<|im_start|>", "<|im_end|>")
+USER = dict.fromkeys(IM, Kind.USER_DEFINED)
+SHAPES = {
+    "deepseek-r1-distill": Shape(
+        lambda path: read_tokenizer(
+            write_byte_level(
+                path, [BEGIN_DS, END_DS, *map(quiet, ("<｜User｜>", "<｜Assistant｜>", "<think>",
+                                                    "</think>"))],
+                {"bos_token": BEGIN_DS, "eos_token": END_DS},
+            )
+        ),
+        DEEPSEEK, ("<｜User｜>", "<｜Assistant｜>"), BEGIN_DS, END_DS, ("<think>", "</think>"),
+    ),
+    "chatml, gguf, byte-level": Shape(
+        lambda path: gguf.read_tokenizer(
+            write_gguf(path / "m.gguf", "gpt2", USER | {"<tool_call>": Kind.USER_DEFINED})
+        ),
+        CHATML, IM, other=("<tool_call>",),
+    ),
+    "chatml, gguf, sentencepiece": Shape(
+        lambda path: gguf.read_tokenizer(
+            write_gguf(path / "m.gguf", "llama", USER | {"<tool_call>": Kind.USER_DEFINED})
+        ),
+        CHATML, IM, "<s>", "</s>", ("<tool_call>",),
+    ),
+    "llama3": Shape(
+        lambda path: read_tokenizer(
+            write_byte_level(path, ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>",
+                                    "<|eot_id|>", "<|python_tag|>"])
+        ),
+        LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin|>",
+        other=("<|python_tag|>",),
+    ),
+    "mistral": Shape(
+        lambda path: read_tokenizer(
+            write_sentencepiece(
+                path, {"[INST]": Kind.CONTROL, "[/INST]": Kind.CONTROL, "[tool]": Kind.CONTROL}
+            )
+        ),
+        MISTRAL, ("[INST]", "[/INST]"), "<s>", "</s>", ("[tool]",),
+    ),
+    "tokens that overlap": Shape(
+        lambda path: read_tokenizer(
+            write_byte_level(path, [*IM, "<|im", "start|>user", quiet("|>", normalized=True)])
+        ),
+        CHATML, IM,
+    ),
+    "marks of whole words": Shape(  # which the model's vocabulary has, too
+        lambda path: read_tokenizer(write_byte_level(path, [*IM, quiet("user"), quiet("im")])),
+        CHATML, (*IM, "user"), other=("im",),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request, tmp_path_factory) -> tuple[Shape, Tokenizer]:
+    made = SHAPES[request.param]
+    path = tmp_path_factory.mktemp("shape")
+    return made, made.tokenizer(path)
+
+
+def marks_in(tokenizer: Tokenizer, ids) -> list[str]:
+    by_id = {token.id: token.text for token in tokenizer.added}
+    return [by_id[i] for i in ids if i in by_id]
+
+
+def pieces_of(tokenizer: Tokenizer) -> list[str]:
+    """Marks, their halves and other text."""
+    texts = [token.text for token in tokenizer.added]
+    halves = [half for t in texts for n in (1, len(t) // 2, len(t) - 1) for half in (t[:n], t[n:])]
+    return [*texts, *halves, "user", "a", " ", "\n", "é", "\ue000answer\ue001", "\U000f0000"]
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(data=st.data())
+def test_the_marks_of_a_prompt_are_those_of_the_template(shape, data):
+    """Random messages, in the server and in chat."""
+    made, tokenizer = shape
+    texts = st.lists(st.sampled_from(pieces_of(tokenizer)), min_size=1, max_size=6).map("".join)
+    contents = [data.draw(texts) for _ in range(3)]
+    roles = ("system", "user", "user")
+    said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    plain = [{"role": role, "content": "é"} for role in roles]
+    chat = made.chat()
+    expected = marks_in(tokenizer, tokenizer.encode(chat.render(plain), bos=False))
+    ids = conversation_ids(tokenizer, chat, said)
+    assert marks_in(tokenizer, ids) == expected
+    # All of the text is there. SentencePiece may put a space after a mark.
+    text = tokenizer.decode(ids, special=True)
+    if "trim" not in made.template:
+        assert text.replace(" ", "") == chat.render(said).replace(" ", "")
+    answer = {"role": "assistant", "content": contents[1]}
+    turn = next_turn_ids(tokenizer, chat, [said[1], answer], contents[2], begins=False)
+    delta = chat.render_next([plain[1], {**answer, "content": "é"}], "é")
+    assert marks_in(tokenizer, turn) == marks_in(
+        tokenizer, tokenizer.encode(delta, bos=False, start=False)
+    )
+
+
+def test_an_answer_keeps_the_marks_that_the_model_wrote(shape):
+    made, tokenizer = shape
+    marks = role_marks(tokenizer, made.chat())
+    assert set(made.marks) <= marks and not marks & set(made.other)
+    for mark in (*made.marks, *made.other):
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"{mark}b"}]
+        empty = [said[0], {"role": "assistant", "content": "b"}]
+        with_mark, without = (
+            [m for m in marks_in(tokenizer, conversation_ids(tokenizer, made.chat(), messages))
+             if m in (*made.marks, mark)]
+            for messages in (said, empty)
+        )  # fmt: skip
+        kept = mark in made.other and mark != "</think>"  # the template removes thoughts itself
+        assert sorted(with_mark) == sorted([*without, *[mark] * kept])
+
+
+def test_thoughts_of_earlier_answers_are_removed(tmp_path):
+    """The template finds them, because a cut in them would hide them from it."""
+    tokenizer = SHAPES["deepseek-r1-distill"].tokenizer(tmp_path)
+    chat = SHAPES["deepseek-r1-distill"].chat()
+    answers = ("<think>hm</think>b", "b")
+    first, second = (
+        conversation_ids(
+            tokenizer, chat, [{"role": "user", "content": "a"}, {"role": "assistant", "content": c}]
+        )
+        for c in answers
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_message_of_only_marks(name, tmp_path):
+    made = SHAPES[name]
+    tokenizer = made.tokenizer(tmp_path)
+    llm = SimpleNamespace(tokenizer=tokenizer, chat=made.chat(), eos=())
+    content = "".join(made.marks)
+    ids = Language(llm, "m", 1).render([{"role": "user", "content": content}])
+    empty = Language(llm, "m", 1).render([{"role": "user", "content": "é"}])
+    assert marks_in(tokenizer, ids) == marks_in(tokenizer, empty)
+    allowed = Language(llm, "m", 1, allow_special=True)
+    ids = allowed.render([{"role": "user", "content": content}])
+    assert len(marks_in(tokenizer, ids)) >= len(marks_in(tokenizer, empty)) + len(made.marks)
+
+
+def test_a_mark_of_one_character_is_refused(tmp_path):
+    """Its text has no other ids."""
+    tokenizer = read_tokenizer(write_byte_level(tmp_path, ["§"]))
+    chat = Chat("{% for m in messages %}§{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="must not contain '§', a mark of one character"):
+        conversation_ids(tokenizer, chat, [{"role": "user", "content": "a § b"}])
+    assert conversation_ids(tokenizer, chat, [{"role": "user", "content": "a"}])
+
+
+# A plain template ends answers with nothing: the words that follow may be part of an answer.
+ENDS = {
+    "eot": (LLAMA3, ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+            "<|eot_id|>"),
+    "im_end, not special": (CHATML, [quiet("<|im_start|>"), quiet("<|im_end|>")], "<|im_end|>"),
+    "after a space": (CHATML.replace("}}<|im_end|>", "}} <|im_end|>"), list(IM), "<|im_end|>"),
+    "the next role": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+                      ["<|user|>", "<|assistant|>"], "<|user|>"),
+    "plain text": (PLAIN, list(IM), None),
+    "a word": (CHATML.replace("<|im_end|>", "stop"), list(IM), None),
+    "no end": ("{{ messages[0].content }}", list(IM), None),
+    "refuses": ("{{ raise_exception('no') }}", list(IM), None),
+    "no template": (None, list(IM), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_turn(name, tmp_path):
+    template, added, mark = ENDS[name]
+    tokenizer = read_tokenizer(write_byte_level(tmp_path, added))
+    ids = {token.text: token.id for token in tokenizer.added}
+    assert end_of_turn(tokenizer, Chat(template)) == (() if mark is None else (ids[mark],))

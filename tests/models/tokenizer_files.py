@@ -1,0 +1,108 @@
+"""Small tokenizers in the published shapes, as folders and as GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+from gguf import TokenType as Kind
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from jaxkv.models.gguf import read_header
+from jaxkv.models.gguf.header import Header
+from jaxkv.models.sentencepiece import serialise
+from tests.models.folders import write_json
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Words that span "user", "system" and letters beside marks, so that a lost or an extra space shows.
+MERGES = ["u s", "e r", "us er", "Ġ user", "s y", "Ġ a", "i m", "< |", "| >", "Ċ Ċ"]
+WORDS = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def write_byte_level(
+    folder: Path,
+    added: Sequence[AddedToken | str],
+    config: Mapping[str, Any] | None = None,
+    add_prefix_space: bool = False,
+    **parts: Any,
+) -> Path:
+    """A folder with a byte-level tokenizer.json.
+
+    added: a text is a special token. config: tokenizer_config.json. parts: of the tokenizer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in MERGES]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    made.decoder = decoders.ByteLevel()
+    for token in added:
+        made.add_special_tokens([token]) if isinstance(token, str) else made.add_tokens([token])
+    for name, value in parts.items():
+        setattr(made, name, value)
+    made.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(config or {})
+    write_json(folder / "tokenizer_config.json", fields)
+    write_json(folder / "config.json", {"model_type": "llama"})
+    return folder
+
+
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+# Pieces in the order of their merges.
+PIECES = ["er", "us", "user", "▁user", "▁a", "sy", "im", "▁▁", *"▁userymaitnb<>|/[]INST_xd", "\n"]
+
+
+def sentencepiece_vocabulary(marks: Mapping[str, int]) -> tuple[list[str], list[float], list[int]]:
+    """Pieces, scores and types; marks: text -> type, after the three control pieces."""
+    words = list(dict.fromkeys(PIECES))
+    pieces = ["<unk>", "<s>", "</s>", *marks, *BYTES, *words]
+    scores = [0.0] * (3 + len(marks) + 256) + [-float(i) for i, _ in enumerate(words)]
+    types = [Kind.UNKNOWN, Kind.CONTROL, Kind.CONTROL, *marks.values(), *[Kind.BYTE] * 256]
+    return pieces, scores, [int(kind) for kind in types + [Kind.NORMAL] * len(words)]
+
+
+def write_sentencepiece(
+    folder: Path,
+    marks: Mapping[str, int],
+    config: Mapping[str, Any] | None = None,
+    added: Mapping[str, int] | None = None,
+) -> Path:
+    """A folder with a tokenizer.model only; added: added_tokens.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(serialise(*sentencepiece_vocabulary(marks), True))
+    fields = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
+              "unk_token": "<unk>"} | dict(config or {})  # fmt: skip
+    write_json(folder / "tokenizer_config.json", fields)
+    write_json(folder / "config.json", {"model_type": "llama"})
+    if added:
+        write_json(folder / "added_tokens.json", added)
+    return folder
+
+
+def write_gguf(
+    path: Path, kind: str, marks: Mapping[str, int], pre: str = "gpt-2", **fields: Any
+) -> Header:
+    """The header of a GGUF file with the vocabulary of a folder above; kind: gpt2 or llama."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    if kind == "gpt2":
+        tokens = [*WORDS, *marks]
+        types = [int(Kind.NORMAL)] * len(WORDS) + list(map(int, marks.values()))
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges(MERGES)
+    else:
+        tokens, scores, types = sentencepiece_vocabulary(marks)
+        writer.add_token_scores(scores)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_tensor("token_embd.weight", np.zeros((512, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_header(path)
