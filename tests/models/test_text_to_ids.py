@@ -1,0 +1,259 @@
+"""Text to ids beside transformers, in two versions, and beside the rules of GGUF files.
+
+`python -m tests.models.test_text_to_ids` records the ids of the installed transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from gguf import TokenType as Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from jaxkv.models import gguf
+from jaxkv.models.chat import Chat
+from jaxkv.models.chat_ids import next_turn_ids
+from jaxkv.models.sentencepiece import serialise
+from jaxkv.models.tokenizer import read_tokenizer
+from tests.models.tokenizer_files import (
+    MERGES,
+    WORDS,
+    sentencepiece_vocabulary,
+    write_byte_level,
+    write_gguf,
+    write_sentencepiece,
+)
+
+RECORD = Path(__file__).with_name("transformers_ids.json")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+M = "<|im_start|>"
+# Marks at the start, in the middle, at the end, doubled, beside spaces, and none.
+TEXTS = [
+    f"{M}user", f"user{M}user", f"user{M}", f"{M}{M}user", f" {M} user", f"user  {M}  user ",
+    f"user\n\n{M}\nuser", f"a{M}b {M}c", "user  system", "  user", "é 東京\tuser", "</s>user</s> a",
+    f"</s>{M}</s>", "<|im_star|>", f"<{M}>", M[:-1], "", "a\n", f"{M}us{M}er",
+]  # fmt: skip
+
+
+def flagged(flag: str) -> AddedToken:
+    return AddedToken(M, **({"normalized": False, "special": False} | {flag: True}))
+
+
+def entry(**flags: bool) -> dict[str, Any]:
+    return {"content": M} | dict.fromkeys(FLAGS, False) | flags
+
+
+# In a SentencePiece folder the token has the first id after the vocabulary.
+NEXT = str(len(sentencepiece_vocabulary({})[0]))
+USER = {M: Kind.USER_DEFINED}
+LEGACY, FIRST = {"legacy": True}, {"legacy": False}
+CASES: dict[str, Callable[[Path], Path]] = {
+    **{f"byte-level, {flag}": lambda path, flag=flag: write_byte_level(path, ["</s>", flagged(flag)])
+       for flag in FLAGS},
+    "byte-level, NFC": lambda path: write_byte_level(
+        path, ["</s>", flagged("normalized")], normalizer=normalizers.NFC()),
+    "byte-level, added_tokens_decoder": lambda path: write_byte_level(
+        path, ["</s>", flagged("normalized")],
+        {"added_tokens_decoder": {str(len(WORDS) + 1): entry(lstrip=True, special=True)}}),
+    "byte-level, new token": lambda path: write_byte_level(
+        path, ["</s>"], {"added_tokens_decoder": {str(len(WORDS) + 1): entry(rstrip=True)}}),
+    "byte-level, additional": lambda path: write_byte_level(
+        path, ["</s>"], {"additional_special_tokens": [M], "pad_token": "<pad>"}),
+    "byte-level, overlapping": lambda path: write_byte_level(
+        path, ["</s>", M, "<|im", "start|>us", AddedToken("|>u", special=False, normalized=True)]),
+    "metaspace, first": lambda path: write_byte_level(
+        path, ["</s>", M], pre_tokenizer=pre_tokenizers.Sequence([
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+    "sentencepiece, legacy": lambda path: write_sentencepiece(path, USER, LEGACY),
+    "sentencepiece, not legacy": lambda path: write_sentencepiece(path, USER, FIRST),
+    "sentencepiece, no space": lambda path: write_sentencepiece(
+        path, USER, FIRST | {"add_prefix_space": False}),
+    "sentencepiece, control": lambda path: write_sentencepiece(path, {M: Kind.CONTROL}, LEGACY),
+    "sentencepiece, added_tokens.json": lambda path: write_sentencepiece(
+        path, {}, FIRST, {M: int(NEXT)}),
+    **{f"sentencepiece, {flag}": lambda path, flag=flag: write_sentencepiece(
+        path, {}, FIRST | {"added_tokens_decoder": {NEXT: entry(**{flag: True})}})
+       for flag in FLAGS},
+    "sentencepiece, decoder before json": lambda path: write_sentencepiece(
+        path, {}, FIRST | {"added_tokens_decoder": {NEXT: entry()}}, {"user": int(NEXT)}),
+    "sentencepiece, additional": lambda path: write_sentencepiece(
+        path, {}, FIRST | {"additional_special_tokens": [M]}),
+}  # fmt: skip
+# transformers 5 reads `legacy: true` as a space before each part that has none, and loses a token
+# of the model that is named again. Before version 5 both were as in SentencePiece.
+NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, control"}
+
+
+def transformers_ids(folder: Path) -> list[list[int]]:
+    import transformers
+
+    coder = transformers.AutoTokenizer.from_pretrained(folder)
+    return [coder.encode(text, add_special_tokens=False) for text in TEXTS]
+
+
+def our_ids(folder: Path) -> list[list[int]]:
+    tokenizer = read_tokenizer(folder)
+    return [tokenizer.encode(text, bos=False) for text in TEXTS]
+
+
+@pytest.mark.parametrize("version", json.loads(RECORD.read_text()) if RECORD.is_file() else {})
+@pytest.mark.parametrize("case", CASES)
+def test_ids_agree_with_recorded_ones(case, version, tmp_path):
+    if case in NOT_LIKE_5 and version.startswith("5."):
+        return
+    recorded = json.loads(RECORD.read_text())[version][case]
+    assert dict(zip(TEXTS, our_ids(CASES[case](tmp_path)), strict=True)) == dict(
+        zip(TEXTS, recorded, strict=True)
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", CASES)
+def test_ids_agree_with_transformers(case, tmp_path):
+    import transformers
+
+    if case in NOT_LIKE_5 and transformers.__version__.startswith("5."):
+        return
+    folder = CASES[case](tmp_path)
+    assert dict(zip(TEXTS, our_ids(folder), strict=True)) == dict(
+        zip(TEXTS, transformers_ids(folder), strict=True)
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("byte", "meta"))])
+@given(parts=st.lists(st.sampled_from([M, M[:4], M[4:], "</s>", "user", " ", "\n", "é", "|>u"])))
+def test_parts_agree_with_the_package(case, parts, tmp_path_factory):
+    """A text that is cut by us has the ids that the package finds by itself."""
+    tokenizer = _tokenizer(case, tmp_path_factory)
+    text = "".join(parts)
+    assert tokenizer.encode(text, bos=False, cut="\U000f0000") == tokenizer.encode(text, bos=False)
+
+
+_read: dict[str, Any] = {}
+
+
+def _tokenizer(case: str, tmp_path_factory) -> Any:
+    if case not in _read:
+        _read[case] = read_tokenizer(CASES[case](tmp_path_factory.mktemp("case")))
+    return _read[case]
+
+
+# What llama.cpp does (src/llama-vocab.cpp): control, user-defined and unknown tokens are cut out of
+# the text first, each in all of it, the longest first.
+def partition(text: str, marks: dict[str, int]) -> Iterable[str | int]:
+    fragments: list[str | int] = [text]
+    for mark in sorted(marks, key=len, reverse=True):
+        cut = []
+        for fragment in fragments:
+            while isinstance(fragment, str) and mark in fragment:
+                before, _, fragment = fragment.partition(mark)
+                cut += [before, marks[mark]]
+            cut.append(fragment)
+        fragments = cut
+    return [fragment for fragment in fragments if fragment != ""]
+
+
+OVERLAPPING = {"<|im": Kind.CONTROL, "start|>us": Kind.USER_DEFINED}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("add_space", [True, False])
+@pytest.mark.parametrize("more", [{}, OVERLAPPING])
+def test_ids_of_gguf_files(kind, add_space, more, tmp_path):
+    marks = USER | {"<tool>": Kind.CONTROL} | more
+    header = write_gguf(tmp_path / "m.gguf", kind, marks, add_space_prefix=add_space)
+    ours = gguf.read_tokenizer(header)
+    tokens = header.fields["tokenizer.ggml.tokens"]
+    ids = {text: tokens.index(text) for text in marks}
+    if kind == "gpt2":
+        original = tokenizers.Tokenizer(
+            tokenizers.models.BPE(
+                {word: i for i, word in enumerate(WORDS)}, [tuple(m.split(" ")) for m in MERGES]
+            )
+        )
+        original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+        def encode(text: str) -> list[int]:
+            return original.encode(text).ids
+    else:
+        ids |= {text: tokens.index(text) for text in ("<unk>", "<s>", "</s>")}
+        # Marks as control pieces, which SentencePiece never finds; a space as its own letter.
+        model = serialise(*sentencepiece_vocabulary(dict.fromkeys(marks, Kind.CONTROL)), False)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+
+        def encode(text: str) -> list[int]:
+            return processor.encode("▁" * add_space + text)
+
+    for text in (*TEXTS, f"{M}user", "<tool><tool> a", "<unk>a"):
+        expected = [
+            i for part in partition(text, ids)
+            for i in ([part] if isinstance(part, int) else encode(part))
+        ]  # fmt: skip
+        assert ours.encode(text, bos=False) == expected, text
+    assert (
+        tokens[ours.encode(f"{M}user", bos=False)[1]]
+        == ("▁user" if kind == "llama" and add_space else "user")
+        or more
+    )
+
+
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("### ", M), None])
+@pytest.mark.parametrize("case", CASES)
+def test_turns_are_one_text(case, template, tmp_path):
+    """Turns that are encoded one after another have the ids of the whole conversation."""
+    tokenizer = read_tokenizer(CASES[case](tmp_path))
+    chat = Chat(template)
+    user, answer = ({"role": "user", "content": "a user"}, {"role": "assistant", "content": "us"})
+    first = next_turn_ids(tokenizer, chat, [], "a user", begins=True)
+    second = next_turn_ids(tokenizer, chat, [user, answer], "a user", begins=False)
+    if template is None:
+        whole = tokenizer.encode("a user\nus\na user\n")
+    else:
+        whole = tokenizer.encode(chat.render([user, answer, user]), bos=False)
+    assert [*first, *tokenizer.encode("us", bos=False, start=False), *second] == whole
+
+
+def test_special_tokens_in_sentencepiece_text_add_no_space(tmp_path):
+    """`</s>` in a message of a template in plain text: the parts around it are one text."""
+    tokenizer = read_tokenizer(write_sentencepiece(tmp_path, {}, LEGACY))
+    (turn,) = (
+        next_turn_ids(tokenizer, Chat(PLAIN), [], content, begins=True)
+        for content in ["user</s>user"]
+    )
+    text = tokenizer.decode(turn, special=True)
+    assert text == Chat(PLAIN).render([{"role": "user", "content": "user</s>user"}])
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    import transformers
+
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    with tempfile.TemporaryDirectory() as made:
+        folders = {case: write(Path(made, str(n))) for n, (case, write) in enumerate(CASES.items())}
+        record[transformers.__version__] = {c: transformers_ids(f) for c, f in folders.items()}
+    lines = [
+        f' "{version}": {{\n'
+        + ",\n".join(f"  {json.dumps(case)}: {json.dumps(ids)}" for case, ids in cases.items())
+        + "\n }"
+        for version, cases in sorted(record.items())
+    ]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
