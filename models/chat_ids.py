@@ -113,7 +113,8 @@ def role_marks(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
         (cut,) = free_characters(texts, 1)
         written.update(i for text in texts for i in tokenizer.encode(text, bos=False, cut=cut))
     marks = {token.text for token in tokenizer.added if token.id in written}
-    return frozenset(marks | (_texts(tokenizer) & {text for _, text in chat.tokens}))
+    named = {text for _, text in chat.tokens if len(text) > 1}  # a padding token may be a letter
+    return frozenset(marks | (_texts(tokenizer) & named))
 
 
 def _probes(chat: Chat) -> Iterator[tuple[Sequence[str], list[str]]]:

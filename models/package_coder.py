@@ -33,8 +33,7 @@ class Coder:
     def ids(self, parts: Sequence[Part], start: bool) -> list[int]:
         """The ids of a text, cut at its added tokens; start: it begins a text.
 
-        No added token comes from the text between them. Raises UserError where the text cannot be
-        written without.
+        No added token comes from the text between them, except of one character or of white space.
         """
         name, before = free_characters([part for part in parts if isinstance(part, str)], 2)
         backend, by_id = self._named(name)
@@ -81,18 +80,14 @@ class Coder:
         return "".join(piece for piece, _ in pieces) != "x"
 
     @cached_property
-    def _forgeable(self) -> Mapping[int, str]:
+    def _forgeable(self) -> frozenset[int]:
         """Added tokens that the model may have in its vocabulary, too."""
-        return {token.id: token.text for token in self.added if token.text.strip()}
+        texts = (token for token in self.added if len(token.text) > 1 and token.text.strip())
+        return frozenset(token.id for token in texts)
 
     def _as_text(self, i: int) -> list[int]:
         """The ids of an added token's text, without this token: cut until none is left."""
         text = self.backend.model.id_to_token(i)
-        if text is None or len(text) < 2:
-            raise UserError(
-                f"a message contains {self._forgeable[i]!r:.60}, which this tokenizer has only as "
-                "a special token; leave it out"
-            )
         halves = [token.id for half in (text[:1], text[1:])
                   for token in self.backend.model.tokenize(half)]  # fmt: skip
         return [j for half in halves

@@ -157,7 +157,8 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
                 raise ValueError(f"a message is no object: {message!r:.60}")
             if message["role"] == "assistant" and prompt:
                 turns.append(len(prompt))
-            prompt += tokenizer.encode(f"{message['role']}\n{message['content']}\n", bos=False)
+            line = f"{message['role']}\n{message['content']}\n"
+            prompt += tokenizer.encode(line, bos=False, start=not prompt)
         sessions.append((np.array(prompt), turns))
     for turn in range(max((len(turns) for _, turns in sessions), default=0)):
         for prompt, turns in sessions:

@@ -79,7 +79,7 @@ class Streamed(NamedTuple):
 def stream_of(llm: Llm, novel: Sequence[int], seed: Sequence[int]) -> Streamed:
     """A novel with a sentence at the end of every EVERY tokens."""
     rng = np.random.default_rng(seed)
-    encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
+    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
     tokens, facts, at, things = [], [], 0, []
     for _ in range(len(novel) // EVERY):
         things = things or rng.permutation(THINGS).tolist()  # no thing again within eight sentences

@@ -37,8 +37,9 @@ def prompts(
             f"{length}; give a smaller one"
         )
     before, after = around(llm)
-    encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
-    front = encode(before)
+    # All is one text, so the parts after the first go on.
+    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
+    front = llm.tokenizer.encode(before, bos=False)
     found = []
     for sample in samples(task, llm.tokenizer, length - len(front), count, seed):
         context, rest = encode(sample.context), encode(f"\n\n{sample.question}{after}")

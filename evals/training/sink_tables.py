@@ -276,7 +276,7 @@ def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]
     front, most = list(llm.tokenizer.front), llm.config.context
     texts = []
     for context, choice in pairs:
-        ids = llm.tokenizer.encode(choice, bos=False)
+        ids = llm.tokenizer.encode(choice, bos=False, start=False)
         before = llm.tokenizer.encode(context, bos=False)
         # A prediction needs a token before it.
         before = before or [llm.eos[0]]

@@ -8,7 +8,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import sentencepiece
 from jaxkv.models.added_tokens import gguf_splitter
 from jaxkv.models.chat import Chat
-from jaxkv.models.gguf.config import ends, token_id, tokens_of
+from jaxkv.models.gguf.config import ENDS, ends, token_id, tokens_of
 from jaxkv.models.gguf.header import Header, corrupt
 from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from jaxkv.models.sentencepiece import ADDED, NORMAL, USER_DEFINED
@@ -17,6 +17,19 @@ from jaxkv.models.tokenizer import Tokenizer, tokenizer_of, tokenizer_of_sentenc
 PREFIX = "tokenizer.ggml."
 # Special tokens that a chat template may name: its name -> that in the metadata.
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Fields of the tokenizer that are applied, and those without effect on the ids of a prompt: names
+# of other tokens, and what comes after a text. Any other field is refused.
+APPLIED = (
+    "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token",
+    "add_space_prefix", "remove_extra_whitespaces",
+    *(f"{name}_token_id" for name in (*ENDS, *NAMED.values())),
+)  # fmt: skip
+UNUSED = (
+    "token_type_count", "add_eos_token", "add_sep_token",
+    *(f"{name}_token_id" for name in ("seperator", "separator", "cls", "mask", "prefix", "suffix",
+                                      "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad",
+                                      "fim_rep", "fim_sep")),
+)  # fmt: skip
 
 
 def read_tokenizer(header: Header) -> Tokenizer:
@@ -27,6 +40,12 @@ def read_tokenizer(header: Header) -> Tokenizer:
             f"{header.path}: unsupported {PREFIX}model {kind!r:.60}; supported: gpt2 "
             "(byte-level BPE), llama (SentencePiece BPE)"
         )
+    for key, value in header.fields.items():
+        name = key.removeprefix(PREFIX)
+        if name != key and value and name not in (*APPLIED, *UNUSED):
+            raise UserError(
+                f"{header.path}: unsupported field {key}, got {value!r:.60}; use a file without it"
+            )
     return KINDS[kind](header)
 
 

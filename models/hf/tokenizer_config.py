@@ -1,6 +1,6 @@
 """What a model folder says about its tokenizer beside the vocabulary, as transformers reads it.
 
-Versions of transformers differ in some fields. docs/decisions/models.md says what is chosen.
+Versions of transformers differ in some fields. docs/decisions/text.md says what is chosen.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from jaxkv.models.hf.folder import read_json
 
 # Special tokens by the order in which transformers gives ids to those that the vocabulary lacks.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-LISTS = ("additional_special_tokens", "extra_special_tokens")
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-# Every field of tokenizer_config.json that may change ids, beside NAMED and LISTS.
+# Every field of tokenizer_config.json that may change the ids of a prompt is in NAMED, in LISTS, or
 APPLIED = ("add_bos_token", "added_tokens_decoder", "add_prefix_space", "legacy", "chat_template")
-# Only this value is supported.
-REFUSED = {"split_special_tokens": False, "sp_model_kwargs": {}, "do_lower_case": False,
-           "remove_space": False, "keep_accents": True}  # fmt: skip
-# Without effect on a prompt that an answer continues: an EOS after it would end it.
-UNUSED = ("add_eos_token",)
+# supported with one value, as is its absence, or
+REFUSED = {"split_special_tokens": False, "fix_mistral_regex": False, "sp_model_kwargs": {},
+           "do_lower_case": False, "remove_space": False, "keep_accents": True}  # fmt: skip
+# without effect: `add_eos_token` would end the prompt that an answer continues.
+UNUSED = ("add_eos_token", "clean_up_tokenization_spaces", "use_default_system_prompt", "errors",
+          "padding_side", "truncation_side", "model_max_length", "model_input_names")  # fmt: skip
 
 
 @dataclass(frozen=True)

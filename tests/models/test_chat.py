@@ -108,6 +108,8 @@ def test_templates_have_the_functions_of_transformers(tmp_path):
     assert shows("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
     assert re.fullmatch(r"\d{4}", shows("{{ strftime_now('%Y') }}"))
     assert shows("{% for m in messages %}{% break %}{% endfor %}x") == "x"
+    assert shows("{{ tools is none }} {{ documents is none }}") == "True True"
+    assert Chat("{{ tools }}").render([HELLO], variables={"tools": "a"}) == "a"
     assert shows("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "Hello!"
     assert shows("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
 

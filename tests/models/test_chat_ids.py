@@ -220,6 +220,9 @@ def test_a_mark_of_one_character_is_refused(tmp_path):
     with pytest.raises(UserError, match="must not contain '§', a mark of one character"):
         conversation_ids(tokenizer, chat, [{"role": "user", "content": "a § b"}])
     assert conversation_ids(tokenizer, chat, [{"role": "user", "content": "a"}])
+    # A letter that the template does not write, as some models name for padding, is no mark.
+    named = Chat(CHATML, (("pad_token", "§"),))
+    assert conversation_ids(tokenizer, named, [{"role": "user", "content": "a § b"}])
 
 
 # A plain template ends answers with nothing: the words that follow may be part of an answer.

@@ -56,8 +56,8 @@ NEXT = str(len(sentencepiece_vocabulary({})[0]))
 USER = {M: Kind.USER_DEFINED}
 LEGACY, FIRST = {"legacy": True}, {"legacy": False}
 CASES: dict[str, Callable[[Path], Path]] = {
-    **{f"byte-level, {flag}": lambda path, flag=flag: write_byte_level(path, ["</s>", flagged(flag)])
-       for flag in FLAGS},
+    **{f"byte-level, {flag}": lambda path, flag=flag: write_byte_level(
+        path, ["</s>", flagged(flag)]) for flag in FLAGS},
     "byte-level, NFC": lambda path: write_byte_level(
         path, ["</s>", flagged("normalized")], normalizer=normalizers.NFC()),
     "byte-level, added_tokens_decoder": lambda path: write_byte_level(
