@@ -36,10 +36,10 @@ class AddedToken:
     normalized: bool = False
 
 
-Part = str | AddedToken
+TextPart = str | AddedToken
 
 
-def splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[Part]]:
+def splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[TextPart]]:
     """A function that cuts a text at added tokens as the package `tokenizers` does.
 
     From the left, the longest token that begins at a place; first those that are not normalized.
@@ -49,8 +49,8 @@ def splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[Part]]:
     ]
     patterns = [(re.compile(_pattern(by_text)), by_text) for by_text in passes if by_text]
 
-    def split(text: str) -> list[Part]:
-        parts: list[Part] = [text]
+    def split(text: str) -> list[TextPart]:
+        parts: list[TextPart] = [text]
         for pattern, by_text in patterns:
             parts = [
                 piece
@@ -77,7 +77,9 @@ def _pattern(texts: Iterable[str]) -> str:
     return f"(?:{'|'.join(choices)})"
 
 
-def _cut(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) -> Iterable[Part]:
+def _cut(
+    text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]
+) -> Iterable[TextPart]:
     at = 0
     for match in pattern.finditer(text):
         token, (start, end) = tokens[match[0]], match.span()
@@ -96,15 +98,15 @@ def _cut(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) 
         yield text[at:]
 
 
-def gguf_splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[Part]]:
+def gguf_splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[TextPart]]:
     """The same as llama.cpp does: each token in all of the text, from the longest to the shortest.
 
     It has no flags (`tokenizer_st_partition` in src/llama-vocab.cpp).
     """
     in_order = sorted(tokens, key=lambda token: len(token.text.encode()), reverse=True)
 
-    def split(text: str) -> list[Part]:
-        parts: list[Part] = [text]
+    def split(text: str) -> list[TextPart]:
+        parts: list[TextPart] = [text]
         for token in in_order:
             if token.text in text:
                 parts = [piece for part in parts for piece in _at_each(part, token)]
@@ -113,7 +115,7 @@ def gguf_splitter(tokens: Sequence[AddedToken]) -> Callable[[str], list[Part]]:
     return split
 
 
-def _at_each(part: Part, token: AddedToken) -> Iterable[Part]:
+def _at_each(part: TextPart, token: AddedToken) -> Iterable[TextPart]:
     if not isinstance(part, str):
         yield part
         return

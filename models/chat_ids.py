@@ -89,7 +89,7 @@ def next_turn_ids(
     return tokenizer.encode("".join(m["content"] + "\n" for m in (*previous, message)), cut=cut)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     """The added token with which the template closes an assistant's message, if it is one.
 
@@ -105,7 +105,7 @@ def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     return ()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def role_marks(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
     """The added tokens that the template writes around messages, and those that it may name."""
     written: set[int] = set()
@@ -133,7 +133,7 @@ def _probes(chat: Chat) -> Iterator[tuple[Sequence[str], list[str]]]:
         yield roles, [*texts, rest]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _texts(tokenizer: Tokenizer) -> frozenset[str]:
     return frozenset(token.text for token in tokenizer.added)
 

@@ -13,14 +13,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.models.added_tokens import AddedToken, Part, free_characters
+from jaxkv.models.added_tokens import AddedToken, TextPart, free_characters
 
-# Letters that a text may continue: the first after which its own tokens begin anew is taken.
+# Letters that a text may continue: the first that shares no token with the text is taken.
 BEFORE = ("\n", "a", ".", "0")
 
 
 @dataclass(frozen=True, eq=False)
-class Coder:
+class PackageCoder:
     """backend: the tokenizer of the package. added: its added tokens."""
 
     backend: Any
@@ -30,7 +30,7 @@ class Coder:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_named", lru_cache(maxsize=4)(self._with_names))
 
-    def ids(self, parts: Sequence[Part], start: bool) -> list[int]:
+    def ids(self, parts: Sequence[TextPart], start: bool) -> list[int]:
         """The ids of a text, cut at its added tokens; start: it begins a text.
 
         No added token comes from the text between them, except of one character or of white space.

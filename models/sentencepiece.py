@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.models.added_tokens import AddedToken, Part
+from jaxkv.models.added_tokens import AddedToken, TextPart
 from jaxkv.models.token_bytes import SPACE
 
 BPE = 2  # TrainerSpec.ModelType
@@ -27,7 +27,7 @@ SIZES = {1: 8, 5: 4}  # bytes of the other wire types
 
 
 @dataclass(frozen=True)
-class Coder:
+class SentencePieceCoder:
     """Encodes text without added tokens.
 
     first: puts a space before a text. continued: does not. legacy: a space is put also after each
@@ -38,7 +38,7 @@ class Coder:
     continued: Any
     legacy: bool
 
-    def ids(self, parts: Sequence[Part], start: bool) -> list[int]:
+    def ids(self, parts: Sequence[TextPart], start: bool) -> list[int]:
         """The ids of a text, cut at its added tokens; start: it begins a text."""
         ids: list[int] = []
         for number, part in enumerate(parts):
@@ -54,14 +54,16 @@ class Coder:
 
 def coder(
     path: Path, model: bytes, added: Sequence[AddedToken], adds_space: bool, legacy: bool
-) -> Coder:
+) -> SentencePieceCoder:
     """Raises UserError for what is no SentencePiece model; path: for error messages."""
     # The package itself would find user-defined pieces in a text, and control pieces never.
     hidden = with_types(model, {token.id: CONTROL for token in added})
     # The last value of a field counts.
     no_space = hidden + _message(NORMALIZER, _number(ADD_SPACE, 0))
     continued = processor(path, no_space)
-    return Coder(processor(path, hidden) if adds_space else continued, continued, legacy)
+    return SentencePieceCoder(
+        processor(path, hidden) if adds_space else continued, continued, legacy
+    )
 
 
 def processor(path: Path, model: bytes) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models import package_coder, sentencepiece
-from jaxkv.models.added_tokens import AddedToken, Part, splitter
+from jaxkv.models.added_tokens import AddedToken, TextPart, splitter
 from jaxkv.models.hf.tokenizer_config import FLAGS, TokenizerConfig, read_tokenizer_config
 from jaxkv.models.token_bytes import (
     SENTENCEPIECE,
@@ -187,8 +187,8 @@ def _apply(backend: Any, config: TokenizerConfig, path: Path) -> None:
 
 
 def text_coder(
-    split: Callable[[str], list[Part]],
-    ids: Callable[[Sequence[Part], bool], list[int]],
+    split: Callable[[str], list[TextPart]],
+    ids: Callable[[Sequence[TextPart], bool], list[int]],
     text_ids: Callable[[str], list[int]] | None = None,
 ) -> Callable[[str, bool, str], list[int]]:
     """The function `ids_of` of a tokenizer: the only one from text and added tokens to ids.
@@ -214,7 +214,7 @@ def tokenizer_of(
     bos: int | None,
     eos: Sequence[int],
     front: Sequence[int],
-    split: Callable[[Sequence[AddedToken]], Callable[[str], list[Part]]] | None = None,
+    split: Callable[[Sequence[AddedToken]], Callable[[str], list[TextPart]]] | None = None,
 ) -> Tokenizer:
     """A Tokenizer from one of the `tokenizers` package.
 
@@ -225,7 +225,7 @@ def tokenizer_of(
     backend.no_truncation()
     backend.no_padding()
     added = tuple(_added(backend))
-    coder = package_coder.Coder(backend, added)
+    coder = package_coder.PackageCoder(backend, added)
     steps = steps_of(backend.decoder, path)
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     return Tokenizer(
@@ -290,7 +290,7 @@ def tokenizer_of_sentencepiece(
     front: Sequence[int],
     adds_space: bool,
     legacy: bool = True,
-    split: Callable[[Sequence[AddedToken]], Callable[[str], list[Part]]] = splitter,
+    split: Callable[[Sequence[AddedToken]], Callable[[str], list[TextPart]]] = splitter,
 ) -> Tokenizer:
     """A Tokenizer from a serialised SentencePiece model; path: the source, for error messages.
 

@@ -161,10 +161,13 @@ def _prompts(
         if variables:
             texts.append(json.dumps(variables))
         _check_length("".join(texts), "messages", engine, language)
-        ids = language.render(
-            values["messages"], variables, values["add_generation_prompt"] is not False,
-            values["continue_final_message"],
-        )  # fmt: skip
+        try:
+            ids = language.render(
+                values["messages"], variables, values["add_generation_prompt"] is not False,
+                values["continue_final_message"],
+            )  # fmt: skip
+        except UserError as error:
+            raise Fault(400, str(error), param="messages") from None
         return [("", ids)]
     size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
     most = TOTAL if engine.max_len is None else max(TOTAL, _most_characters(engine, language))

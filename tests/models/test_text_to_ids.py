@@ -230,6 +230,18 @@ def test_turns_are_one_text(case, template, tmp_path):
     assert [*first, *tokenizer.encode("us", bos=False, start=False), *second] == whole
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_text_that_a_stop_string_cuts(case, tmp_path):
+    """The rest of an answer, encoded again after its first tokens, adds no space to it."""
+    tokenizer = read_tokenizer(CASES[case](tmp_path))
+    text = "a user\nuser  us"
+    whole = tokenizer.decode(tokenizer.encode(text, bos=False))
+    for size in range(1, len(text)):
+        before = tokenizer.encode(text[:size], bos=False)
+        rest = tokenizer.encode(text[size:], bos=False, start=False)
+        assert tokenizer.decode([*before, *rest]) == whole
+
+
 def test_special_tokens_in_sentencepiece_text_add_no_space(tmp_path):
     """`</s>` in a message of a template in plain text: the parts around it are one text."""
     tokenizer = read_tokenizer(write_sentencepiece(tmp_path, {}, LEGACY))
@@ -241,19 +253,24 @@ def test_special_tokens_in_sentencepiece_text_add_no_space(tmp_path):
     assert text == Chat(PLAIN).render([{"role": "user", "content": "user</s>user"}])
 
 
-if __name__ == "__main__":
+def record() -> None:
+    """Add the ids of the installed transformers to the record."""
     import tempfile
 
     import transformers
 
-    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    versions = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     with tempfile.TemporaryDirectory() as made:
         folders = {case: write(Path(made, str(n))) for n, (case, write) in enumerate(CASES.items())}
-        record[transformers.__version__] = {c: transformers_ids(f) for c, f in folders.items()}
+        versions[transformers.__version__] = {c: transformers_ids(f) for c, f in folders.items()}
     lines = [
         f' "{version}": {{\n'
         + ",\n".join(f"  {json.dumps(case)}: {json.dumps(ids)}" for case, ids in cases.items())
         + "\n }"
-        for version, cases in sorted(record.items())
+        for version, cases in sorted(versions.items())
     ]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    record()

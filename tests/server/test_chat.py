@@ -77,7 +77,7 @@ def test_variables_that_the_template_does_not_read(variables, words):
 def test_a_template_that_fails_is_one_error_of_the_client(template, mood, words):
     with serving(FakeEngine(), language(template)) as served:
         answer = served.chat("x", chat_template_kwargs={"mood": mood})
-        assert answer.status == 400
+        assert (answer.status, answer.error["param"]) == (400, "messages")
         assert f"refuses this conversation: {words}" in answer.error["message"]
 
 
@@ -87,4 +87,5 @@ def test_a_template_that_fails_is_one_error_of_the_client(template, mood, words)
 ])  # fmt: skip
 def test_roles_are_not_dropped_without_a_template(served, fields):
     answer = served.chat("x", **fields)
-    assert answer.status == 400 and "no chat template" in answer.error["message"]
+    assert (answer.status, answer.error["param"]) == (400, "messages")
+    assert "no chat template" in answer.error["message"]
