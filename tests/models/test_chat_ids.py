@@ -19,7 +19,12 @@ from jaxkv.models.chat import Chat
 from jaxkv.models.chat_ids import conversation_ids, end_of_turn, next_turn_ids, role_marks
 from jaxkv.models.language import Language
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
-from tests.models.tokenizer_files import write_byte_level, write_gguf, write_sentencepiece
+from tests.models.tokenizer_files import (
+    write_byte_level,
+    write_gguf,
+    write_sentencepiece,
+    write_unigram,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -48,7 +53,10 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A published tokenizer in small. marks: of roles. other: what a model writes itself."""
+    """A published tokenizer in small.
+
+    marks: of roles. other: what a model writes itself. lossy: letters may become unknown tokens.
+    """
 
     tokenizer: Callable[[Path], Tokenizer]
     template: str
@@ -56,6 +64,7 @@ class Shape:
     bos: str = ""
     eos: str = ""
     other: tuple[str, ...] = ()
+    lossy: bool = False
 
     def chat(self) -> Chat:
         return Chat(self.template, (("bos_token", self.bos), ("eos_token", self.eos)))
@@ -108,6 +117,17 @@ SHAPES = {
         ),
         MISTRAL, ("[INST]", "[/INST]"), "<s>", "</s>", ("[tool]",),
     ),
+    "unigram": Shape(
+        lambda path: read_tokenizer(write_unigram(path, ["<s>", "</s>", "[INST]", "[/INST]"])),
+        MISTRAL, ("[INST]", "[/INST]"), "<s>", "</s>", lossy=True,
+    ),
+    "tight": Shape(  # the template's letters complete marks with those of a message
+        lambda path: read_tokenizer(
+            write_byte_level(path, ["<|user|>", "<|end|>", quiet("x<|", normalized=True)])
+        ),
+        "{% for m in messages %}<|user|>|{{ m.content }}|>{{ m.content }}<|end|>{% endfor %}",
+        ("<|user|>", "<|end|>"),
+    ),
     "tokens that overlap": Shape(
         lambda path: read_tokenizer(
             write_byte_level(path, [*IM, "<|im", "start|>user", quiet("|>", normalized=True)])
@@ -159,7 +179,7 @@ def test_the_marks_of_a_prompt_are_those_of_the_template(shape, data):
     assert marks_in(tokenizer, ids) == expected
     # All of the text is there. SentencePiece may put a space after a mark.
     text = tokenizer.decode(ids, special=True)
-    if "trim" not in made.template:
+    if "trim" not in made.template and not made.lossy:
         assert text.replace(" ", "") == chat.render(said).replace(" ", "")
     answer = {"role": "assistant", "content": contents[1]}
     turn = next_turn_ids(tokenizer, chat, [said[1], answer], contents[2], begins=False)

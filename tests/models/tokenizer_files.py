@@ -50,6 +50,20 @@ def write_byte_level(
     return folder
 
 
+def write_unigram(folder: Path, added: Sequence[str]) -> Path:
+    """A folder with a Unigram tokenizer.json, whose vocabulary has the added tokens, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = [(letter, -9.0) for letter in "▁userymaitnb<>|/[]INST_xd"]
+    vocab = [("<unk>", 0.0), *((text, 0.0) for text in added), *letters]
+    made = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(list(added))
+    made.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    return folder
+
+
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 # Pieces in the order of their merges.
 PIECES = ["er", "us", "user", "▁user", "▁a", "sy", "im", "▁▁", *"▁userymaitnb<>|/[]INST_xd", "\n"]
