@@ -181,6 +181,11 @@ def _apply(backend: Any, config: TokenizerConfig, path: Path) -> None:
         if token not in present:
             flags = {name: getattr(token, name) for name in (*FLAGS, "special")}
             backend.add_tokens([tokenizers.AddedToken(token.text, **flags)])
+            if (i := backend.token_to_id(token.text)) != token.id:
+                raise UserError(
+                    f"{path} gives the id {i} to {token.text!r:.60}, and its configuration "
+                    f"{token.id}; download it again"
+                )
     splits = backend.pre_tokenizer
     if config.adds_space is not None and isinstance(splits, tokenizers.pre_tokenizers.ByteLevel):
         splits.add_prefix_space = config.adds_space

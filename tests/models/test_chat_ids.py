@@ -161,7 +161,7 @@ def pieces_of(tokenizer: Tokenizer) -> list[str]:
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True,
+    max_examples=100, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(data=st.data())

@@ -69,6 +69,8 @@ CASES: dict[str, Callable[[Path], Path]] = {
         path, ["</s>"], {"additional_special_tokens": [M], "pad_token": "<pad>"}),
     "byte-level, overlapping": lambda path: write_byte_level(
         path, ["</s>", M, "<|im", "start|>us", AddedToken("|>u", special=False, normalized=True)]),
+    "byte-level, a space": lambda path: write_byte_level(
+        path, ["</s>", M], {"add_prefix_space": True}),
     "metaspace, first": lambda path: write_byte_level(
         path, ["</s>", M], pre_tokenizer=pre_tokenizers.Sequence([
             pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
@@ -88,9 +90,9 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "sentencepiece, additional": lambda path: write_sentencepiece(
         path, {}, FIRST | {"additional_special_tokens": [M]}),
 }  # fmt: skip
-# transformers 5 reads `legacy: true` as a space before each part that has none, and loses a token
-# of the model that is named again. Before version 5 both were as in SentencePiece.
-NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, control"}
+# transformers 5 reads `legacy: true` as a space before each part that has none; version 4 puts it
+# before every part, as SentencePiece does. 5 ignores `add_prefix_space` beside a tokenizer.json.
+NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, control", "byte-level, a space"}
 
 
 def transformers_ids(folder: Path) -> list[list[int]]:
@@ -129,7 +131,7 @@ def test_ids_agree_with_transformers(case, tmp_path):
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True,
+@settings(max_examples=60, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("byte", "meta"))])
 @given(parts=st.lists(st.sampled_from([M, M[:4], M[4:], "</s>", "user", " ", "\n", "é", "|>u"])))
