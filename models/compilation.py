@@ -35,6 +35,7 @@ def enable_compilation_cache() -> None:
     It is in the user's cache folder; JAXKV_COMPILATION_CACHE moves it, `off` switches it off.
     """
     clock(), cache_events()  # they count from now on
+    mute_reads_of_programs()
     folder = cache_folder(VARIABLE, "compilations")
     if folder is None or jax.config.jax_compilation_cache_dir:
         return
@@ -51,6 +52,43 @@ def enable_compilation_cache() -> None:
     # By default JAX does not store programs that compile in under a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@functools.cache
+def mute_reads_of_programs() -> None:
+    """Keep XLA's log off standard error while JAX reads a stored program; jax 0.8.2 to 0.10 only.
+
+    With AVX-512, XLA compiles with LLVM's preferences prefer-no-gather and prefer-no-scatter. The
+    loader of these versions takes them for features that the host lacks, and logs 3 kB a program
+    that end in SIGILL. No other error is lost: JAX warns of a program that it cannot read, and does
+    not read programs for other features, because the cache key contains those of the host.
+    TF_CPP_MIN_LOG_LEVEL=0 shows all.
+    """
+    if not (0, 8, 2) <= jax.__version_info__ < (0, 11):
+        return
+    from jax._src import compilation_cache, logging_config
+    from jax._src.lib import utils
+
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax sets it on import
+    level = int(level) if level.isdigit() else 0  # as XLA reads it
+    read, lock, reading = compilation_cache.get_executable_and_time, threading.Lock(), 0
+
+    def set_level(change: int) -> None:
+        nonlocal reading
+        with lock:
+            reading += change
+            shown = logging_config._tf_cpp_map.get(jax.config.jax_logging_level, level)
+            utils.absl_set_min_log_level(3 if reading and shown else shown)
+
+    @functools.wraps(read)
+    def read_muted(*arguments: object, **named: object) -> object:
+        set_level(1)
+        try:
+            return read(*arguments, **named)
+        finally:
+            set_level(-1)
+
+    compilation_cache.get_executable_and_time = read_muted
 
 
 @functools.cache
