@@ -53,6 +53,8 @@ def set_environment():
     if cpu and "backend_optimization_level" not in flags:
         flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
     os.environ["XLA_FLAGS"] = flags.strip()
+    # Several processes share a GPU, and commands print nothing about its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("JAXKV_COMPILATION_CACHE", "off")
     os.environ.setdefault("JAXKV_WEIGHT_CACHE", "off")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))

@@ -287,6 +287,27 @@ def test_the_command_line_starts_without_jax():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
+def test_an_import_starts_no_backend():
+    """It would reserve the memory of a GPU, and fix settings that a script has still to make."""
+    code = (
+        "import importlib, pkgutil, jaxkv, jaxkv.models, jaxkv.pallas_kernels\n"
+        "for package in (jaxkv, jaxkv.models, jaxkv.pallas_kernels):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        if module.name != 'jaxkv.__main__':\n"
+        "            importlib.import_module(module.name)\n"
+        "from jax._src import xla_bridge; print(*xla_bridge._backends)\n"
+        "import jax; jax.devices(); print(*xla_bridge._backends)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "\ncpu\n"), done.stdout + done.stderr
+
+
 def test_the_extra_models_is_enough_to_load_a_model():
     """README's first install; a package of another extra must not be imported by the way."""
     others = "safetensors matplotlib gguf starlette uvicorn h11 prometheus_client"

@@ -36,6 +36,32 @@ def test_a_device_without_a_limit_is_not_checked(stats, device):
     memory.check(10**18, "a cache")
 
 
+NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+PREALLOCATE, ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
+
+
+@pytest.mark.parametrize(
+    ("platform", "limit", "environment", "advice"),
+    [
+        ("gpu", 60 << 30, {}, f"60.0 GiB of each GPU's memory; set {NEW} below 0.75 "),
+        ("gpu", 8 << 30, {NEW: ".1"}, f"8.0 GiB of each GPU's memory; set {NEW} below .1 "),
+        ("gpu", 8 << 30, {OLD: "0.9"}, f"8.0 GiB of each GPU's memory; set {OLD} below 0.9 "),
+        ("gpu", 8 << 30, {OLD: "", PREALLOCATE: "true"}, f"set {NEW} below 0.75 "),
+        ("gpu", 8 << 30, {ALLOCATOR: "BFC"}, f"set {NEW} below 0.75 "),
+        ("gpu", 8 << 30, {PREALLOCATE: "false"}, None),
+        ("gpu", 8 << 30, {PREALLOCATE: "0"}, None),
+        ("gpu", 8 << 30, {ALLOCATOR: "platform"}, None),
+        ("gpu", None, {}, None),
+        ("cpu", 8 << 30, {}, None),
+        ("tpu", 8 << 30, {}, None),
+    ],
+)
+def test_the_memory_that_jax_reserves(platform, limit, environment, advice):
+    sentence = memory.reserved(platform, limit, environment)
+    assert (sentence is None) == (advice is None)
+    assert advice is None or (advice in sentence and f"or {PREALLOCATE}=false" in sentence)
+
+
 def test_free_bytes_of_the_host(device, monkeypatch):
     free = memory.available()
     assert 2**20 < free < 2**50

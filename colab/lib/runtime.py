@@ -44,7 +44,8 @@ def begin(name: str) -> None:
 
     Raises UserError if the runtime has a GPU or TPU that JAX does not use.
     """
-    if "jax" not in sys.modules:  # JAX reads it on import
+    # JAX reads it when it starts, and refuses this one beside XLA_CLIENT_MEM_FRACTION.
+    if "jax" not in sys.modules and "XLA_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 

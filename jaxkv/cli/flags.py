@@ -228,17 +228,26 @@ def _given_sampling(args: argparse.Namespace) -> dict[str, float]:
 
 
 def check_device() -> None:
-    """Raise UserError where JAX finds no device, as with JAX_PLATFORMS=cuda and no GPU."""
+    """Print the memory that JAX reserves on a GPU.
+
+    Raises UserError where JAX finds no device, as with JAX_PLATFORMS=cuda and no GPU.
+    """
     import jax
 
     try:
-        jax.devices()
+        device = jax.local_devices()[0]
     except (RuntimeError, AssertionError) as error:  # without its plugin, an empty assertion
         platforms = os.environ.get("JAX_PLATFORMS")
         reason = str(error) or f"none of JAX_PLATFORMS={platforms}"
         raise UserError(
             f"JAX finds no device: {reason}; set JAX_PLATFORMS=cpu, or unset it"
         ) from None
+    from jaxkv.state import memory
+
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if reserved := memory.reserved(device.platform, limit, os.environ):
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the line of progress
+        print(f"{erase}jaxkv: {reserved}", file=sys.stderr, flush=True)
 
 
 def model_options(args: argparse.Namespace) -> str:

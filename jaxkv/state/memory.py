@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -25,6 +26,34 @@ def available(device: jax.Device | None = None, host: bool = False) -> int | Non
         return None if limit is None else limit - stats.get("bytes_in_use", 0)
     known = [free for free in (_host_free(), _group_free()) if free is not None]
     return min(known, default=None)
+
+
+# Allocators of JAX that take their memory from a pool, and the variables of the pool's share.
+_POOLS = ("default", "bfc", "cuda_async")
+_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def reserved(platform: str, limit: int | None, environment: Mapping[str, str]) -> str | None:
+    """A sentence on the memory that JAX reserves when it starts; None where it reserves none.
+
+    platform: of a device. limit: bytes that its arrays may take, None where unknown. environment:
+    variables of this process, which JAX has accepted.
+    """
+    preallocate = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in (
+        "false",
+        "False",
+        "0",
+    )
+    pool = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in _POOLS
+    if platform != "gpu" or not limit or not preallocate or not pool:
+        return None
+    # JAX refuses both, so the advice names the one that is set.
+    name = next((name for name in _SHARES if environment.get(name)), _SHARES[0])
+    share = environment.get(name) or "0.75"
+    return (
+        f"JAX reserves {show(limit)} of each GPU's memory; set {name} below {share} to reserve "
+        "less, or XLA_PYTHON_CLIENT_PREALLOCATE=false to reserve none"
+    )
 
 
 def _host_free() -> int | None:
