@@ -203,7 +203,7 @@ def _is_ids(value: list[Any]) -> bool:
     return bool(value) and all(set(map(type, piece)) == {int} for piece in pieces(value))
 
 
-def pieces(ids: list[int]) -> Iterator[list[int]]:
+def pieces(ids: list[Any]) -> Iterator[list[Any]]:
     """Parts of a long list. Other threads run between two parts, but not within min() or set()."""
     return (ids[start : start + PIECE] for start in range(0, len(ids), PIECE))
 
