@@ -16,34 +16,35 @@ DEFAULT = defaults.POLICY.partition(":")[0]
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The policies by their loss; full attention, which has no bounded cache, comes first."""
-    rows, over = results["policies"], results["recall_base"]
-    of_full = over == FULL
-    heads = ["", "loss", *(["over full", "KL to full", "same top-1"] if of_full else []),
-             "over best", "far repeats", "ms/token", "state", "policy"]  # fmt: skip
+    """Full attention, then the policies within the budget by their loss, then those beyond it."""
+    heads = ["", "loss", "over full", "KL to full", "same top-1", "over best", "far repeats",
+             "ms/token", "state", "prompt", "policy"]  # fmt: skip
     lines, rank = [heads], 0
-    for row in rows:
-        rank += row["policy"] != FULL
-        is_full = row["policy"] == FULL
-        base = row["policy"] == over
+    for row in results["policies"]:
+        ranked, is_full = is_ranked(row), row["policy"] == FULL
+        rank += ranked
         lines.append([
-            DASH if is_full else str(rank),
+            str(rank) if ranked else DASH,
             f"{row['loss']:.4f}",
-            *(_beside_full(row) if of_full else []),
-            _between(None if rank < 2 else row["over_best"]),
-            _between(None if base else row["far_recall"]),
+            *([DASH] * 3 if is_full else _beside_full(row)),
+            _between(None if ranked and rank == 1 else row["over_best"]),
+            _between(None if is_full else row["far_recall"]),
             _milliseconds(row),
             memory.show(row["state_bytes"]),
+            memory.show(row["prompt_bytes"]),
             row["policy"],
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([*map(str.rjust, line[:-1], widths), line[-1]]) for line in lines)
 
 
+def is_ranked(row: Row) -> bool:
+    """Whether a policy is compared at equal bytes: full attention and oracle baselines are not."""
+    return row["policy"] != FULL and row["within_budget"]
+
+
 def _beside_full(row: Row) -> list[str]:
     """Loss, KL and agreement against full attention."""
-    if row["policy"] == FULL:
-        return [DASH] * 3
     return [_between(row["over_full"]), _between(row["kl"], sign=""), f"{row['agreement']:.0%}"]
 
 
@@ -65,15 +66,28 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
 
     command: the one that runs this model, such as "jaxkv chat --model DIR".
     """
-    block, first, count = (results[name] for name in ("block", "first_counted", "counted"))
-    rows = [row for row in results["policies"] if row["policy"] != FULL]
+    names = ("stretches", "prompt", "scored", "block", "counted")
+    stretches, prompt, scored, block, count = (results[name] for name in names)
+    blocks = "stretches" if block == scored else f"blocks of {block} tokens"
+    rows = [row for row in results["policies"] if is_ranked(row)]
     told = [
-        f"Means over the {count:,} tokens from token {first:,} on, where every cache is full; "
-        f"± is two standard errors, from blocks of {block} tokens. Losses and KL are in nats.",
-        *_full_sentence(results, bool(rows)),
+        f"Means over {count:,} tokens: {scored} after each of {stretches} prompts of {prompt:,} "
+        f"tokens. ± is two standard errors over {blocks}. Losses and KL are in nats.",
     ]
     if not rows:
         return told
+    told += [
+        f"state is what a policy caches after these tokens, at most "
+        f"{memory.show(results['budget'])}; prompt is what it caches while the prompt is read.",
+        f"Far repeats: the loss over full at {rows[0]['far_recall']['count']:,} tokens that end "
+        f"{REPEAT} tokens which occurred before, the latest time at least {results['near']} tokens "
+        "back.",
+    ]
+    if any(not row["within_budget"] for row in results["policies"] if row["policy"] != FULL):
+        told.append(
+            "Policies without a rank cache every token: they show how good a selection of keys is, "
+            "and save no memory."
+        )
     by_name = {row["policy"]: row for row in rows}
     for number, (name, *others) in enumerate(results["levels"]):
         line = f"{name} has the lowest loss"
@@ -84,14 +98,16 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
         elif not number and len(rows) > 1:
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
-    return [*told, *_choices([by_name[name] for name in results["levels"][0]], command)]
+    levels = [[by_name[name] for name in names] for names in results["levels"]]
+    return [*told, *_choices(levels, command)]
 
 
-def _choices(level: Sequence[Row], command: str) -> list[str]:
-    """Which policy to take of those whose losses are within noise; level[0] has the lowest loss.
+def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
+    """Which policy to take: of those within noise of the lowest loss, else for endless text.
 
-    One for endless text if there is one, because a chat has no length.
+    One for endless text if there is one among the first, because a chat has no length.
     """
+    level = levels[0]
     endless = [row for row in level if row["endless"]] or level
     choice, reason = _choice(endless)
     policy, use = choice["policy"], " for endless text" if len(endless) < len(level) else ""
@@ -101,8 +117,20 @@ def _choices(level: Sequence[Row], command: str) -> list[str]:
             f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "
             f"{level[0]['policy']} (the mean and two standard errors)."
         )
-    if not choice["endless"]:
+    if choice["acts_on_prompt"]:
+        told.append(
+            f"It caches the whole prompt, {memory.show(choice['prompt_bytes'])}, until it is read, "
+            "and every token after it; both must fit the trained context."
+        )
+    elif not choice["endless"]:
         told.append("Its positions are absolute, so it fails beyond the trained context.")
+    later = [row for lower in levels[1:] for row in lower if row["endless"]]
+    if not choice["endless"] and later:
+        row = later[0]
+        told.append(
+            f"For endless text take {row['policy']}, which is worse by "
+            f"{_between(row['over_best'])}."
+        )
     return told
 
 
@@ -134,36 +162,14 @@ def _most(difference: Mapping[str, Any]) -> float:
     return difference["mean"] + difference["two_errors"]
 
 
-def _full_sentence(results: Mapping[str, Any], policies: bool) -> list[str]:
-    """What far repeats are, and against what they are measured."""
-    base, near = results["recall_base"], results["near"]
-    if not policies:
-        return []
-    measured = [row for row in results["policies"] if row["policy"] != base and row["far_recall"]]
-    count = measured[0]["far_recall"]["count"] if measured else 0
-    told = [
-        f"Far repeats: the loss over {base} at {count:,} tokens that end {REPEAT} tokens which "
-        f"occurred before, the latest time at least {near} tokens back."
-    ]
-    if base != FULL:
-        told.insert(
-            0,
-            "The text is longer than the trained context, where full attention fails, so it is "
-            "not measured; lower --max-tokens to compare with it.",
-        )
-    return told
-
-
 def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
     """Losses with their intervals, and the loss at repeats by their distance, as a PNG."""
-    base = results["recall_base"]
     rows = [row for row in results["policies"] if row["policy"] != FULL]
     looks = palette.styles([row["policy"] for row in rows])
     figure, (left, right) = pictures.begin(9.5, 3.4 + 0.22 * len(rows), columns=2)
-    key = "over_full" if base == FULL else "over_best"
     found = [at for at, one in enumerate(rows[0]["recall"] if rows else ()) if one["count"]]
     for number, (row, look) in enumerate(zip(rows, looks, strict=True)):
-        _point(left, row[key], -number, look["color"])
+        _point(left, row["over_full"], -number, look["color"])
         bins = [row["recall"][at] for at in found]
         centres = [_label(one, results["near"]) for one in bins]
         values = [(at, one) for at, one in enumerate(bins) if one["two_errors"]]
@@ -174,10 +180,10 @@ def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
             color=look["color"], ls=look["linestyle"], label=f"{number + 1}  {row['policy']}",
         )  # fmt: skip
         right.set_xticks(range(len(centres)), centres, fontsize=7)
-    _label_axes(left, right, rows, base)
+    _label_axes(left, right, rows)
     figure.legend(
         loc="outside upper left", frameon=False, fontsize=8, alignment="left", title_fontsize=8,
-        title="Loss at equal memory: lower is better, bars are two standard errors.\n"
+        title="Loss after a prompt: lower is better, bars are two standard errors.\n"
         "Right: a cache that evicted the earlier occurrence is higher, beyond its size.",
     )  # fmt: skip
     return pictures.finish(figure, caption, dpi)
@@ -188,8 +194,7 @@ def _point(axes: Any, difference: Mapping[str, Any], at: float, colour: str) -> 
                   color=colour, capsize=3)  # fmt: skip
 
 
-def _label_axes(left: Any, right: Any, rows: Sequence[Row], base: str | None) -> None:
-    name = "full attention" if base == FULL else "the best"
+def _label_axes(left: Any, right: Any, rows: Sequence[Row]) -> None:
     left.set_yticks([-number for number in range(len(rows))],
                     [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
     left.axvline(0, color=pictures.INK, lw=0.8)
@@ -197,11 +202,11 @@ def _label_axes(left: Any, right: Any, rows: Sequence[Row], base: str | None) ->
     left.margins(x=0.1)
     left.grid(False)
     left.grid(axis="x", color=pictures.RULE, lw=0.6)
-    left.set(xlabel=f"loss over {name} (nats)", ylabel="rank")
+    left.set(xlabel="loss over full attention (nats)", ylabel="number in the legend")
     left.set_title("all tokens", fontsize=9, loc="left")
     right.axhline(0, color=pictures.INK, lw=0.8)
     right.set(xlabel="distance to the earlier occurrence (tokens)",
-              ylabel=f"loss over {name} (nats)")  # fmt: skip
+              ylabel="loss over full attention (nats)")  # fmt: skip
     right.set_title("tokens that repeat earlier text", fontsize=9, loc="left")
 
 

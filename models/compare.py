@@ -6,20 +6,22 @@ window fails once it evicts the first tokens; sinks with a window do not fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxkv.contract import Policy
-from jaxkv.models import palette, pictures, recompute
+from jaxkv.models import measurement, palette, pictures, recompute
+from jaxkv.models.compilation import Ahead
 from jaxkv.models.llm import Llm
-from jaxkv.models.score import Score, check_scorable, gather, score
-from jaxkv.policy_spec import format_policy, state_bytes
+from jaxkv.models.measurement import Stretches, WatchTask, paired
+from jaxkv.models.score import Score, gather
+from jaxkv.models.text import warn_beyond_context
+from jaxkv.policy_spec import format_policy
 from jaxkv.state import memory
 
 BUDGET = 256  # cached tokens of the default policies
-# Shows progress while a policy runs: takes its name, yields a function of the tokens done.
-WatchPolicy = Callable[[str], AbstractContextManager[Callable[[int], None]]]
 
 
 def defaults(context: int) -> list[str]:
@@ -28,67 +30,120 @@ def defaults(context: int) -> list[str]:
     return ["full", f"window:window={budget}", f"streaming:sinks=4,window={budget - 4}"]
 
 
+def cut(
+    llm: Llm, ids: Sequence[int], prompt: int, scored: int | None, stretches: int | None
+) -> Stretches:
+    """The stretches of a text: by default one, scored up to its end. ids: with a BOS in front."""
+    if scored is None and (stretches or 1) == 1:
+        scored = max(1, len(ids) - prompt - 1)
+    elif scored is None:
+        scored = max(1, len(ids) // stretches - prompt - 1)
+    return measurement.cut(llm, ids, prompt, scored, stretches or 1)
+
+
 def compare(
     llm: Llm,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | Stretches,
     policies: Sequence[str],
     chunk: int | None,
     seed: int,
-    watch: WatchPolicy,
+    watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """The score of every policy; raises UserError before the first run if any cannot run.
 
-    stopped: asked after every chunk whether to end there: the policy in progress then has the score
-    of the beginning of the text, and later ones have none.
+    tokens: one text without a prompt, or stretches. stopped: asked after every chunk whether to end
+    there: the policy in progress then has the score of the beginning of the text, and later ones
+    have none.
     """
-    for policy in policies:
-        if recompute.window_of(policy) is None:
-            check_scorable(llm.policies(policy))
-            needed = state_bytes(llm.policies(policy), llm.spec, 1, len(tokens))
-            memory.check(needed, f"the cache of {policy} for {len(tokens)} tokens")
-    scores = {}
-    for policy in policies:
-        if scores and stopped():
-            break
-        with watch(policy) as progress:
-            if window := recompute.window_of(policy):
-                parts = recompute.losses(llm, tokens, window)
-                losses, seconds, compiling = gather(parts, progress, stopped)
-                scores[policy] = Score(losses, 0, seconds, compiling)
-            else:
-                scores[policy] = score(llm, tokens, policy, chunk, seed, progress, stopped)
-    return scores
+    text = tokens
+    if not isinstance(tokens, Stretches):
+        text = Stretches(np.asarray([tokens], np.int32), 0)
+    windows = {policy: recompute.window_of(policy) for policy in policies}
+    cached = [policy for policy, window in windows.items() if window is None]
+    for policy in cached:
+        warn_beyond_context(llm, llm.policies(policy), text.fed)
+    scores: dict[str, Score] = {}
+    if cached:
+        readings, _ = measurement.measure(
+            llm, text, cached, seed, watch, stopped, chunk=chunk, ahead=Ahead()
+        )
+        scores = {
+            one.policy: _score(llm, text, one.losses, one.state_bytes, one.seconds,
+                               one.compile_seconds, one.chunk) for one in readings
+        }  # fmt: skip
+    for policy, window in windows.items():
+        if window is not None and not (scores and stopped()):
+            with watch(policy, text.fed, "tokens") as progress:
+                each = [
+                    gather(recompute.losses(llm, ids, window), progress, stopped)
+                    for ids in text.tokens
+                ]
+            rows = [losses[text.prompt :] for losses, _, _ in each]
+            rows = np.stack([row for row in rows if len(row) == len(rows[0])])
+            seconds, compiling = (sum(one[at] for one in each) for at in (1, 2))
+            scores[policy] = _score(llm, text, rows, 0, seconds, compiling)
+    return {policy: scores[policy] for policy in policies if policy in scores}
+
+
+def _score(llm: Llm, text: Stretches, losses: np.ndarray, *rest: Any) -> Score:
+    """The score of a policy from its losses [S,C], without those of sink tokens."""
+    rows, columns = losses.shape
+    predicted = text.tokens[:rows, text.prompt + 1 :][:, :columns] < llm.config.vocab
+    means = np.mean(losses[:, predicted.all(axis=0)], axis=0)
+    chunk = rest[3] if len(rest) > 3 else None
+    return Score(means, *rest[:3], chunk, text.prompt, np.where(predicted, losses, np.nan))
+
+
+def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, Any]]:
+    """By policy, its loss minus that of the first, with two standard errors over blocks.
+
+    block: tokens per block of a stretch. Only tokens that both have scored count.
+    """
+    first = next(iter(scores.values())).each
+    found = {}
+    for policy, score in scores.items():
+        rows, columns = np.minimum(score.each.shape, first.shape)
+        over = score.each[:rows, :columns] - first[:rows, :columns]
+        found[policy] = paired(over, block, np.isfinite(over))
+    return found
 
 
 def result(
-    llm: Llm, policy: str, found: Score, block: int, own: Policy | None = None
-) -> dict[str, Any]:
-    """The entry of one policy in compare.json; own: a policy value that has no string."""
+    llm: Llm, policy: str, found: Score, block: int, own: Policy | None = None,
+    over: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The entry of one policy in compare.json.
+
+    own: a policy value that has no string. over: its entry in `over_first`.
+    """
     is_recompute = recompute.window_of(policy) is not None
     return {
         "policy": policy,
         "policy_string": policy if is_recompute else format_policy(llm.policies(own or policy)),
         "perplexity": found.perplexity,
         "loss": found.loss,
-        "predictions": len(found.losses),
+        "predictions": found.predictions,
+        "over_first": over,
         "state_bytes": found.state_bytes,
         "chunk": found.chunk,
         "seconds": found.seconds,
         "compile_seconds": found.compile_seconds,
-        "tokens_per_second": len(found.losses) / max(found.seconds, 1e-9),
+        "tokens_per_second": found.predictions / max(found.seconds, 1e-9),
         "blocks": found.blocks(block),
     }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results as a text table, with the predictions where policies have read unequally far."""
-    rows = [["policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"]]
+    names = ["policy", "perplexity", "loss", "over first", "state", "tokens/s", "seconds"]
+    rows = [[*names, "compiling"]]
     rows += [
         [
             row["policy"],
             f"{row['perplexity']:.4f}",
             f"{row['loss']:.4f}",
+            _over(row, results[0]),
             _state(row),
             f"{row['tokens_per_second']:.0f}",
             f"{row['seconds']:.1f}",
@@ -104,6 +159,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     return "\n".join(lines)
+
+
+def _over(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """The loss over that of the first policy, with two standard errors."""
+    over = row.get("over_first")
+    if row is first or over is None or over["mean"] is None:
+        return "-"
+    return f"{over['mean']:+.3f}" + (
+        "" if over["two_errors"] is None else f" ± {over['two_errors']:.3f}"
+    )
 
 
 def _state(row: dict[str, Any]) -> str:

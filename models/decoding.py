@@ -55,6 +55,11 @@ class Static(NamedTuple):
     policies: tuple[Policy, ...]
     mesh: Mesh | None
 
+    @property
+    def of_model(self) -> Static:
+        """Those of programs without a cache, which all policies share."""
+        return self._replace(policies=())
+
 
 def _run_decoder(
     static: Static, weights: Weights, tokens: Array, positions: Array, valid: Array, states: tuple
@@ -78,9 +83,8 @@ def prefill_chunk(
     """Process one chunk of the prompts; a sequence without a valid token stays unchanged."""
     positions = positions_of(decoding.position, valid)
     x, states = run_layers(static, weights, tokens, positions, valid, decoding.states)
-    return _end_chunk(static, weights, decoding._replace(states=()), x, tokens, valid)._replace(
-        states=states
-    )
+    empty = decoding._replace(states=())
+    return _end_chunk(static.of_model, weights, empty, x, tokens, valid)._replace(states=states)
 
 
 def run_layers(
@@ -96,7 +100,7 @@ def run_layers(
     Each layer is a call of its own, so the program of a chunk is compiled once for all layers with
     one policy, and not once per layer.
     """
-    x, new = _embed(static, weights, tokens), []
+    x, new = embed(static.of_model, weights, tokens), []
     for layer, (policy, state) in enumerate(zip(static.policies, states, strict=True)):
         of_layer = layer_weights(weights, layer)
         x, state = run_donated(
@@ -120,12 +124,12 @@ def prefill_programs(
     first = {policy: layer for layer, policy in reversed(list(enumerate(static.policies)))}
     return [
         (positions_of, decoding.position, valid),
-        (_embed, static, weights, tokens),
+        (embed, static.of_model, weights, tokens),
         *(
             (run_donated, static.config, policy, static.mesh, layer_weights(weights, layer), x,
              decoding.states[layer], positions, valid) for policy, layer in first.items()
         ),
-        (_end_chunk, static, weights, decoding._replace(states=()), x, tokens, valid),
+        (_end_chunk, static.of_model, weights, decoding._replace(states=()), x, tokens, valid),
     ]  # fmt: skip
 
 
@@ -140,7 +144,8 @@ def positions_of(position: UInt32[Array, " B"], valid: Bool[Array, "B T"]) -> UI
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+def embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+    """The input of the first layer."""
     return Decoder(static.config, weights, static.mesh).embedded(tokens)
 
 

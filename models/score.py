@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv import defaults
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.compilation import clock
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.decoding import Static, positions_of, run_layers
@@ -49,21 +49,29 @@ def losses(
     chunk: int | None = None,
     start: int = 0,
     stream: Stream | None = None,
+    prompt: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Yield the natural-log losses of tokens 1..N-1 of one text, one array per chunk.
+    """Yield the natural-log losses of tokens prompt+1..N-1 of one text, one array per chunk.
 
     The loss of a sink token that no head predicts (`models.sinks`) is NaN.
     tokens: the text with its BOS in front. chunk: tokens per chunk; None chooses by policy. Its
     effect is that of `Stream.prefill`. start: the position of the first token, up to 2^32 - 1.
-    stream: continue these states, at their position, instead of fresh ones.
-    Raises UserError where there is nothing to predict, and for a policy that compresses or indexes
-    a prompt: no part of the text is marked as the prompt.
+    stream: continue these states, at their position, instead of fresh ones. prompt: the number of
+    first tokens that are the prompt, after which prefill is finished. The loss of the first token
+    after it is left out, because policies that act on a prompt predict it by full attention.
+    Raises UserError where there is nothing to predict, and without a prompt for a policy that
+    compresses or indexes it.
     """
     if isinstance(tokens, str):
         raise UserError(f"a text to score is a list of token ids, got {tokens!r:.60}; encode it")
     ids = np.asarray(tokens, np.int32)
-    if len(ids) < 2:
-        raise UserError(f"a loss needs at least 2 tokens, got {len(ids)}; give a longer text")
+    check_int("prompt", prompt, 0)
+    if len(ids) < prompt + 2:
+        after = f" after a prompt of {prompt}" if prompt else ""
+        raise UserError(
+            f"a loss needs at least 2 tokens{after}, got {max(0, len(ids) - prompt)}; give a "
+            f"longer text{' or a shorter prompt' if prompt else ''}"
+        )
     if not 0 <= ids.min() <= ids.max() < llm.input_ids:
         raise UserError(
             f"token ids must be from 0 to {llm.input_ids - 1}, got {ids.min()}..{ids.max()}; "
@@ -74,26 +82,39 @@ def losses(
     elif start:
         raise UserError(f"a stream has its own position: start must be left out, got {start}")
     if not stream.prefill_finished:
-        check_scorable(stream.policies)
-    return _losses_by_chunk(llm, stream, ids, stream.chunk_of(chunk))
+        check_scorable(stream.policies, prompt)
+    return _losses_after(llm, stream, ids, prompt, stream.chunk_of(chunk))
 
 
-def check_scorable(policies: Sequence[Policy]) -> None:
-    """Raise UserError for a policy that compresses or indexes a prompt: a scored text has none."""
-    for policy in policies:
-        if policy.min_prompt is not None:
-            raise UserError(
-                f"{format_policy(policy)} acts at the end of prefill, and a scored text has no "
-                "prompt; score another policy, or use this one in `jaxkv generate` or `chat` (in "
-                "Python: give stream=, a Stream after `prefill` and `finish_prefill`)"
-            )
+def check_scorable(policies: Sequence[Policy], prompt: int = 0) -> None:
+    """Raise UserError for a policy that acts on a prompt where there is none, or too short a one.
+
+    policies: one per layer; one layer at least must act. prompt: the number of its tokens.
+    """
+    acting = [policy for policy in policies if policy.min_prompt is not None]
+    if acting and prompt < max(1, min(policy.min_prompt for policy in acting)):
+        needed = max(1, min(policy.min_prompt for policy in acting))
+        raise UserError(
+            f"{format_policy(policies)} acts at the end of a prompt of at least {needed} tokens, "
+            f"got {prompt}; give --prompt-tokens (in Python: prompt=), or smaller fields"
+        )
+
+
+def _losses_after(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], prompt: int, chunk: int
+) -> Iterator[Float[np.ndarray, " T"]]:
+    """The losses of the tokens after the first one that follows the prompt."""
+    if prompt:
+        stream.prefill([ids[:prompt].tolist()], chunk)
+        stream.finish_prefill()
+    yield from _losses_by_chunk(llm, stream, ids[prompt:], chunk)
 
 
 def _losses_by_chunk(
     llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
 ) -> Iterator[Float[np.ndarray, " T"]]:
     for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
-        yield np.asarray(losses_of_chunk(stream.static, llm.weights, x, targets))[:size]
+        yield np.asarray(losses_of_chunk(stream.static.of_model, llm.weights, x, targets))[:size]
 
 
 def hidden_by_chunk(
@@ -127,9 +148,11 @@ def encode(llm: Llm, text: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The losses of tokens 1, 2, ... of a text, and measurements.
+    """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
 
-    seconds: without compile_seconds. chunk: tokens per chunk, None where no cache was used.
+    losses: means over stretches where there are several; each: theirs, NaN for sink tokens that no
+    head predicts. seconds: without compile_seconds. chunk: tokens per chunk, None where no cache
+    was used.
     """
 
     losses: Float[np.ndarray, " N"]
@@ -137,6 +160,12 @@ class Score:
     seconds: float
     compile_seconds: float
     chunk: int | None = None
+    prompt: int = 0
+    each: Float[np.ndarray, "S C"] | None = None
+
+    @property
+    def predictions(self) -> int:
+        return len(self.losses) if self.each is None else int(np.isfinite(self.each).sum())
 
     @property
     def loss(self) -> float:
@@ -149,11 +178,11 @@ class Score:
 
     def blocks(self, size: int) -> list[dict[str, int | float]]:
         """The mean loss of each `size` consecutive predictions, of tokens start to end - 1."""
-        total = len(self.losses)
+        total, before = len(self.losses), self.prompt + 1
         return [
             {
-                "start": first + 1,
-                "end": min(first + size, total) + 1,
+                "start": first + before,
+                "end": min(first + size, total) + before,
                 "loss": float(np.mean(self.losses[first : first + size], dtype=np.float64)),
             }
             for first in range(0, total, size)
@@ -168,21 +197,23 @@ def score(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
+    prompt: int = 0,
 ) -> Score:
     """All losses of a text under a policy, without those of sink tokens that no head predicts.
 
-    progress: called with the predictions done so far. stopped: asked after every chunk whether to
-    end there; the score is then that of the beginning of the text.
+    prompt: as for `losses`. progress: called with the predictions done so far. stopped: asked after
+    every chunk whether to end there; the score is then that of the beginning of the text.
     """
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
-    parts = losses(llm, tokens, chunk=chunk, stream=stream)  # raises before the warning
+    # This raises before the warning.
+    parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
     warn_beyond_context(llm, stream.policies, len(tokens))
     found, seconds, compiling = gather(parts, progress, stopped)
-    found = found[np.asarray(tokens)[1 : 1 + len(found)] < llm.config.vocab]
+    found = found[np.asarray(tokens)[prompt + 1 :][: len(found)] < llm.config.vocab]
     if not np.isfinite(found).all():
         raise not_finite(llm)
-    return Score(found, stream.state_bytes, seconds, compiling, chunk)
+    return Score(found, stream.state_bytes, seconds, compiling, chunk, prompt)
 
 
 def gather(

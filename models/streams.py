@@ -219,7 +219,7 @@ class Stream:
             for length in lengths
             for start in range(0, length, chunk)
         }
-        prompt, later = self._states_for(max(lengths))
+        prompt, later = self.states_for(max(lengths))
         shapes = self.decoding._replace(states=later)
         arguments = self.decode_arguments(shapes, sampling, eos, BLOCK)
         self.ahead.compile("decode", compiled_decode_block(), *arguments)
@@ -230,7 +230,7 @@ class Stream:
             ):
                 self.ahead.compile("prefill", program, *of_program)
 
-    def _states_for(self, length: int) -> tuple[tuple[State, ...], tuple[State, ...]]:
+    def states_for(self, length: int) -> tuple[tuple[State, ...], tuple[State, ...]]:
         """The shapes of the caches during prefill of a first prompt, and when decoding begins."""
 
         def shapes(policy: Policy, state: State, tokens: int) -> State:

@@ -192,7 +192,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def no_progress(name: str) -> Iterator[Callable[[int], None]]:
+def no_progress(*label: object) -> Iterator[Callable[[int], None]]:
     """A progress callback that shows nothing, for short computations."""
     yield lambda _: None
 

@@ -9,10 +9,9 @@ import threading
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
-from jaxkv.cli.progress import show_progress
+from jaxkv.cli.progress import duration, show_progress
 from jaxkv.cli.report import check_plot, describe, write_report
 
-MAX_TOKENS = 4_000  # at most; a shorter trained context, where full attention fails, is the limit
 FILES = ("advise.json", "advise.png")
 
 
@@ -20,21 +19,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_text(parser, "UTF-8 text of the kind that the cache is for")
     parser.add_argument(
         "--budget", type=flags.memory, metavar="BYTES",
-        help="cache bytes per sequence, such as 8MiB (default: those of a streaming cache of 256 "
-        "tokens, or of the largest --policy)",
+        help="bytes of the tokens that a sequence caches after the scored ones, such as 8MiB "
+        "(default: those of a streaming cache of a quarter of a stretch, at most 256 tokens, or of "
+        "the largest --policy)",
     )  # fmt: skip
     parser.add_argument(
         "--policy", action="append", metavar="P",
         help="policy to measure; may be repeated. A name alone, such as reservoir, gets the fields "
-        "that fill the budget (default: all that `jaxkv advise` knows)",
+        "that fill the budget; all measures every name, which takes several times as long "
+        "(default: streaming in floats and in int8, reservoir, snapkv, expected-attention, "
+        "keydiff and uniform)",
     )  # fmt: skip
+    flags.add_stretches(parser, "448, or less for a model with a short context", "64", "8")
     parser.add_argument(
         "--max-tokens", type=flags.whole(2), metavar="N",
-        help=f"read only the first N tokens (default: {MAX_TOKENS}, or the trained context)",
+        help="read only the first N tokens of the text (default: as many as the stretches need)",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=flags.whole(1), metavar="N",
-        help="tokens per block, from which the errors are computed (default: 30 equal blocks)",
+        help="scored tokens per block, from which the errors are computed (default: those of a "
+        "stretch, or fewer where the text has less than 8 stretches)",
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="FOLDER", help=f"folder for {' and '.join(FILES)}, created if absent"
@@ -46,34 +50,44 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     out = None if args.out is None else check_plot(args.out, FILES)
-    from jaxkv.models.budgets import SHAPES
+    from jaxkv.models.budgets import ALL, SHAPES
 
     named = [policy.strip() for policy in args.policy or []]
+    if ALL in named:
+        named = [*SHAPES, *(policy for policy in named if policy != ALL)]
     own = [policy for policy in named if policy not in SHAPES]
     llm = flags.load_model(args, *own)
-    from jaxkv.models import advise, advise_report, budgets
-    from jaxkv.models.score import check_scorable, encode
+    from jaxkv.models import advise, advise_report, budgets, expected_time
+    from jaxkv.models.score import encode
     from jaxkv.state.memory import show
 
     for policy in own:
-        check_scorable(llm.policies(policy))
         advise.check_not_full(llm, policy)
-    limit = args.max_tokens or min(MAX_TOKENS, llm.config.context)
-    tokens = encode(llm, text)[:limit]
+    ids = encode(llm, text)[: args.max_tokens]
+    parts = advise.cut(llm, ids, args.prompt_tokens, args.score_tokens, args.stretches)
+    sizes = parts.prompt, parts.scored
     budget = args.budget
     if budget is None:
-        budget = budgets.budget_of(llm, named, len(tokens))
-    policies = budgets.fit(llm, budget, named, len(tokens))
-    first = advise.first_counted(llm, policies, len(tokens), args.block)
+        budget = budgets.budget_of(llm, named, *sizes)
+    policies = budgets.fit(llm, budget, named, *sizes)
+    advise.check_evicts(llm, policies, parts)
+    block = advise.block_of(parts, args.block)
     about = describe("advise", args, llm)
+    seconds = expected_time.seconds(llm, parts, policies)
+    print(
+        f"jaxkv: measures full attention and {len(policies)} policies on {len(parts.tokens)} "
+        f"stretches of {parts.fed} tokens; expected time: at most {duration(seconds)}, less if "
+        "programs are compiled already",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
     pressed = threading.Event()
     with on_interrupt(pressed.set):
-        readings = advise.measure(llm, tokens, policies, args.seed, show_progress, pressed.is_set)
-    results = advise.rank(llm, tokens, readings, first, args.block)
+        measured = advise.measure(llm, parts, policies, args.seed, show_progress, pressed.is_set)
+    results = advise.rank(llm, parts, measured, budget, block)
     report = about | results
-    report |= {"budget": budget, "tokens": len(tokens), "context": llm.config.context}
-    report["interrupted"] = pressed.is_set()
-    measured = sum(row["policy"] != advise.FULL for row in results["policies"])
+    report |= {"tokens": int(parts.tokens.size), "context": llm.config.context}
+    report |= {"expected_seconds": seconds, "interrupted": pressed.is_set()}
+    count = sum(row["policy"] != advise.FULL for row in results["policies"])
     if args.json:
         print_json(report)
     elif results["policies"]:
@@ -81,17 +95,17 @@ def run(args: argparse.Namespace) -> int:
         command = f"jaxkv {use}{flags.model_options(args)}"
         sentences = advise_report.sentences(results, command)
         print(advise_report.table(results), "", *sentences, sep="\n")
-    if out is not None and measured:
+    if out is not None and count:
         caption = (
-            f"{about['model']} on {about['text']}: {len(tokens):,} tokens, "
-            f"caches of at most {show(budget)} per sequence"
+            f"{about['model']} on {about['text']}: {len(parts.tokens)} prompts of {parts.prompt:,} "
+            f"tokens, caches of at most {show(budget)} per sequence after {parts.scored} more"
         )
         picture = advise_report.draw(results, caption)
         write_report(out, FILES, report, picture)
     if pressed.is_set():
         timed = all(row["milliseconds_per_token"] for row in results["policies"])
-        times = "" if timed and measured else ", times per token are not"
-        done = f"{measured} of {len(policies)} policies are measured{times}"
+        times = "" if timed and count else ", times per token are not"
+        done = f"{count} of {len(policies)} policies are measured{times}"
         print(f"jaxkv: interrupted: {done}", file=sys.stderr)
         return INTERRUPTED
     return 0

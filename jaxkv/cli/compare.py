@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-from functools import partial
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
@@ -20,6 +19,7 @@ FILES = ("compare.json", "compare.png")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_scoring(parser, MAX_TOKENS, BLOCKS)
+    flags.add_stretches(parser, "no prompt", "all after the prompt", "1")
     parser.add_argument(
         "--policy", action="append", metavar="P",
         help="policy to compare; may be repeated. recompute:window=W recomputes the last W "
@@ -43,20 +43,29 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models.score import check_scorable, encode
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
+    prompt = args.prompt_tokens or 0
     for policy in chosen:  # check all policies before minutes of work on the first
         if recompute.window_of(policy) is None:
-            check_scorable(llm.policies(policy))
+            check_scorable(llm.policies(policy), prompt)
     about = describe("compare", args, llm)
     tokens = encode(llm, text)[: args.max_tokens]
-    pressed, total = threading.Event(), len(tokens) - 1
+    parts = compare.cut(llm, tokens, prompt, args.score_tokens, args.stretches)
+    pressed, total = threading.Event(), len(parts.tokens) * parts.scored
     with on_interrupt(pressed.set):
-        watch = partial(show_progress, total=total)
-        scores = compare.compare(llm, tokens, chosen, args.chunk, args.seed, watch, pressed.is_set)
-    block = args.block or -(-(len(tokens) - 1) // BLOCKS)
-    results = [compare.result(llm, policy, score, block) for policy, score in scores.items()]
+        scores = compare.compare(
+            llm, parts, chosen, args.chunk, args.seed, show_progress, pressed.is_set
+        )
+    block = args.block or -(-parts.scored // BLOCKS)
+    over = compare.over_first(scores, block)
+    results = [
+        compare.result(llm, policy, score, block, over=over[policy])
+        for policy, score in scores.items()
+    ]
     report = about | {
         "policies": results,
-        "tokens": len(tokens),
+        "tokens": parts.tokens.size,
+        "stretches": len(parts.tokens),
+        "prompt": parts.prompt,
         "interrupted": pressed.is_set(),
         "context": llm.config.context,
         "block": block,
@@ -67,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
         print(compare.table(results))
     if out is not None:
         source = f"{about['model']} on {about['text']}"
-        caption = f"{source}: {len(tokens):,} tokens, mean loss of {block} consecutive tokens"
+        caption = f"{source}: {parts.tokens.size:,} tokens, mean loss of {block} consecutive tokens"
         picture = compare.draw(results, llm.config.context, caption)
         write_report(out, FILES, report, picture)
     if pressed.is_set():
         last, score = list(scores.items())[-1]
-        say_interrupted(last, len(score.losses), total, len(chosen) - len(scores))
+        say_interrupted(last, score.predictions, total, len(chosen) - len(scores))
         return INTERRUPTED
     return 0

@@ -121,6 +121,30 @@ def add_model(parser: argparse.ArgumentParser, mesh: bool = True, sinks: bool = 
     )
 
 
+def add_prompt(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--prompt-tokens", type=whole(1), metavar="N",
+        help="the first N tokens are a prompt, after which policies such as snapkv compress it; "
+        f"only tokens after it are scored (default: {default})",
+    )  # fmt: skip
+
+
+def add_stretches(
+    parser: argparse.ArgumentParser, prompt: str, scored: str, stretches: str
+) -> None:
+    """How a text is cut into stretches; the arguments state the defaults."""
+    add_prompt(parser, f"of each stretch {prompt}")
+    parser.add_argument(
+        "--score-tokens", type=whole(1), metavar="N",
+        help=f"tokens that are scored after each prompt (default: {scored})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stretches", type=whole(1), metavar="N",
+        help="parts of the text, one after another, each with a prompt and scored tokens "
+        f"(default: {stretches})",
+    )  # fmt: skip
+
+
 class Once(argparse.Action):
     """A flag that may be given once: argparse would silently use the last value."""
 

@@ -16,6 +16,7 @@ BLOCKS = 20  # default number of blocks with a mean loss each
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_scoring(parser)
+    flags.add_prompt(parser, "no prompt")
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_model(parser)
@@ -49,16 +50,20 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]
-    pressed = threading.Event()
-    with Progress("scoring", len(tokens) - 1) as progress, on_interrupt(pressed.set):
-        found = score(llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set)
+    prompt = args.prompt_tokens or 0
+    pressed, total = threading.Event(), len(tokens) - 1 - prompt
+    with Progress("scoring", total) as progress, on_interrupt(pressed.set):
+        found = score(
+            llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set, prompt
+        )
     code = INTERRUPTED if pressed.is_set() else 0
     if code:
-        say_interrupted(args.policy, len(found.losses), len(tokens) - 1)
+        say_interrupted(args.policy, len(found.losses), total)
     result = {
         "perplexity": found.perplexity,
         "loss": found.loss,
         "tokens": len(tokens),
+        "prompt": prompt,
         "predictions": len(found.losses),
         "interrupted": pressed.is_set(),
         "policy": format_policy(llm.policies(args.policy)),

@@ -79,7 +79,7 @@ class Progress:
         left = (self._total - self.done) / rate
         return (
             f"{self._label}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
-            f"{_time(left)} left"
+            f"{duration(left)} left"
         )
 
 
@@ -117,7 +117,8 @@ def _short(count: float) -> str:
     return f"{count:.3g}G"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in minutes and seconds, or in hours and minutes."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

@@ -302,14 +302,12 @@ def test_lengths(run, model, text):
 
 @pytest.mark.parametrize("policy", ["balance:rounds=2", "topk", "0=full;*=uniform"])
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
-def test_policies_with_finish_prefill_cannot_score_a_text(run, model, text, command, policy):
+def test_policies_with_finish_prefill_need_a_prompt(run, model, text, command, policy):
     """The error comes before any warning, and before another policy has run."""
     text.write_text("It was a bright cold day in April. " * 60, encoding="utf-8")
     first = ("--policy", "window") if command == "compare" else ()
     ran = run(command, "--model", model, "--text", text, *first, "--policy", policy)
-    refused(
-        ran, "acts at the end of prefill", "has no prompt", "`jaxkv generate` or `chat`", "stream="
-    )
+    refused(ran, "acts at the end of a prompt", "got 0", "give --prompt-tokens", "prompt=")
 
 
 def test_policies(run):

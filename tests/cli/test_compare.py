@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_table_and_files(run, model, text, tmp_path):
     assert ran.code == 0 and ran.err == ""
     lines = ran.out.splitlines()
     assert lines[0].split() == [
-        "policy", "perplexity", "loss", "state", "tokens/s", "seconds", "compiling"
+        "policy", "perplexity", "loss", "over", "first", "state", "tokens/s", "seconds", "compiling"
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[1:]] == list(POLICIES)
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
@@ -43,3 +44,21 @@ def test_table_and_files(run, model, text, tmp_path):
 def test_default_bounded_policies_cache_equally_many_tokens():
     assert defaults(512) == ["full", "window:window=256", "streaming:sinks=4,window=252"]
     assert defaults(64) == ["full", "window:window=64", "streaming:sinks=4,window=60"]
+
+
+def test_policies_after_prompts(run, model, text):
+    """Three stretches, of which each scored token is one of both policies and of the baseline."""
+    chosen = ("full", "snapkv:capacity=12,window=5", "window:window=16", "recompute:window=16")
+    flags = [word for policy in chosen for word in ("--policy", policy)]
+    sizes = ("--prompt-tokens", 40, "--stretches", 3, "--block", 7)
+    found = run("compare", "--model", model, "--text", text, *sizes, *flags, "--json").json
+    scored = 211 // 3 - 41
+    assert (found["stretches"], found["prompt"], found["tokens"]) == (3, 40, 3 * (41 + scored))
+    full, snapkv, *_ = found["policies"]
+    assert [row["predictions"] for row in found["policies"]] == [3 * scored] * 4
+    assert full["blocks"][0]["start"] == 41 and full["blocks"][-1]["end"] == 41 + scored
+    assert full["over_first"]["mean"] == 0
+    for row in found["policies"][1:]:
+        assert math.isclose(row["loss"] - full["loss"], row["over_first"]["mean"], abs_tol=1e-6)
+        assert row["over_first"]["two_errors"] > 0
+    assert snapkv["over_first"]["mean"] != 0

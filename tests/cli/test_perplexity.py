@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 FIELDS = {
-    "perplexity", "loss", "tokens", "predictions", "interrupted", "policy", "state_bytes", "chunk",
+    "perplexity", "loss", "tokens", "prompt", "predictions", "interrupted", "policy", "state_bytes", "chunk",
     "seconds", "compile_seconds", "blocks", "seed", "versions",
 }  # fmt: skip
 
@@ -27,6 +27,19 @@ def test_json(run, model, text):
     weights = [b["end"] - b["start"] for b in found["blocks"]]
     mean = np.average([b["loss"] for b in found["blocks"]], weights=weights)
     assert math.isclose(mean, found["loss"], rel_tol=1e-6)
+
+
+def test_tokens_after_a_prompt(run, model, text):
+    flags = ("--max-tokens", 100, "--json", "--prompt-tokens", 60, "--policy")
+    by_policy = {
+        policy: run("perplexity", "--model", model, "--text", text, *flags, policy).json
+        for policy in ("full", "topk:share=1", "keydiff:capacity=8")
+    }
+    full, every, few = by_policy.values()
+    assert (full["prompt"], full["predictions"]) == (60, 39)
+    assert (full["blocks"][0]["start"], full["blocks"][-1]["end"]) == (61, 100)
+    assert math.isclose(full["loss"], every["loss"], abs_tol=1e-5)
+    assert abs(full["loss"] - few["loss"]) > 1e-4
 
 
 def test_about_twenty_blocks(run, model, text):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import advise, advise_report, budgets, uncached
+from jaxkv.models import advise, advise_report, budgets, expected_time, measurement
+from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
 from tests.tiny import write_sink_tokens, write_tiny
 
-POLICIES = ["window:window=16", "reservoir:sinks=2,window=6,sample=8"]
-TOKENS = 170
+POLICIES = ["window:window=16", "keydiff:capacity=8", "topk:share=0.2,sinks=2,window=6"]
+PROMPT, SCORED = 32, 16
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,12 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ids():
-    return np.random.default_rng(0).integers(2, 12, TOKENS).tolist()
+    return [1, *np.random.default_rng(0).integers(2, 12, 8 * (PROMPT + SCORED)).tolist()]
+
+
+@pytest.fixture(scope="module")
+def parts(llm, ids):
+    return advise.cut(llm, ids, PROMPT, SCORED, None)
 
 
 @contextlib.contextmanager
@@ -33,8 +41,13 @@ def watch(label, total, unit):
 
 
 @pytest.fixture(scope="module")
-def readings(llm, ids):
-    return advise.measure(llm, ids, POLICIES, 0, watch)
+def measured(llm, parts):
+    return advise.measure(llm, parts, POLICIES, 0, watch)
+
+
+def budget(llm):
+    """Bytes of 24 tokens: keydiff caches 8 and those that are scored."""
+    return budgets.bytes_of(llm, "window:window=24", PROMPT, SCORED)
 
 
 def test_the_shapes_have_the_default_fields_at_256_slots():
@@ -42,10 +55,37 @@ def test_the_shapes_have_the_default_fields_at_256_slots():
         assert parse_policy(budgets.shape(name, 256)) == parse_policy(name)
 
 
+def test_every_policy_has_a_shape():
+    assert set(budgets.SHAPES) == {*POLICIES_BY_NAME, "streaming-int8"} - {"full"}
+    assert set(budgets.DEFAULT) < set(budgets.SHAPES)
+
+
 @pytest.mark.parametrize("name", budgets.SHAPES)
 def test_the_shapes_use_all_slots(llm, name):
-    for slots in (16, 17, 31, 100, 256, 300):
-        assert budgets.slots_of(llm, llm.policies(budgets.shape(name, slots))) == slots
+    """Cached tokens after the prompt and the scored ones, or those that a query attends to."""
+    prompt, scored = 300, 20
+    for slots in (60, 100, 256):
+        policies = llm.policies(budgets.shape(name, slots, prompt, scored))
+        if not budgets.acts_on_prompt(policies):
+            assert budgets.slots_of(llm, policies) == slots
+            continue
+        if budgets.caches_all(policies):
+            (policy,) = set(policies)
+            share = getattr(policy, "share", None)
+            if share is not None:
+                near = policy.sinks + policy.window
+                assert near + share * (prompt - near) == pytest.approx(slots, rel=0.02)
+            continue
+        counts = []
+        for policy in policies:
+            state = replace(policy, start=prompt).init(llm.spec, 1, jax.random.key(0))
+            dense = getattr(state, "prompt", state).dense._replace(count=np.int32([prompt]))
+            filled = {"prompt": state.prompt._replace(dense=dense)} if hasattr(
+                state, "prompt") else {"dense": dense}  # fmt: skip
+            after = policy.finish_prefill(llm.spec, state._replace(**filled))
+            weight = np.asarray(policy.cached(llm.spec, after).log_weight)
+            counts.append((weight > -np.inf).sum(axis=2).mean() + scored)
+        assert slots - 16 <= np.mean(counts) <= slots + 1, (slots, counts)
 
 
 def test_a_policy_gets_the_largest_cache_that_fits(llm):
@@ -54,46 +94,65 @@ def test_a_policy_gets_the_largest_cache_that_fits(llm):
     rest = 4 * config.layers
     for slots in (16, 40, 41):
         for spare in (0, token - 1):
-            (found,) = budgets.fit(llm, slots * token + rest + spare, ["streaming"], 100)
-            assert found == f"streaming:sinks=4,window={slots - 4}"
-    chosen = budgets.fit(llm, 100 * token, [], 300)
-    assert [policy.split(":")[0] for policy in chosen] == [
-        "window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "streaming"
-    ]  # fmt: skip
-    sizes = [budgets.bytes_of(llm, policy, 300) for policy in chosen]
-    assert max(sizes) <= 100 * token and min(sizes[:-1]) > 95 * token
-    assert chosen[-1].endswith(",window=252,cache=int8")  # half of the context, 512
-    beyond = budgets.fit(llm, 100 * token, [], config.context + 1)
-    assert not any(policy.startswith("h2o") for policy in beyond)
-    assert budgets.fit(llm, 10**9, ["window"], 300) == ["window:window=256"]
+            (policy,) = budgets.fit(llm, slots * token + rest + spare, ["streaming"], 100, 20)
+            assert policy == f"streaming:sinks=4,window={slots - 4}"
+    limit = 100 * token + rest
+    names = [name for name in budgets.SHAPES if name != "magicpig"]
+    chosen = dict(zip(names, budgets.fit(llm, limit, names, 300, 20), strict=True))
+    for name, policy in chosen.items():
+        size = budgets.bytes_of(llm, policy, 300, 20)
+        if budgets.caches_all(llm.policies(policy)):
+            assert size > 3 * limit
+        else:
+            assert 0.85 * limit < size <= limit, name
+    assert chosen["streaming-int8"].endswith(",window=296,cache=int8")  # as many as the prompt has
+    assert budgets.fit(llm, 10**9, ["window"], 300, 20) == ["window:window=300"]
+    assert len(budgets.fit(llm, limit, [], 300, 20)) == len(budgets.DEFAULT)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["uniform:sinks=2,window=5,rounds=2", "keydiff:capacity=12", "pyramidkv:capacity=12,window=5",
+     "expected-attention:capacity=12", "streaming:sinks=2,window=5", "full"],
+)  # fmt: skip
+def test_bytes_are_those_of_cached_tokens(llm, policy):
+    """A row of each token: key and value of each head, and positions."""
+    prompt, scored = 43, 4
+    stream = models.Stream(llm, policy, tokens=prompt + scored)
+    stream.prefill([list(range(2, 2 + prompt))])
+    stream.finish_prefill()
+    stream.prefill([list(range(2, 2 + scored))])
+    tokens = [
+        (np.asarray(one.cached(llm.spec, state).log_weight)[0] > -np.inf).sum(axis=1).mean()
+        for one, state in zip(stream.policies, stream.decoding.states, strict=True)
+    ]
+    row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
+    found = budgets.bytes_of(llm, policy, prompt, scored) / (row * sum(tokens))
+    assert 1 <= found < 1.3
 
 
 def test_the_default_budget(llm):
-    streaming = budgets.bytes_of(llm, "streaming:sinks=4,window=252", 600)
-    assert budgets.budget_of(llm, [], 600) == streaming
-    own = ["window:window=20", "window:window=30", "h2o"]
-    window = budgets.bytes_of(llm, "window:window=30", 600)
-    assert budgets.budget_of(llm, own, 600) == window
+    streaming = budgets.bytes_of(llm, "streaming:sinks=4,window=124", 448, 64)
+    assert budgets.budget_of(llm, [], 448, 64) == streaming
+    own = ["window:window=20", "window:window=30", "h2o", "topk:window=9"]
+    assert budgets.budget_of(llm, own, 448, 64) == budgets.bytes_of(llm, own[1], 448, 64)
 
 
 def test_a_budget_below_the_smallest_cache_is_refused(llm):
-    smallest = budgets.bytes_of(llm, budgets.shape("h2o", budgets.LEAST), 100)
-    with pytest.raises(UserError, match=f"at least .*{smallest} bytes.* for h2o, got .*99 bytes"):
-        budgets.fit(llm, 99, ["streaming", "h2o"], 100)
+    smallest = budgets.bytes_of(llm, budgets.shape("snapkv", 16 + 20, 100, 20), 100, 20)
+    with pytest.raises(UserError, match=rf"at least .*{smallest} bytes.* for snapkv, got .*99"):
+        budgets.fit(llm, 99, ["streaming", "snapkv"], 100, 20)
     with pytest.raises(UserError, match="for window:window=300"):
-        budgets.fit(llm, smallest, ["window:window=300"], 100)
+        budgets.fit(llm, smallest, ["window:window=300"], 100, 20)
 
 
-def test_growing_layers_count_at_the_size_of_the_text(llm):
+def test_growing_layers_count_at_the_size_of_the_stretch(llm):
     """A layer of full attention has the bytes of its tokens, not those of its first slots."""
-    config, tokens = llm.config, 2048
+    config = llm.config
     policy = "0=full:start=16;*=window:window=16"
     token = 2 * config.kv_heads * config.head_dim * 4 + 4
-    needed = (tokens + 16) * token + 4 * config.layers  # two layers
-    assert budgets.budget_of(llm, [policy], tokens) == needed
-    assert budgets.fit(llm, needed, [policy], tokens) == [policy]
-    with pytest.raises(UserError, match=f"{needed} bytes"):
-        budgets.fit(llm, needed - 1, [policy], tokens)
+    needed = (100 + 20 + 16) * token + 4 * config.layers  # two layers
+    assert budgets.bytes_of(llm, policy, 100, 20) == needed
 
 
 @pytest.mark.parametrize("policy", ["full", "full:start=1024", "*=full", "0=full:max=4096;*=full"])
@@ -104,68 +163,56 @@ def test_full_attention_is_no_policy_to_advise(llm, policy):
         advise.check_not_full(llm, other)
 
 
-def test_the_caches_of_all_policies_must_fit_together(llm, ids, monkeypatch):
+def test_the_caches_of_all_policies_must_fit_together(llm, parts, monkeypatch):
     """Each fits alone; it is refused before the first reading."""
-    final = TOKENS + 96  # five decoded pieces of 16 tokens, and one that compiles
-    sizes = [budgets.bytes_of(llm, name, final) for name in ("full", *POLICIES)]
-    monkeypatch.setattr("jaxkv.state.memory.available", lambda *_, **__: sum(sizes) - 1)
-    labels = []
-
-    @contextlib.contextmanager
-    def telling(label, total):
-        labels.append(label)
-        yield lambda done: None
-
-    with pytest.raises(UserError, match="the caches of 3 policies for 266 tokens would take"):
-        advise.measure(llm, ids, POLICIES, 0, telling)
-    assert not labels
+    monkeypatch.setattr("jaxkv.state.memory.available", lambda *_, **__: 10)
+    with pytest.raises(UserError, match="the caches of 4 policies for 144 tokens would take"):
+        advise.measure(llm, parts, POLICIES, 0, None)
 
 
-@pytest.mark.slow
 def test_a_second_sink_token_has_no_loss(llm, ids, tmp_path):
-    """It is left out of the means, and the other losses are those of scoring."""
+    """It is in the prompt of every stretch, and scored tokens are those of one without it."""
     path = write_sink_tokens(tmp_path / "sinks.safetensors", llm.path, 2)
     with_sinks = models.load(llm.path, sinks=path)
-    tokens = [*with_sinks.tokenizer.front, *ids]
-    found = advise.measure(with_sinks, tokens, POLICIES[:1], 0, watch)
-    for one in found:
-        expected = np.concatenate(list(models.losses(with_sinks, tokens, one.policy)))
-        np.testing.assert_allclose(one.losses, expected, atol=1e-4)
-        assert np.isnan(one.losses[0]) and np.isfinite(one.losses[1:]).all()
-    first = advise.first_counted(with_sinks, ["full:cache=int8"], len(tokens))
-    assert first == 2
-    rows = advise.rank(with_sinks, tokens, found, first, None)["policies"]
-    assert all(np.isfinite(row["loss"]) for row in rows)
+    tokens = [*with_sinks.tokenizer.front, *ids[1:]]
+    parts = advise.cut(with_sinks, tokens, PROMPT, SCORED, 2)
+    assert (parts.tokens[:, 1] >= llm.config.vocab).all()
+    assert (parts.tokens[:, PROMPT:] < llm.config.vocab).all()
 
 
-def test_errors_need_several_blocks(llm):
-    first, block = 17, (TOKENS - 17) // 8
-    assert advise.first_counted(llm, POLICIES, TOKENS, block) == first
-    with pytest.raises(
-        UserError, match=f"8 blocks, .* got --block {block + 1}; give at most {block}"
-    ):
-        advise.first_counted(llm, POLICIES, TOKENS, block + 1)
+def test_sizes_follow_the_context(llm):
+    body = [1] + [5] * 5000
+    assert advise.cut(llm, body, None, None, None).tokens.shape == (8, 513)
+    short = replace(llm, config=replace(llm.config, context=64))
+    text = advise.cut(short, body, None, None, None)
+    assert (text.prompt, text.scored) == (56, 8)
+    with pytest.raises(UserError, match=r"trained context of 64 tokens.* got 60 of prompt and 8"):
+        advise.cut(short, body, 60, None, None)
 
 
-def test_losses_and_divergence_are_those_of_plain_computations(llm, ids, readings):
-    decoder, hidden, _ = uncached.forward(llm.config, llm.weights, np.array([ids]))
-    full = np.asarray(decoder.logits(hidden), np.float64)[:, 0, :-1]
-    full = full - np.log(np.exp(full).sum(axis=0))
-    assert [one.policy for one in readings] == ["full", *POLICIES]
-    for one in readings:
-        stream, kl, same, losses = models.Stream(llm, one.policy), [], [], []
-        for number, token in enumerate(ids[:-1]):
-            stream.prefill([[token]], 1)
-            mine = np.asarray(stream.decoding.logits[0], np.float64)
-            mine = mine - np.log(np.exp(mine).sum())
-            kl.append(np.sum(np.exp(full[:, number]) * (full[:, number] - mine)))
-            same.append(mine.argmax() == full[:, number].argmax())
-            losses.append(-mine[ids[number + 1]])
-        np.testing.assert_allclose(one.losses, losses, atol=1e-4)
-        np.testing.assert_allclose(one.kl, kl, atol=1e-4)
-        assert np.mean(one.same == same) > 0.98
+def test_blocks_are_stretches_unless_these_are_few(llm, ids, parts):
+    assert len(parts.tokens) == 8 and advise.block_of(parts, None) == SCORED
+    two = advise.cut(llm, [1] + [5] * 300, 32, 64, 2)
+    assert advise.block_of(two, None) == 16 and advise.block_of(two, 8) == 8
+    with pytest.raises(UserError, match=r"at least 8 blocks.* got --block 17; give at most 16"):
+        advise.block_of(two, 17)
+    with pytest.raises(UserError, match=r"has 1 stretches with 64; give a longer text"):
+        advise.block_of(advise.cut(llm, [1] + [5] * 100, 32, 64, 2), None)
+
+
+def test_a_cache_that_the_prompt_does_not_fill_is_refused(llm, parts):
+    advise.check_evicts(llm, ["window:window=32", "keydiff:capacity=90"], parts)
+    with pytest.raises(UserError, match="caches 33 tokens, got a prompt of 32; raise"):
+        advise.check_evicts(llm, ["window:window=33"], parts)
+
+
+def test_full_attention_is_the_reference(measured):
+    assert [one.policy for one in measured] == ["full", *POLICIES]
+    full, *others = (one.reading for one in measured)
+    assert (full.kl == 0).all() and (full.same == 1).all()
+    assert all(one.kl.mean() > 1e-4 for one in others)
+    for one in measured:
         assert len(one.milliseconds) == advise.ROUNDS and (one.milliseconds > 0).all()
-    assert readings[1].kl[20:].mean() > 1e-3
 
 
 def test_the_distance_of_a_repeat():
@@ -177,172 +224,171 @@ def test_the_distance_of_a_repeat():
         assert found[end - 1] == min(back, default=0)
 
 
-def test_errors_are_those_of_block_means(rng):
-    values = rng.normal(size=120) + np.repeat(rng.normal(size=12), 10)
-    means = values.reshape(12, 10).mean(axis=1)
-    found = advise.ratio(values, 10)
-    assert found["mean"] == pytest.approx(values.mean()) and found["count"] == 120
-    assert found["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
-    some = np.arange(120) % 10 < 3
-    of_some = advise.ratio(values, 10, some)
-    means = values.reshape(12, 10)[:, :3].mean(axis=1)
-    assert of_some["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
-    assert advise.ratio(values, 10, np.arange(120) < 5)["two_errors"] is None
-    assert advise.ratio(values, 10, np.zeros(120, bool))["mean"] is None
+BEST, OTHER = "reservoir:sinks=4,window=14,sample=14", "window:window=32"
+STREAMING, KEYDIFF = "streaming:sinks=4,window=28", "keydiff:capacity=12"
 
 
-def test_the_interval_covers_the_mean(rng):
-    """Of 400 means of correlated values, about 95 % are within two errors of the true one."""
-    inside = 0
-    for _ in range(400):
-        values = rng.normal(size=300) + np.repeat(rng.normal(size=30), 10)
-        counted = rng.random(300) < np.repeat(rng.random(30), 10)
-        found = advise.ratio(values, 10, counted)
-        inside += abs(found["mean"]) <= found["two_errors"]
-    assert 0.90 < inside / 400 < 0.98
+def result(policy: str, losses: np.ndarray, *milliseconds: float, size: int = 100):
+    zeros, times = np.zeros(losses.shape), np.array(milliseconds or [1.0])
+    reading = measurement.Reading(policy, losses, zeros, zeros, size, 1.0, 1.0, 64)
+    return advise.Result(reading, size, 200, times)
 
 
-def reading(policy: str, losses: np.ndarray, *milliseconds: float) -> advise.Reading:
-    zeros, times = np.zeros(len(losses)), np.array(milliseconds or [1.0])
-    return advise.Reading(policy, losses, zeros, zeros, 100, 1.0, 1.0, times)
+@pytest.fixture(scope="module")
+def drawn():
+    """Ten stretches of a random text, with losses of 20 tokens after each prompt, and noise."""
+    rng = np.random.default_rng(1)
+    text = measurement.Stretches(rng.integers(2, 200, (10, 61)).astype(np.int32), 40)
+    return text, rng.normal(size=(10, 20)), rng.normal(size=(10, 20))
 
 
-def test_policies_are_ranked_and_noise_is_told(llm, rng):
-    ids = rng.integers(2, 200, 241).tolist()
-    base, noise = rng.normal(size=240), rng.normal(size=240)
-    readings = [
-        reading("full", base),
-        reading("window:window=32", base + 1 + 0.01 * noise),
-        reading("streaming:sinks=4,window=28", base + 0.1 + 0.01 * noise, 9.0),
-        reading("reservoir:sinks=4,window=14,sample=14", base + 0.1001 - 0.01 * noise, 2.0),
-    ]
-    results = advise.rank(llm, ids, readings, first=41, block=20)
+def ranked(llm, drawn, *results, block=20, limit=100):
+    return advise.rank(llm, drawn[0], results, limit, block)
+
+
+def told(*given, **more):
+    return advise_report.sentences(ranked(*given, **more))
+
+
+def test_policies_are_ranked_and_noise_is_told(llm, drawn):
+    _, base, noise = drawn
+    results = ranked(
+        llm, drawn, result("full", base, size=900),
+        result(OTHER, base + 1 + 0.01 * noise),
+        result(STREAMING, base + 0.1 + 0.01 * noise, 9.0),
+        result(BEST, base + 0.1001 - 0.01 * noise, 2.0),
+        result("topk", base + 0.001 * noise, size=900),
+    )  # fmt: skip
     rows = {row["policy"]: row for row in results["policies"]}
-    assert next(iter(rows)) == "full" and list(rows)[-1] == "window:window=32"
+    assert next(iter(rows)) == "full" and list(rows)[-2:] == [OTHER, "topk"]
     assert results["counted"] == 200 and results["block"] == 20
-    worst = rows["window:window=32"]
-    assert worst["over_full"]["mean"] == pytest.approx(1, abs=0.01)
-    expected = (base + 1 + 0.01 * noise)[40:].mean()
-    assert worst["loss"] == pytest.approx(expected)
-    assert not advise.is_noise(worst["over_best"])
-    told = "\n".join(advise_report.sentences(results))
-    streaming, reservoir = readings[2].policy, readings[3].policy
-    assert (
-        f"{streaming} has the lowest loss; these are within noise of it: {reservoir}." in told
-        or (f"{reservoir} has the lowest loss; these are within noise of it: {streaming}." in told)
-    )
-    assert "Then window:window=32, which is worse by +0." in told
-    assert list(map(len, results["levels"])) == [2, 1]
-    assert "Take reservoir:sinks=4,window=14,sample=14 (the fastest of these)" in told
-    lines = advise_report.table(results).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["-", "1", "2", "3"]
-    assert lines[-1].endswith("window:window=32") and "+1.0" in lines[-1]
+    assert rows[OTHER]["over_full"]["mean"] == pytest.approx(1, abs=0.01)
+    assert rows[OTHER]["loss"] == pytest.approx((base + 1 + 0.01 * noise).mean())
+    assert not measurement.is_noise(rows[OTHER]["over_best"])
+    assert list(map(len, results["levels"])) == [2, 1]  # without topk, which saves no memory
+    lines = advise_report.sentences(results)
+    first, second = sorted([STREAMING, BEST], key=lambda name: rows[name]["loss"])
+    assert f"{first} has the lowest loss; these are within noise of it: {second}." in lines
+    assert any(f"Then {OTHER}, which is worse by +0." in line for line in lines)
+    assert any("without a rank cache every token" in line for line in lines)
+    assert any(f"Take {BEST} (the fastest of these)" in line for line in lines)
+    table = advise_report.table(results).splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["-", "1", "2", "3", "-"]
+    assert table[-2].endswith(OTHER) and "+1.0" in table[-2]
 
 
-def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, rng):
+def test_ties_within_two_standard_errors_are_ties(llm, drawn):
+    """The same difference of means, with less and with more noise over stretches."""
+    _, base, _ = drawn
+    by_stretch = np.random.default_rng(2).normal(size=(10, 1))
+    by_stretch = by_stretch - by_stretch.mean()
+    for scale, levels in ((0.01, 2), (1.0, 1)):
+        results = ranked(llm, drawn, result("full", base), result(STREAMING, base),
+                         result(BEST, base + 0.05 + scale * by_stretch))  # fmt: skip
+        assert len(results["levels"]) == levels
+        expected = 2 * scale * by_stretch.std(ddof=1) / 10**0.5
+        over = {row["policy"]: row["over_best"] for row in results["policies"]}[BEST]
+        assert over["mean"] == pytest.approx(0.05)
+        assert over["two_errors"] == pytest.approx(expected)
+
+
+def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, drawn):
     """Only if it is faster beyond the spread of the times; else the default or the lower loss."""
-    ids, base, noise = (
-        rng.integers(2, 200, 241).tolist(),
-        rng.normal(size=240),
-        rng.normal(size=240),
-    )
-    best, other = "reservoir:sinks=4,window=14,sample=14", "window:window=32"
-    extra = 0.001 + 0.1 * (noise - noise[40:].mean())
-    means = extra[40:].reshape(10, 20).mean(axis=1)
+    _, base, noise = drawn
+    extra = 0.001 + 0.1 * (noise - noise.mean())
+    means = extra.mean(axis=1)
     most = means.mean() + 2 * means.std(ddof=1) / 10**0.5
 
-    def told(*times):
-        readings = [reading(best, base, *times[0]), reading(other, base + extra, *times[1])]
-        results = advise.rank(llm, ids, readings, first=41, block=20)
-        assert results["levels"] == [[best, other]]
-        return advise_report.sentences(results)
+    def of(best, other, *times):
+        return told(llm, drawn, result(best, base, *times[0]),
+                    result(other, base + extra, *times[1]))  # fmt: skip
 
-    apart = told((9.0, 9.5, 10.0), (2.0, 3.0, 8.9))
-    assert f"Take {other} (the fastest of these)" in apart[-2]
+    apart = of(BEST, OTHER, (9.0, 9.5, 10.0), (2.0, 3.0, 8.9))
+    assert f"Take {OTHER} (the fastest of these)" in apart[-2]
     assert apart[-1] == (
-        f"Its loss may be up to {most:+.3f} above that of {best} "
+        f"Its loss may be up to {most:+.3f} above that of {BEST} "
         "(the mean and two standard errors)."
     )
-    overlapping = told((8.8, 9.5, 10.0), (2.0, 3.0, 8.9))
-    assert f"Take {best} (the lowest loss of the 2 fastest, whose times overlap)" in overlapping[-1]
-    assert not any("may be up to" in line for line in overlapping)
-    other = "streaming:sinks=4,window=28"
-    default = told((8.8, 9.5, 10.0), (2.0, 3.0, 8.9))
-    assert f"Take {other} (the default of the 2 fastest, whose times overlap)" in default[-2]
-    best = "streaming:sinks=4,window=60,cache=int8"  # a lower loss by chance; not the default
-    default = told((8.8, 9.5, 10.0), (2.0, 3.0, 8.9))
-    assert f"Take {other} (the default of the 2 fastest, whose times overlap)" in default[-2]
+    overlap = (8.8, 9.5, 10.0), (2.0, 3.0, 8.9)
+    lines = of(BEST, OTHER, *overlap)
+    assert f"Take {BEST} (the lowest loss of the 2 fastest, whose times overlap)" in lines[-1]
+    assert not any("may be up to" in line for line in lines)
+    for best in (BEST, "streaming:sinks=4,window=60,cache=int8"):  # the default is in floats
+        lines = of(best, STREAMING, *overlap)
+        taken = f"Take {STREAMING} (the default of the 2 fastest, whose times overlap)"
+        assert taken in lines[-2]
 
 
-def test_without_errors_the_lowest_loss_is_taken(llm, rng):
-    base = rng.normal(size=240)
-    readings = [reading("streaming:sinks=4,window=28", base, 9.0),
-                reading("window:window=32", base + 1, 1.0)]  # fmt: skip
-    results = advise.rank(llm, rng.integers(2, 200, 241).tolist(), readings, 41, block=1000)
-    told = "\n".join(advise_report.sentences(results))
-    assert "Take streaming:sinks=4,window=28 (by its loss)" in told
+def test_without_errors_the_lowest_loss_is_taken(llm, drawn):
+    text, base, _ = drawn
+    one = measurement.Stretches(text.tokens[:1], 40), base[:1], None
+    lines = told(llm, one, result(STREAMING, base[:1], 9.0), result(OTHER, base[:1] + 1, 1.0))
+    assert f"Take {STREAMING} (by its loss)" in "\n".join(lines)
 
 
-def test_absolute_positions_are_told(llm, rng):
-    base = rng.normal(size=240)
-    readings = [reading("h2o:heavy=16,window=16", base), reading("window:window=32", base, 5.0)]
-    ids = rng.integers(2, 200, 241).tolist()
-    results = advise.rank(llm, ids, readings, 41, None)
-    told = advise_report.sentences(results)
-    assert any(line.startswith("h2o:heavy=16,window=16 has the lowest loss") for line in told)
-    assert told[-2].startswith("Take window:window=32 for endless text (by its loss)")
-    alone = advise.rank(llm, ids, readings[:1], 41, None)
-    told = advise_report.sentences(alone)
-    assert told[-2].startswith("Take h2o:heavy=16,window=16")
-    assert told[-1] == "Its positions are absolute, so it fails beyond the trained context."
-    assert any("longer than the trained context" in line for line in told)
+def test_what_fails_beyond_the_context_is_told(llm, drawn):
+    _, base, noise = drawn
+    h2o = "h2o:heavy=16,window=16"
+    lines = told(llm, drawn, result(h2o, base), result(OTHER, base, 5.0))
+    assert any(line.startswith(f"{h2o} has the lowest loss") for line in lines)
+    assert lines[-2].startswith(f"Take {OTHER} for endless text (by its loss)")
+    lines = told(llm, drawn, result(h2o, base))
+    assert lines[-2].startswith(f"Take {h2o}")
+    assert lines[-1] == "Its positions are absolute, so it fails beyond the trained context."
+    worse = result(OTHER, base + 0.5 + 0.01 * noise)
+    lines = told(llm, drawn, result(KEYDIFF, base), worse)
+    assert lines[-3].startswith(f"Take {KEYDIFF} (by its loss)")
+    assert "whole prompt, 200 bytes, until it is read" in lines[-2]
+    assert lines[-1].startswith(f"For endless text take {OTHER}, which is worse by +0.5")
 
 
-def test_the_loss_at_repeats_by_distance(llm, rng):
+def test_the_loss_at_repeats_by_distance(llm):
     """A policy whose loss is 2 higher at repeats from 64 tokens on, and nowhere else."""
-    ids = rng.integers(0, 6, 301).tolist()
-    distances, base = advise.repeat_distances(ids), rng.normal(size=300)
-    policy = "window:window=32"
-    readings = [reading("full", base), reading(policy, base + 2 * (distances >= 64))]
-    row = advise.rank(llm, ids, readings, first=33, block=16)["policies"][1]
+    rng = np.random.default_rng(3)
+    text = measurement.Stretches(rng.integers(0, 6, (2, 301)).astype(np.int32), 100)
+    distances = np.stack([advise.repeat_distances(ids) for ids in text.tokens])[:, 100:]
+    base = rng.normal(size=(2, 200))
+    results = [result("full", base), result(OTHER, base + 2 * (distances >= 64))]
+    row = advise.rank(llm, text, results, 100, 200)["policies"][1]
     counts = {one["from"]: (one["count"], one["mean"]) for one in row["recall"]}
-    counted = distances[32:]
-    assert counts[1] == (((counted > 0) & (counted < 32)).sum(), pytest.approx(0, abs=1e-12))
-    assert counts[32] == (((counted >= 32) & (counted < 64)).sum(), pytest.approx(0, abs=1e-12))
-    assert counts[64] == (((counted >= 64) & (counted < 128)).sum(), pytest.approx(2))
-    far = counted >= 32
-    assert row["far_recall"]["mean"] == pytest.approx(2 * (counted[far] >= 64).mean())
+    near, middle = ((distances > 0) & (distances < 32)).sum(), (distances >= 32) & (distances < 64)
+    assert counts[1] == (near, pytest.approx(0, abs=1e-12))
+    assert counts[32] == (middle.sum(), pytest.approx(0, abs=1e-12))
+    assert counts[64] == (((distances >= 64) & (distances < 128)).sum(), pytest.approx(2))
+    far = distances[distances >= 32]
+    assert row["far_recall"]["mean"] == pytest.approx(2 * (far >= 64).mean())
 
 
-def test_an_interrupted_measurement_keeps_complete_policies(llm, ids):
-    done = []
+def test_an_interrupted_measurement_keeps_complete_policies(llm, parts):
+    """It comes while the policy that evicts is read, after those that share a prompt."""
+    first = 8 * (PROMPT + 3 * SCORED)
+    seen = []
 
     @contextlib.contextmanager
     def counting(label, total, unit):
-        yield lambda count: done.append(label)
+        yield seen.append
 
-    found = advise.measure(llm, ids, POLICIES, 0, counting, lambda: POLICIES[1] in done)
-    assert [one.policy for one in found] == ["full", POLICIES[0]]
-    assert not any(len(one.milliseconds) for one in found)
-    results = advise.rank(llm, ids, found, 20, None)
-    assert advise_report.sentences(results)[-1].startswith(f"Take {POLICIES[0]}")
-    assert advise.measure(llm, ids, POLICIES, 0, counting, lambda: True) == []
-
-
-def test_a_text_beyond_the_context_is_compared_without_full_attention(tmp_path, ids):
-    llm = models.load(write_tiny(tmp_path / "short", max_position_embeddings=64))
-    found = advise.measure(llm, ids, ["window:window=16"], 0, watch)
-    assert [one.policy for one in found] == ["window:window=16"] and np.isnan(found[0].kl).all()
-    results = advise.rank(llm, ids, found, 20, None)
-    (row,) = results["policies"]
-    assert row["over_full"] is None and row["kl"] is None
-    assert results["recall_base"] == row["policy"]
-    assert "KL" not in advise_report.table(results).splitlines()[0]
+    stopped = lambda: bool(seen) and seen[-1] > first  # noqa: E731
+    some = advise.measure(llm, parts, POLICIES, 0, counting, stopped)
+    assert [one.policy for one in some] == ["full", *POLICIES[1:]]
+    assert not any(len(one.milliseconds) for one in some)
+    results = advise.rank(llm, parts, some, budget(llm), SCORED)
+    assert any(f"Take {POLICIES[1]}" in line for line in advise_report.sentences(results))
+    assert advise.measure(llm, parts, POLICIES, 0, counting, lambda: True) == []
 
 
-def test_the_picture_is_a_png(llm, ids, readings):
+def test_the_picture_is_a_png(llm, parts, measured):
     pytest.importorskip("matplotlib")
-    results = advise.rank(llm, ids, readings, 20, None)
+    results = advise.rank(llm, parts, measured, budget(llm), SCORED)
     assert advise_report.draw(results, "caption").startswith(b"\x89PNG")
-    without = advise.rank(llm, ids, readings[1:], 20, None)
-    assert advise_report.draw(without, "caption").startswith(b"\x89PNG")
+
+
+def test_the_expected_time_grows_with_work(llm, parts, monkeypatch):
+    monkeypatch.setattr(expected_time, "slowness", lambda: 1.0)
+    monkeypatch.setattr(expected_time, "flops", lambda: 1e9)
+    few, more = (expected_time.seconds(llm, parts, POLICIES[:count]) for count in (1, 3))
+    half = expected_time.seconds(llm, parts._replace(tokens=parts.tokens[:4]), POLICIES)
+    assert 0 < few < more and half < more
+    weights = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(llm.weights))
+    fed = 8 * (PROMPT + 3 * SCORED) + 8 * (PROMPT + SCORED)
+    assert more - half == pytest.approx(2 * weights * fed / 2 / (expected_time.SHARE * 1e9))

@@ -93,8 +93,8 @@ def test_losses_continue_from_the_position_of_a_stream(tiny):
     assert int(stream.decoding.position[0]) == 79
 
 
-def test_a_policy_that_compresses_prompts_cannot_be_scored(tiny):
-    with pytest.raises(UserError, match="finish_prefill"):
+def test_a_policy_that_compresses_prompts_needs_one(tiny):
+    with pytest.raises(UserError, match="at least 68 tokens, got 0; give --prompt-tokens"):
         models.losses(tiny, [2, 3, 4, 5], "uniform")
 
 

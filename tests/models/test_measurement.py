@@ -1,0 +1,176 @@
+"""Losses after prompts: every policy, shared prompts, stretches, and paired errors."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models import measurement, uncached
+from jaxkv.models.compilation import Ahead
+from jaxkv.models.measurement import Stretches, paired
+from jaxkv.policies import POLICIES
+from tests.tiny import write_tiny
+
+PROMPT, SCORED = 40, 6
+ENDS = "sinks=2,window=5"
+# A setting of every policy with which the prompt overfills its cache.
+SETTINGS = {
+    "full": "full",
+    "window": "window:window=9",
+    "streaming": f"streaming:{ENDS}",
+    "h2o": "h2o:heavy=4,window=5",
+    "reservoir": f"reservoir:{ENDS},sample=4",
+    "stratified": f"stratified:{ENDS},sample=4",
+    "balance-stream": f"balance-stream:{ENDS},levels=2,block=4",
+    "balance": f"balance:{ENDS},rounds=2,block=8",
+    "uniform": f"uniform:{ENDS},rounds=2",
+    "snapkv": "snapkv:capacity=12,window=5",
+    "pyramidkv": "pyramidkv:capacity=12,window=5",
+    "expected-attention": "expected-attention:capacity=12,sinks=2",
+    "keydiff": "keydiff:capacity=12",
+    "magicpig": f"magicpig:K=3,L=8,{ENDS}",
+    "topk": f"topk:share=0.2,{ENDS}",
+    "topp": f"topp:mass=0.5,{ENDS}",
+    "oracle": f"oracle:share=0.2,{ENDS}",
+    "quest": f"quest:share=0.2,page=4,fewest=1,{ENDS}",
+    "vattention": f"vattention:{ENDS}",
+}
+OTHERS = ["snapkv:capacity=12,window=5,cache=int8", f"0=full;*=uniform:{ENDS},rounds=2"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("measurement") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def text():
+    ids = np.random.default_rng(0).integers(2, 250, (2, PROMPT + SCORED + 1))
+    return Stretches(ids.astype(np.int32), PROMPT)
+
+
+@contextlib.contextmanager
+def watch(label, total, unit):
+    yield lambda done: None
+
+
+def plain(llm, policy, ids, seed):
+    """The losses after the prompt, which this policy reads by itself."""
+    stream = models.Stream(llm, policy, seed=seed, tokens=len(ids))
+    return np.concatenate(list(models.losses(llm, ids, stream=stream, prompt=PROMPT)))
+
+
+def test_every_policy_is_measured(llm, text):
+    """All together, so that policies which attend exactly share the reading of the prompt."""
+    assert set(SETTINGS) == set(POLICIES)
+    names = [*SETTINGS.values(), *OTHERS]
+    (group, *_) = measurement.grouped(llm, text, names, "full")
+    assert group.names[0] == "full" and len(group.names) == 14
+    readings, streams = measurement.measure(llm, text, names, 5, watch, full="full", ahead=Ahead())
+    assert [one.policy for one in readings] == names and set(streams.values()) == {None}
+    for one in readings:
+        assert one.is_complete(text)
+        for number, ids in enumerate(text.tokens):
+            expected = plain(llm, one.policy, ids, 5 + number)
+            np.testing.assert_allclose(one.losses[number], expected, atol=2e-4, err_msg=one.policy)
+    away = {one.policy: one.kl.mean() for one in readings}
+    assert away["full"] == 0 and min(away[name] for name in names[1:]) > 1e-6
+
+
+def test_full_attention_is_that_of_a_plain_forward(llm, text):
+    (one,), _ = measurement.measure(llm, text, ["full"], 0, watch)
+    decoder, hidden, _ = uncached.forward(llm.config, llm.weights, text.tokens)
+    logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, PROMPT:-1]
+    targets = text.tokens[:, PROMPT + 1 :]
+    picked = np.take_along_axis(logits, targets[None], axis=0)[0]
+    np.testing.assert_allclose(one.losses, np.log(np.exp(logits).sum(axis=0)) - picked, atol=1e-4)
+    assert np.isnan(one.kl).all()
+
+
+def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
+    monkeypatch.setattr("jaxkv.models.shared_prompt.CHUNK", 16)
+    names = ["full", SETTINGS["snapkv"], SETTINGS["expected-attention"]]
+    readings, _ = measurement.measure(llm, text, names, 0, watch, ahead=Ahead())
+    for one in readings:
+        np.testing.assert_allclose(
+            one.losses[0], plain(llm, one.policy, text.tokens[0], 0), atol=2e-4
+        )
+
+
+def test_without_a_prompt_all_tokens_are_scored(llm, text):
+    whole = Stretches(text.tokens, 0)
+    (one,), _ = measurement.measure(llm, whole, ["window:window=9"], 0, watch, chunk=16)
+    for ids, losses in zip(text.tokens, one.losses, strict=True):
+        expected = np.concatenate(list(models.losses(llm, ids, "window:window=9", 16)))
+        np.testing.assert_allclose(losses, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "topk", f"0=full;*=uniform:{ENDS}", "snapkv"])
+def test_a_policy_that_acts_on_a_prompt_needs_one(llm, text, policy):
+    with pytest.raises(UserError, match=r"acts at the end of a prompt of at least .* got 0; give"):
+        measurement.grouped(llm, Stretches(text.tokens, 0), [policy])
+
+
+@pytest.mark.parametrize("front", [[1], [1, 300]])
+def test_stretches_follow_each_other(llm, front):
+    body = np.arange(100, 200)
+    fronted = replace(llm, tokenizer=replace(llm.tokenizer, front=tuple(front)))
+    text = measurement.cut(fronted, [*front, *body], 20, 9, 8)
+    step = 30 - len(front)
+    assert text.tokens.shape == (100 // step, 30) and (text.prompt, text.scored) == (20, 9)
+    assert (text.tokens[:, : len(front)] == front).all()
+    joined = text.tokens[:, len(front) :].reshape(-1)
+    assert joined.tolist() == body[: len(joined)].tolist()
+    assert len(measurement.cut(fronted, [*front, *body], 20, 9, 2).tokens) == 2
+    with pytest.raises(UserError, match=r"at least 30 tokens, got 29; give a longer text"):
+        measurement.cut(fronted, [*front, *body][:29], 20, 9, 8)
+
+
+def test_errors_are_those_of_block_means(rng):
+    values = rng.normal(size=(4, 30)) + np.repeat(rng.normal(size=(4, 3)), 10, axis=1)
+    means = values.reshape(12, 10).mean(axis=1)
+    found = paired(values, 10)
+    assert found["mean"] == pytest.approx(values.mean()) and found["count"] == 120
+    assert found["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
+    of_stretches = paired(values, 30)["two_errors"]
+    assert of_stretches == pytest.approx(2 * values.mean(axis=1).std(ddof=1) / 4**0.5)
+    some = np.broadcast_to(np.arange(30) % 10 < 3, (4, 30))
+    of_some = paired(values, 10, some)
+    means = values.reshape(12, 10)[:, :3].mean(axis=1)
+    assert of_some["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
+    assert paired(values, 10, np.arange(120).reshape(4, 30) < 5)["two_errors"] is None
+    assert paired(values, 10, np.zeros((4, 30), bool))["mean"] is None
+
+
+def test_the_interval_covers_the_mean(rng):
+    """Of 400 means of correlated values, about 95 % are within two errors of the true one."""
+    inside = 0
+    for _ in range(400):
+        values = rng.normal(size=(5, 60)) + np.repeat(rng.normal(size=(5, 6)), 10, axis=1)
+        counted = rng.random((5, 60)) < np.repeat(rng.random((5, 6)), 10, axis=1)
+        found = paired(values, 10, counted)
+        inside += abs(found["mean"]) <= found["two_errors"]
+    assert 0.90 < inside / 400 < 0.98
+
+
+def test_an_interrupt_keeps_what_was_read(llm, text):
+    """After the first stretch of the third policy."""
+    names = ["full", "window:window=9", f"streaming:{ENDS}"]
+    all_tokens = measurement.tokens_fed(text, measurement.grouped(llm, text, names))
+    assert all_tokens == 2 * 3 * (PROMPT + SCORED)
+    seen = []
+
+    @contextlib.contextmanager
+    def counting(label, total, unit):
+        assert (label, total, unit) == ("measuring 3 policies", all_tokens, "tokens")
+        yield seen.append
+
+    stopped = lambda: bool(seen) and seen[-1] >= 5 * (PROMPT + SCORED)  # noqa: E731
+    readings, _ = measurement.measure(llm, text, names, 0, counting, stopped)
+    assert [one.losses.shape[0] for one in readings] == [2, 2, 1]
+    assert [one.is_complete(text) for one in readings] == [True, True, False]
