@@ -136,8 +136,8 @@ def result(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results as a text table, with the predictions where policies have read unequally far."""
-    names = ["policy", "perplexity", "loss", "over first", "state", "tokens/s", "seconds"]
-    rows = [[*names, "compiling"]]
+    rows = [["policy", "perplexity", "loss", "over first", "state", "tokens/s", "seconds",
+             "compiling"]]  # fmt: skip
     rows += [
         [
             row["policy"],
@@ -151,6 +151,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ]
         for row in results
     ]
+    if all(row["over_first"] is None for row in results):
+        rows = [[*row[:3], *row[4:]] for row in rows]
     if len({row["predictions"] for row in results}) > 1:
         counts = ["predictions", *(str(row["predictions"]) for row in results)]
         rows = [[*row, count] for row, count in zip(rows, counts, strict=True)]

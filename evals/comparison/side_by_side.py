@@ -197,10 +197,8 @@ def after_prompt(text: Stretches, policy: str | Policy, stretch: int, seed: int)
     """The mean loss of a stretch after its prompt; exits where it is not finite."""
     tokens, prompt = text.tokens[stretch], text.prompt
     stream = models.Stream(text.llm, policy, seed=seed, tokens=len(tokens))
-    stream.prefill([tokens[:prompt]], prompt)
-    stream.finish_prefill()
-    rest = tokens[prompt:]
-    found = np.concatenate(list(models.losses(text.llm, rest, chunk=len(rest), stream=stream)))
+    by_chunk = models.losses(text.llm, tokens, chunk=prompt, stream=stream, prompt=prompt)
+    found = np.concatenate(list(by_chunk))
     if not np.isfinite(found).all():
         raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
     return float(found.mean(dtype=np.float64))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.contract import Chunk, Policy, Spec, State
+from jaxkv.contract import Chunk, Policy
 from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, run_command, spread
@@ -36,15 +36,14 @@ from jaxkv.evals.magicpig.matched_budgets import (
     Masses,
     Seen,
 )
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Weights
+from jaxkv.models import measurement
 from jaxkv.models.device import cores
-from jaxkv.models.divergence import divergence
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather, hidden_by_chunk
+from jaxkv.models.shared_prompt import Attended, absorb
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policy_spec import format_policy
-from jaxkv.typing import Array, Bool, Float, Float32, Int32
+from jaxkv.typing import Array, Float
 
 PROMPT, SCORED = 2_048, 256  # tokens
 SHARES = (0.02, 0.05, 0.1, 0.2)
@@ -114,7 +113,7 @@ class RecordedText:
         stream.reserve(self.prompt)
         spec, given = self.llm.spec, slice(self.prompt)
         states = tuple(
-            absorb(one, spec, state, self.chunk(layer, given))
+            absorb(one, spec, state, Attended(*self.chunk(layer, given)))
             for layer, (one, state) in enumerate(
                 zip(stream.policies, stream.decoding.states, strict=True)
             )
@@ -143,8 +142,9 @@ class RecordedText:
         read = 1.0 if isinstance(policy, Full) else self.share_read(stream)
         targets = jnp.asarray([self.tokens[self.prompt + 1 :]], jnp.int32)
         other = self.after(stream)
-        found = compared(self.llm.config, self.llm.weights, self.full, other, targets)
-        loss, kl, agreement = (np.asarray(a, np.float64).mean() for a in found)
+        static, weights = stream.static.of_model, self.llm.weights
+        found = measurement.compare(static, weights, other, targets, self.full)
+        loss, kl, agreement = np.asarray(found, np.float64).mean(axis=0)
         if not np.isfinite([loss, kl]).all():
             raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
         return loss, kl, agreement, read, stream.state_bytes
@@ -285,27 +285,6 @@ def columns(found: np.ndarray) -> dict[str, np.ndarray]:
 def cost(found: dict[str, np.ndarray]) -> dict[str, Any]:
     """Bytes of the caches with all tokens, and seconds per token."""
     return {"state_bytes": found["bytes"].mean(), "seconds": spread(found["seconds"].ravel())}
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def absorb(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> State:
-    """The state of one layer after a recorded chunk; nothing computes its attention."""
-    return policy.update(spec, state, chunk)[1]
-
-
-@partial(jax.jit, static_argnums=0)
-def compared(
-    config: Config, weights: Weights, full: Float[Array, "D 1 T"], other: Float[Array, "D 1 T"],
-    targets: Int32[Array, "1 T"],
-) -> tuple[Float32[Array, " T"], Float32[Array, "1 T"], Bool[Array, "1 T"]]:  # fmt: skip
-    """Losses of the targets, KL from full attention in nats, and whether top tokens are equal.
-
-    full, other: outputs of the last layer under full attention and under a policy.
-    """
-    decoder = Decoder(config, weights)
-    exact, found = (decoder.logits(decoder.normed(x)) for x in (full, other))
-    picked = jnp.take_along_axis(found, targets[None], axis=0)[0]
-    return (jax.nn.logsumexp(found, axis=0) - picked, *divergence(exact, found))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     own = [policy for policy in named if policy not in SHAPES]
     llm = flags.load_model(args, *own)
     from jaxkv.models import advise, advise_report, budgets, expected_time
-    from jaxkv.models.score import encode
+    from jaxkv.models.score import check_scorable, encode
     from jaxkv.state.memory import show
 
     for policy in own:
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     ids = encode(llm, text)[: args.max_tokens]
     parts = advise.cut(llm, ids, args.prompt_tokens, args.score_tokens, args.stretches)
     sizes = parts.prompt, parts.scored
+    for policy in own:
+        check_scorable(llm.policies(policy), parts.prompt)
     budget = args.budget
     if budget is None:
         budget = budgets.budget_of(llm, named, *sizes)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 FIELDS = {
-    "perplexity", "loss", "tokens", "prompt", "predictions", "interrupted", "policy", "state_bytes", "chunk",
-    "seconds", "compile_seconds", "blocks", "seed", "versions",
+    "perplexity", "loss", "tokens", "prompt", "predictions", "interrupted", "policy",
+    "state_bytes", "chunk", "seconds", "compile_seconds", "blocks", "seed", "versions",
 }  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def measured(llm, parts):
 
 
 def budget(llm):
-    """Bytes of 24 tokens: keydiff caches 8 and those that are scored."""
-    return budgets.bytes_of(llm, "window:window=24", PROMPT, SCORED)
+    """Bytes that suffice for keydiff, which caches 8 tokens and those that are scored."""
+    return budgets.bytes_of(llm, POLICIES[1], PROMPT, SCORED)
 
 
 def test_the_shapes_have_the_default_fields_at_256_slots():
@@ -64,7 +64,7 @@ def test_every_policy_has_a_shape():
 def test_the_shapes_use_all_slots(llm, name):
     """Cached tokens after the prompt and the scored ones, or those that a query attends to."""
     prompt, scored = 300, 20
-    for slots in (60, 100, 256):
+    for slots in (60, 100, 150):
         policies = llm.policies(budgets.shape(name, slots, prompt, scored))
         if not budgets.acts_on_prompt(policies):
             assert budgets.slots_of(llm, policies) == slots
@@ -105,7 +105,6 @@ def test_a_policy_gets_the_largest_cache_that_fits(llm):
             assert size > 3 * limit
         else:
             assert 0.85 * limit < size <= limit, name
-    assert chosen["streaming-int8"].endswith(",window=296,cache=int8")  # as many as the prompt has
     assert budgets.fit(llm, 10**9, ["window"], 300, 20) == ["window:window=300"]
     assert len(budgets.fit(llm, limit, [], 300, 20)) == len(budgets.DEFAULT)
 
@@ -239,7 +238,8 @@ def drawn():
     """Ten stretches of a random text, with losses of 20 tokens after each prompt, and noise."""
     rng = np.random.default_rng(1)
     text = measurement.Stretches(rng.integers(2, 200, (10, 61)).astype(np.int32), 40)
-    return text, rng.normal(size=(10, 20)), rng.normal(size=(10, 20))
+    base, noise = rng.normal(size=(2, 10, 20))
+    return text, base, noise - noise.mean()
 
 
 def ranked(llm, drawn, *results, block=20, limit=100):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import Stream, compilation, session
+from jaxkv.models import Stream, advise, compilation, session
 from jaxkv.models.compilation import Ahead, Clock, clock
 from jaxkv.models.llm import load_weights, without_weights
+from jaxkv.models.measurement import Stretches
 from jaxkv.models.published import open_published
 from tests.seldom import seldom
 from tests.tiny import write_tiny
@@ -74,6 +76,23 @@ def test_programs_are_compiled_before_the_weights_are_loaded(deep, compilations)
     stream.prefill([[65] * 40])
     stream.prefill([[66] * 5])
     assert stream.decode(models.Sampling(), 9, llm.eos)[0].tolist() == tokens
+
+
+def test_a_measurement_compiles_while_other_policies_run(deep, compilations):
+    """Whatever computes with a cache or a head is compiled in other threads."""
+    llm = models.load(deep)
+    ids = np.random.default_rng(0).integers(2, 250, (2, 89)).astype(np.int32)
+    policies = ["window:window=16", "keydiff:capacity=8", "uniform:sinks=2,window=5,rounds=2"]
+    show = lambda *_: contextlib.nullcontext(lambda done: None)  # noqa: E731
+    results = [
+        advise.measure(llm, Stretches(ids, 72), policies, 0, show, overlap=overlap)
+        for overlap in (True, False)
+    ]
+    heavy = {f"jit({name})" for name in ("run_layer", "_run_recorded", "absorb", "compare",
+                                         "finish_prefill_layer", "decode_block")}  # fmt: skip
+    assert heavy <= set(compilations["ahead"]) and not heavy & set(compilations["here"])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one.reading.losses, other.reading.losses)
 
 
 @pytest.mark.parametrize(
