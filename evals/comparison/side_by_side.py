@@ -53,7 +53,7 @@ WRITTEN = 32  # timed tokens
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
 
 
-class Stretches(NamedTuple):
+class PromptedText(NamedTuple):
     """Equally long stretches of a text, each with `prompt` tokens of prompt and others to score."""
 
     llm: Llm
@@ -131,7 +131,7 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
     stretches = [
         [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
     ]
-    text = Stretches(llm, stretches, prompt)
+    text = PromptedText(llm, stretches, prompt)
     short = settings(SHORT)
     base = losses(text, short["full"], 1, "full")
     check(float(base.mean()), len(stretches))
@@ -175,7 +175,7 @@ def check(loss: float, stretches: int) -> None:
         )
 
 
-def losses(text: Stretches, setting: str, seeds: int, title: str) -> Float[np.ndarray, "X N"]:
+def losses(text: PromptedText, setting: str, seeds: int, title: str) -> Float[np.ndarray, "X N"]:
     """The mean loss after the prompt of each stretch, by seed."""
     count = len(text.tokens)
 
@@ -193,7 +193,7 @@ def losses(text: Stretches, setting: str, seeds: int, title: str) -> Float[np.nd
     return np.reshape(found, (seeds, count))
 
 
-def after_prompt(text: Stretches, policy: str | Policy, stretch: int, seed: int) -> float:
+def after_prompt(text: PromptedText, policy: str | Policy, stretch: int, seed: int) -> float:
     """The mean loss of a stretch after its prompt; exits where it is not finite."""
     tokens, prompt = text.tokens[stretch], text.prompt
     stream = models.Stream(text.llm, policy, seed=seed, tokens=len(tokens))
@@ -221,7 +221,7 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
     return np.stack(found)
 
 
-def attended_after(text: Stretches, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(text: PromptedText, setting: str) -> dict[str, dict[str, float]]:
     """The number of attended tokens after the first stretch's prompt, and after its last token."""
     tokens, prompt = text.tokens[0], text.prompt
     stream = models.Stream(text.llm, setting, tokens=len(tokens))

@@ -76,12 +76,7 @@ def run(args: argparse.Namespace) -> int:
     block = advise.block_of(parts, args.block)
     about = describe("advise", args, llm)
     seconds = expected_time.seconds(llm, parts, policies)
-    print(
-        f"jaxkv: measures full attention and {len(policies)} policies on {len(parts.tokens)} "
-        f"stretches of {parts.fed} tokens; expected time: at most {duration(seconds)}, less if "
-        "programs are compiled already",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    _say_expected(len(policies), len(parts.tokens), parts.fed, seconds)
     pressed = threading.Event()
     with on_interrupt(pressed.set):
         measured = advise.measure(llm, parts, policies, args.seed, show_progress, pressed.is_set)
@@ -111,3 +106,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"jaxkv: interrupted: {done}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _say_expected(policies: int, stretches: int, tokens: int, seconds: float) -> None:
+    print(
+        f"jaxkv: measures full attention and {policies} policies on {stretches} stretches of "
+        f"{tokens} tokens; expected time: at most {duration(seconds)}, less if programs are "
+        "compiled already",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip

@@ -67,16 +67,18 @@ def pressed_at(monkeypatch):
     """Press Ctrl-C when a chunk of a text is scored, by its number in the process."""
 
     def press(number: int) -> None:
-        score = importlib.import_module("jaxkv.models.score")  # `models.score` is the function
-        by_chunk, count = score._losses_by_chunk, iter(range(10**6))
+        # `models.score` is the function.
+        for name in ("jaxkv.models.score", "jaxkv.models.measurement"):
+            module = importlib.import_module(name)
+            by_chunk, count = module.hidden_by_chunk, iter(range(10**6))
 
-        def pressing(*words):
-            for losses in by_chunk(*words):
-                if next(count) == number:
-                    os.kill(os.getpid(), signal.SIGINT)
-                yield losses
+            def pressing(*words, by_chunk=by_chunk, count=count):
+                for chunk in by_chunk(*words):
+                    if next(count) == number:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    yield chunk
 
-        monkeypatch.setattr(score, "_losses_by_chunk", pressing)
+            monkeypatch.setattr(module, "hidden_by_chunk", pressing)
 
     return press
 

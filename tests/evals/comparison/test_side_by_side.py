@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.comparison import side_by_side
-from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT, Stretches, after_prompt
+from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT, PromptedText, after_prompt
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.policies import POLICIES, Full, Quest, TopK
@@ -85,7 +85,7 @@ def test_costs_are_measured_without_empty_slots(llm):
 def text(llm):
     """Three random stretches for one layer of the model, quick to compile."""
     one = replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
-    return Stretches(one, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72)
+    return PromptedText(one, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72)
 
 
 def losses_after(text, policy, seed=0):
