@@ -46,7 +46,7 @@ NO_TIMES = np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class TimedReading:
     """A reading, and what it costs.
 
     state_bytes: of the cached tokens after the last scored one. prompt_bytes: of those before the
@@ -134,7 +134,7 @@ def measure(
     watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
     overlap: bool = True,
-) -> list[Measured]:
+) -> list[TimedReading]:
     """The results of full attention and of the policies.
 
     stopped: asked after every chunk and round whether to end; what was complete is returned.
@@ -152,7 +152,7 @@ def measure(
     times = {} if stopped() else _decode_times(streams, last, ahead, watch, stopped)
     ahead.cancel()
     return [
-        Measured(
+        TimedReading(
             reading,
             budgets.bytes_of(llm, reading.policy, text.prompt, text.scored),
             budgets.prompt_bytes_of(llm, reading.policy, text.prompt),
@@ -216,7 +216,7 @@ def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
 
 
 def rank(
-    llm: Llm, text: Stretches, results: Sequence[Measured], budget: int, block: int
+    llm: Llm, text: Stretches, results: Sequence[TimedReading], budget: int, block: int
 ) -> dict[str, Any]:
     """The report: full attention, then the policies within the budget by their loss, then others.
 

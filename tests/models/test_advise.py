@@ -230,7 +230,7 @@ STREAMING, KEYDIFF = "streaming:sinks=4,window=28", "keydiff:capacity=12"
 def result(policy: str, losses: np.ndarray, *milliseconds: float, size: int = 100):
     zeros, times = np.zeros(losses.shape), np.array(milliseconds or [1.0])
     reading = measurement.Reading(policy, losses, zeros, zeros, size, 1.0, 1.0, 64)
-    return advise.Measured(reading, size, 200, times)
+    return advise.TimedReading(reading, size, 200, times)
 
 
 @pytest.fixture(scope="module")
