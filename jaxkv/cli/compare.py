@@ -55,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
         scores = compare.compare(
             llm, parts, chosen, args.chunk, args.seed, show_progress, pressed.is_set
         )
+    if not scores:  # interrupted within the first prompt
+        say_interrupted(chosen[0], 0, total, len(chosen) - 1)
+        return INTERRUPTED
     block = args.block or -(-parts.scored // BLOCKS)
     over = compare.over_first(scores, block)
     results = [

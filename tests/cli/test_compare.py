@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 
 import pytest
 
@@ -62,3 +64,15 @@ def test_policies_after_prompts(run, model, text):
         assert math.isclose(row["loss"] - full["loss"], row["over_first"]["mean"], abs_tol=1e-6)
         assert row["over_first"]["two_errors"] > 0
     assert snapkv["over_first"]["mean"] != 0
+
+
+def test_ctrl_c_within_the_first_prompt(run, model, text, monkeypatch):
+    def pressing(streams, prompt):
+        os.kill(os.getpid(), signal.SIGINT)
+        yield 0
+
+    monkeypatch.setattr("jaxkv.models.shared_prompt.read", pressing)
+    flags = ("--policy", "keydiff:capacity=8", "--prompt-tokens", 60, "--max-tokens", 100)
+    ran = run("compare", "--model", model, "--text", text, *flags)
+    said = "keydiff:capacity=8 is scored on the first 0 of 39 predictions"
+    assert (ran.code, ran.out, ran.err) == (130, "", f"jaxkv: interrupted: {said}\n")
