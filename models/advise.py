@@ -41,7 +41,7 @@ STRETCH = 512  # tokens of a stretch that the model reads, unless its trained co
 BLOCK = 16  # the shortest block, in tokens
 LEAST_BLOCKS = 8  # fewer give no useful error
 REPEAT = 3  # tokens of a repeated sequence
-ROUNDS, ROUND = 5, 16  # decoded pieces whose times are taken, and tokens of each
+ROUNDS, ROUND = 5, 8  # decoded pieces whose times are taken, and tokens of each
 NO_TIMES = np.zeros(0)
 
 

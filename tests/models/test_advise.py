@@ -165,7 +165,7 @@ def test_full_attention_is_no_policy_to_advise(llm, policy):
 def test_the_caches_of_all_policies_must_fit_together(llm, parts, monkeypatch):
     """Each fits alone; it is refused before the first reading."""
     monkeypatch.setattr("jaxkv.state.memory.available", lambda *_, **__: 10)
-    with pytest.raises(UserError, match="the caches of 4 policies for 144 tokens would take"):
+    with pytest.raises(UserError, match="the caches of 4 policies for 96 tokens would take"):
         advise.measure(llm, parts, POLICIES, 0, None)
 
 
