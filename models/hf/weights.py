@@ -60,11 +60,22 @@ def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
 
 @reading()
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a model folder by its name in the file; reads headers only."""
-    tensors: dict[str, Tensor] = {}
-    for file in _files(Path(folder)):
-        tensors |= read_header(file)
-    return tensors
+    """Every tensor of a model folder by its name in the file; reads headers only.
+
+    An index assigns each name to one file. Other files may have old tensors of that name.
+    """
+    weight_map = _weight_map(Path(folder))
+    if weight_map is None:
+        return read_header(folder / SINGLE)
+    headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+    lacking = [f"{name} in {file}" for name, file in weight_map.items()
+               if name not in headers[file]]  # fmt: skip
+    if lacking:
+        raise UserError(
+            f"{folder / INDEX} names tensors that their files lack: {first_few(lacking)}; "
+            "download them again"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def read_metadata(file: Path) -> dict[str, str]:
@@ -144,20 +155,21 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     return host.reshape(tensor.shape)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The weight files of a folder: the shards that the index names, or the single file."""
-    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        shards = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by its name, from the index; None for a single file, which wins."""
+    if (folder / SINGLE).is_file():
+        return None
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or {type(f) for f in weight_map.values()} != {str}:
             raise UserError(f"{folder / INDEX} has no weight_map; download it again")
-        files = [folder / name for name in sorted(set(shards.values()))]
-    else:
-        files, shards = [folder / SINGLE], None
-    missing = [file.name for file in files if not file.is_file()]
-    if not missing:
-        return files
-    if shards is not None:
-        raise UserError(f"{folder} lacks weight files: {first_few(missing)}; download them again")
+        files = sorted(set(weight_map.values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise UserError(
+                f"{folder} lacks weight files: {first_few(missing)}; download them again"
+            )
+        return weight_map
     others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
     if any(name.endswith(".gguf") for name in others):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
 from jaxkv.errors import UserError
 from jaxkv.models.config import read_config
@@ -66,6 +68,28 @@ def test_shards_and_progress(tmp_path):
     same(loaded, tmp_path, tensors(tmp_path))
     assert seen == sorted(seen) and len(seen) == len(loaded)
     assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_the_index_decides_between_two_tensors_of_one_name(shards, tmp_path):
+    """Every file has old tensors under all names, as where shards of another model are reused."""
+    write_model(tmp_path, "llama2", shards=shards)
+    written = tensors(tmp_path)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in set(weight_map.values()):
+        part = {name: w if weight_map[name] == file else w + 1 for name, w in written.items()}
+        save_file(part, tmp_path / file)
+    same(load(tmp_path), tmp_path, written)
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path):
+    write_model(tmp_path, "llama2", shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    file, *_ = {*weight_map.values()} - {weight_map[HEAD]}
+    write_json(index, {"weight_map": weight_map | {HEAD: file}})
+    with pytest.raises(UserError, match=f"their files lack: {HEAD} in {file}"):
+        load(tmp_path)
 
 
 def test_stories(stories):
