@@ -106,13 +106,13 @@ class Llm:
         return Decoder(self.config, self.weights, self.mesh)
 
     def fingerprint(self) -> str:
-        """A short hash of the settings, the sinks, and the first values of each loaded weight."""
+        """A short hash of the settings, the sinks, and the first values of each row of a weight."""
         sinks = self.tokenizer.front
         found = hashlib.sha256(
             f"{self.config} {self.dtype} {bool(self.weight_format)} {sinks}".encode()
         )
         for leaf in jax.tree.leaves(self.weights):
-            found.update(_corner(leaf).tobytes())
+            found.update(_margin(leaf).tobytes())
         return found.hexdigest()[:8]
 
     def check_without_pairs(self, what: str) -> None:
@@ -228,9 +228,12 @@ def load_weights(
         llm.weights.update(published.weights(dtype, place, progress, store))
 
 
-def _corner(leaf: jax.Array) -> np.ndarray:
-    """The first values of an array. On a CPU nothing is copied and nothing compiled."""
-    first = tuple([slice(8)] * leaf.ndim)
+def _margin(leaf: jax.Array) -> np.ndarray:
+    """The first values of each row of a matrix, all of a vector. On a CPU nothing is compiled.
+
+    Every row counts: training of new tokens changes single rows of the embedding.
+    """
+    first = (..., slice(8)) if leaf.ndim > 1 else ...
     on_host = all(device.platform == "cpu" for device in leaf.devices())
     return np.asarray(leaf)[first] if on_host else np.asarray(leaf[first])
 
