@@ -56,10 +56,11 @@ language: en
 ---
 # The default model of jaxkv
 
-A Llama of {weights:,} weights with a learnable sink token (StreamingLLM, section 3.3), trained by
-`jaxkv pretrain --preset default`. It is for first commands, examples and tests, because it needs no
-download: it writes prose without a plot and answers no questions. `jaxkv generate` uses it unless
-another model is given. All commands, starting from the texts, are at the top of
+A Llama of {weights:,} weights, trained with a learnable sink token (StreamingLLM, section 3.3) by
+`jaxkv pretrain --preset default`. Its heads give this token only {first_token:.0%} of their
+attention, so it has no attention sink. It is for first commands, examples and tests, because it
+needs no download: it writes prose without a plot and answers no questions. `jaxkv generate` uses
+it unless another model is given. All commands, starting from the texts, are at the top of
 evals/training/default_model.py, which wrote this page from evals/results/default_model.json.
 
 | | |
@@ -303,7 +304,7 @@ def card(record: dict[str, Any]) -> str:
     results = record["results"]
     training, writing = results["training"], results["writing"]
     recipe, summary = training["recipe"], results["reading"]["summary"]
-    run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax")
+    run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax", "first_token")
     reported = ("steps", "rows", "context", "seed", "dtype")
     texts, colder = writing[f"{TEMPERATURE:g}"], writing[f"{COLDER:g}"]
     known = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]

@@ -65,9 +65,7 @@ class ExpectedAttention(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    use_for: ClassVar[str] = (
-        "a long prompt that is continued; its loss is within two standard errors of snapkv's"
-    )
+    use_for: ClassVar[str] = "a long prompt that is continued, however it ends"
     avoid_for: ClassVar[str] = (
         "endless text; single facts of the prompt; models whose logits have a softcap"
     )

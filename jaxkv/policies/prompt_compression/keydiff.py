@@ -38,13 +38,8 @@ class KeyDiff(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
-    use_for: ClassVar[str] = (
-        "a prompt with single facts, a quarter of it cached; on SmolLM2-135M it finds the most "
-        "of all policies that compress in up to 2,048 tokens, and few in 4,096"
-    )
-    avoid_for: ClassVar[str] = (
-        "endless text; removing most of a prompt, where its loss is the highest"
-    )
+    use_for: ClassVar[str] = "a prompt with single facts, of which a quarter or more is cached"
+    avoid_for: ClassVar[str] = "endless text; removing most of a prompt"
     bytes_formula: ClassVar[str] = (
         "start * t + 4 + 8 * K, doubling, until the end of prefill; then `capacity` tokens, plus "
         "all generated tokens"

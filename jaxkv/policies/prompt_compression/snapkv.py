@@ -44,8 +44,8 @@ class SnapKV(CompressionPolicy):
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
     use_for: ClassVar[str] = "a long prompt that is continued"
     avoid_for: ClassVar[str] = (
-        "endless text; single facts of the prompt, which it seldom kept on SmolLM2-135M; "
-        "several questions about one prompt, which is compressed for the first"
+        "endless text; single facts of the prompt; several questions about one prompt, which is "
+        "compressed for the first"
     )
     bytes_formula: ClassVar[str] = (
         "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "

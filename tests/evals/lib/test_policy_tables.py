@@ -16,6 +16,8 @@ def test_every_policy_says_what_it_is_for_and_what_not():
     for kind in POLICIES.values():
         for text in (kind.summary, kind.source, kind.use_for, kind.avoid_for, kind.bytes_formula):
             assert text and text == text.strip() and not text.endswith(".")
+        # A measurement belongs to a page, where a test compares it with its record.
+        assert not re.search(r"SmolLM2|standard error|%|\d{3}", kind.use_for + kind.avoid_for)
 
 
 def test_every_policy_has_a_section_with_its_fields():
@@ -57,6 +59,8 @@ def test_the_advice_of_the_docs_agrees_with_the_record():
     endless = {name: row["endless"]["mean"] for name, row in rows.items() if "endless" in row}
     assert min(endless["full"], endless["h2o"]) > 0.3
     assert endless["window"] < 0.01
+    after = {name: row["after_prompt"]["mean"] for name, row in rows.items()}
+    assert [name for name, loss in after.items() if loss > 0.02] == ["expected-attention"]
     times = {name: row["long"]["times_as_long"]["median"] for name, row in rows.items()}
     held = {name: row["long"]["state_bytes"] for name, row in rows.items()}
     for name in ("topk", "topp", "oracle", "quest", "vattention"):
@@ -75,6 +79,18 @@ def test_the_docs_on_recall_agree_with_the_record():
     for name in (*sampled, *compressed, "pyramidkv"):
         assert far[name] > 1.2 * far["streaming"] and near[name] < 0.99 * near["streaming"]
     assert far["pyramidkv"] > 1.2 * max(far[name] for name in compressed)
+
+
+def test_the_caption_of_the_first_picture_agrees_with_the_record():
+    curve = {
+        name: np.array(line) for name, line in read("streaming_tables")["results"]["curve"].items()
+    }
+    tokens, sinks = curve["tokens"], curve["4+252"]
+    assert np.all((curve["full"] < sinks) == (tokens < 10_500))
+    assert np.all((curve["full"] - sinks)[tokens > 12_500] > 1)
+    assert np.all(curve["0+256"][1:] - sinks[1:] > 0.5)
+    for level in (sinks, curve["1+255"]):
+        assert abs(np.mean(level[tokens > 10_000]) - np.mean(level[tokens < 10_000])) < 0.1
 
 
 def recalled(takes):
