@@ -7,12 +7,11 @@ notes of many programs.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.errors import UserError, first_few
+from jaxkv.errors import UserError, first_few, warn
 
 if TYPE_CHECKING:
     from jaxkv.models.config import Config
@@ -249,7 +248,7 @@ def warn_of(what: str, fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Warn, in one line, of those fields whose value asks for something."""
     shown = [f"{n} {fields[n]!r:.40}" for n in fields if n in set(names) and fields[n] not in EMPTY]
     if shown:
-        warnings.warn(f"{what}: {first_few(shown)}", stacklevel=2)
+        warn(f"{what}: {first_few(shown)}")
 
 
 EMPTY = (None, False, 0, "", [], {})

@@ -13,7 +13,14 @@ import pytest
 from jaxkv.engine import PrefixFolder, Request
 from tests.engine.plain import ask
 from tests.engine.test_failure import wait_for
-from tests.engine.test_prefix_folder import ASKED, BOTH, alone, answers, files, stored
+from tests.engine.test_prefix_folder import (
+    ASKED,
+    BOTH,
+    alone,
+    answers,
+    files,
+    stored,
+)
 from tests.engine.test_prefixes import CHUNK, SHARED, usable
 
 
