@@ -141,7 +141,7 @@ def measure(
     overlap: compile programs while others run. Raises UserError before the first reading if any
     policy cannot run.
     """
-    ahead = Ahead()
+    ahead = Ahead(stopped)
     readings, streams = measurement.measure(
         llm, text, [FULL, *policies], seed, watch, stopped, full=FULL,
         ahead=ahead if overlap else None, later=_compile_decoding, room=(ROUNDS + 1) * ROUND,
@@ -180,9 +180,8 @@ def _decode_times(
     times: dict[str, list[float]] = {name: [] for name in streams}
     with watch("compiling", len(streams), "policies") as progress:
         for number, (name, stream) in enumerate(streams.items(), start=1):
-            if stopped():
+            if not ahead.wait(f"decode {name}"):
                 return {}
-            ahead.wait(f"decode {name}")
             logits = jnp.zeros_like(stream.decoding.logits).at[:, last].set(1)
             done = jnp.zeros_like(stream.decoding.done)
             stream.decoding = stream.decoding._replace(logits=logits, done=done)

@@ -66,7 +66,7 @@ def compare(
     scores: dict[str, Score] = {}
     if cached:
         readings, _ = measurement.measure(
-            llm, text, cached, seed, watch, stopped, chunk=chunk, ahead=Ahead()
+            llm, text, cached, seed, watch, stopped, chunk=chunk, ahead=Ahead(stopped)
         )
         scores = {
             one.policy: _score(llm, text, one.losses, one.state_bytes, one.seconds,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from jaxkv import __version__
 VARIABLE = "JAXKV_COMPILATION_CACHE"
 CACHE_HIT, CACHE_MISS = (f"/jax/compilation_cache/cache_{end}" for end in ("hits", "misses"))
 _AHEAD = "jaxkv-compile-ahead"
+STOPPED_EVERY = 0.1  # seconds between questions whether to stop waiting
 
 
 def enable_compilation_cache() -> None:
@@ -196,14 +197,16 @@ def clock() -> Clock:
 class Ahead:
     """Programs being compiled in other threads, for arrays of given shapes.
 
-    A call of such a program compiles nothing once `wait` has returned.
+    A call of such a program compiles nothing once `wait` has returned True. stopped: asked while
+    `wait` waits; it then returns False at once.
     """
 
     # By this process: a program with its shapes, and its compilation until that ends.
     begun: ClassVar[dict[tuple, Future | None]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._running: dict[str, list[Future]] = {}
+        self._stopped = stopped
 
     def compile(self, name: str, program: Callable, *arguments: object) -> None:
         """Begin to compile a jitted program, unless this process has done so before.
@@ -246,15 +249,24 @@ class Ahead:
             future.cancel()
         self._running.clear()
 
-    def wait(self, name: str) -> None:
-        """Wait for all programs of this name; the clock counts the wait and not the threads."""
+    def wait(self, name: str) -> bool:
+        """Wait for all programs of this name; the clock counts the wait and not the threads.
+
+        An error of a compilation is raised by the call of the program.
+        """
         running, begun = self._running.pop(name, ()), time.perf_counter()
-        for future in running:
-            with contextlib.suppress(CancelledError):  # by another that shares it
-                future.exception()  # the call of the program raises it again
-        if running:
-            now = time.perf_counter()
-            clock().add(now, now - begun)
+        if not running:
+            return True
+        while running and not self._stopped():
+            _, running = wait(running, timeout=STOPPED_EVERY)
+        now = time.perf_counter()
+        clock().add(now, now - begun)
+        return not running
+
+
+def is_compiling() -> bool:
+    """Whether another thread compiles a program, which cannot be ended."""
+    return any(future is not None and future.running() for future in Ahead.begun.values())
 
 
 @functools.cache

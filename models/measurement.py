@@ -231,7 +231,8 @@ def _run(
             numbered = (seed + number) % 2**32
             streams = [Stream(llm, n, seed=numbered, tokens=final) for n in group.names]
             with runs[group.names[0]].timed():
-                ahead.wait(_prompt(group))
+                if not ahead.wait(_prompt(group)):
+                    return
                 yield from _read_prompt(llm, text, group, streams, ids, chunk)
                 if text.prompt:
                     for stream in streams:  # once, so that one program reads the rest
@@ -242,7 +243,8 @@ def _run(
                 run.parts.append([])
                 hidden: list[np.ndarray] = []
                 with run.timed():
-                    ahead.wait(name)
+                    if not ahead.wait(name):
+                        return
                     parts = _predictions(
                         llm, stream, ids[text.prompt :], stream.chunk_of(chunk), references[number],
                         hidden.append if name == full else None,

@@ -85,6 +85,11 @@ def program() -> int:
     """The entry point of `jaxkv`. A further signal at the end does not change the exit code."""
     code = main()
     ignore_interrupts()
+    compilation = sys.modules.get("jaxkv.models.compilation")
+    if code == INTERRUPTED and compilation is not None and compilation.is_compiling():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # Python would wait for the programs that other threads compile
     return code
 
 

@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _say_expected(policies: int, stretches: int, tokens: int, seconds: float) -> None:
     print(
-        f"jaxkv: measures full attention and {policies} policies on {stretches} stretches of "
-        f"{tokens} tokens; expected time: at most {duration(seconds)}, less if programs are "
-        "compiled already",
+        f"jaxkv: measures full attention and {policies} other{'s' if policies > 1 else ''} on "
+        f"{stretches} stretches of {tokens} tokens; expected time: about {duration(seconds)}, less "
+        "if programs are compiled already, more beside other work",
         file=sys.stderr, flush=True,
     )  # fmt: skip

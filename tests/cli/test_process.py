@@ -49,6 +49,27 @@ def test_repeated_ctrl_c_keeps_the_exit_code(model, pause):
     assert err.count(b"\n") <= 1 and b"Traceback" not in err  # at most the line about speed
 
 
+def test_ctrl_c_does_not_wait_for_a_program(model, tmp_path):
+    """A program takes ten seconds to compile here, in another thread."""
+    (tmp_path / "text").write_text("the cat sat on the mat " * 200)
+    slow = (
+        "import time; from jaxkv.models import compilation as c; import jaxkv.cli as cli; "
+        "real = c._threads(); submit = real.submit; "
+        "real.submit = lambda f: submit(lambda: (print('slow', flush=True), time.sleep(10), f())); "
+        "import sys; sys.exit(cli.program())"
+    )
+    command = [sys.executable, "-c", slow, "advise", "--model", model, "--text", tmp_path / "text"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **streams) as process:
+        assert process.stdout.readline() == b"slow\n", process.stderr.read()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        pressed = time.monotonic()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - pressed < 8, err
+    assert b"interrupted: 0 of 7 policies" in err
+
+
 @pytest.mark.parametrize("stream", [0, 2])
 def test_a_closed_stream(model, stream):
     """Without standard error the text is printed; without standard input one line is the error."""

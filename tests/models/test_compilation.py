@@ -170,6 +170,18 @@ def test_cancelled_programs_are_compiled_later(monkeypatch):
     threads.shutdown()
 
 
+def test_a_stop_ends_the_wait_for_a_program(monkeypatch):
+    threads, go, asked = ThreadPoolExecutor(1), threading.Event(), []
+    monkeypatch.setattr(compilation, "_threads", lambda: threads)
+    threads.submit(go.wait)
+    ahead = Ahead(lambda: asked.append(1) or len(asked) > 2)
+    ahead.compile("one", jax.jit(lambda x: x * 11), np.ones(3, np.float32))
+    assert not ahead.wait("one") and len(asked) == 3
+    go.set()
+    threads.shutdown()
+    assert Ahead().wait("one")
+
+
 def test_the_clock_counts_only_compile_time():
     watch, work = clock(), jax.jit(lambda x: (x @ x).sum())
     assert clock() is watch
