@@ -56,6 +56,15 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     return file
 
 
+def stats(folder: Path, pattern: str) -> dict[Path, os.stat_result]:
+    """The status of the files that match, without those that other processes delete meanwhile."""
+    states = {}
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            states[path] = path.stat()
+    return states
+
+
 def write(files: Mapping[Path, bytes]) -> None:
     """Write all files or none: they get their names after the last one is complete."""
     with contextlib.ExitStack() as unfinished:

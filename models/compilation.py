@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 
-from jaxkv import __version__
+from jaxkv import __version__, files
 
 VARIABLE = "JAXKV_COMPILATION_CACHE"
 CACHE_HIT, CACHE_MISS = (f"/jax/compilation_cache/cache_{end}" for end in ("hits", "misses"))
@@ -61,8 +61,9 @@ def mute_reads_of_programs() -> None:
 
     With AVX-512, XLA compiles with LLVM's preferences prefer-no-gather and prefer-no-scatter. The
     loader of these versions takes them for features that the host lacks, and logs 3 kB a program
-    that end in SIGILL. No other error is lost: JAX warns of a program that it cannot read, and does
-    not read programs for other features, because the cache key contains those of the host.
+    that end in SIGILL. The level is that of the process, so errors that XLA logs in other threads
+    during a read are lost too. Of the read itself none is: JAX warns of a program that it cannot
+    read, and reads none for other features, because the cache key contains those of the host.
     TF_CPP_MIN_LOG_LEVEL=0 shows all.
     """
     if not (0, 8, 2) <= jax.__version_info__ < (0, 11):
@@ -126,7 +127,8 @@ def report_unusable_cache(*start: object) -> None:
     with contextlib.suppress(OSError):  # a cache without a folder on this machine, or read-only
         marked = marker.stat().st_mtime_ns if marker.exists() else 0
         # Programs that this start stored are newer than the marker.
-        before = any(one.stat().st_mtime_ns <= marked for one in Path(folder).glob("*-cache"))
+        programs = files.stats(Path(folder), "*-cache").values()
+        before = any(program.st_mtime_ns <= marked for program in programs)
         marker.touch()
         if not before or told.exists():
             return

@@ -32,7 +32,9 @@ from jaxkv.models.compilation import cache_folder
 from jaxkv.models.placement import ALIGN
 
 VARIABLE = "JAXKV_WEIGHT_CACHE"
-MAX_BYTES = 4 << 30  # of all entries; the least recently used are removed
+# Of all entries, and never more than half of what would be free without them. A model of 1.2
+# billion weights has 4.9 GB in float32.
+MAX_BYTES = 16 << 30
 STALE = 3600.0  # seconds after which an unfinished entry is removed
 RACY = 2.0  # seconds in which a file can change without another time stamp
 MAGIC = b"jaxkv weights 1\n"
@@ -83,7 +85,7 @@ def read(path: Path, shapes: Shapes) -> dict[str, Any] | None:
         arrays = [_array(mapped, places[jax.tree_util.keystr(at)], leaf) for at, leaf in leaves]
     except (ValueError, KeyError, TypeError, IndexError):  # of another shape than expected
         return None
-    pieces = [piece for _, _, its in places.values() for piece in its]
+    pieces = [piece for _, _, of_array in places.values() for piece in of_array]
 
     def is_whole(piece: list[int]) -> bool:
         start, count, checksum = piece
@@ -117,12 +119,12 @@ def writing(path: Path | None, shapes: Shapes) -> Iterator[Write]:
     standard error says so, and the rest is ignored.
     """
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(shapes)))
-    if path is None or size > MAX_BYTES or jax.process_index():
+    if path is None or jax.process_index():
         yield lambda name, weight: None
         return
     with contextlib.ExitStack() as stack:
         write: Write | None = None
-        with _told(path.parent):
+        with _report_errors(path.parent):
             _make_room(path.parent, size)
             write = stack.enter_context(_writer(path, len(shapes)))
 
@@ -130,7 +132,7 @@ def writing(path: Path | None, shapes: Shapes) -> Iterator[Write]:
             nonlocal write
             if write is not None:
                 kept, write = write, None
-                with _told(path.parent):
+                with _report_errors(path.parent):
                     kept(name, weight)
                     write = kept
 
@@ -167,7 +169,7 @@ def _writer(path: Path, count: int) -> Iterator[Write]:
 
             yield store
         if len(stored) == count:
-            with _told(path.parent):
+            with _report_errors(path.parent):
                 os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -180,29 +182,33 @@ def _write(file: Any, raw: memoryview) -> None:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Remove the least recently used entries until one of `size` bytes fits."""
+    """Remove the least recently used entries until one of `size` bytes fits; OSError if none can."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries = [(path, path.stat()) for path in folder.glob("*.weights")]
-    total = size + sum(state.st_size for _, state in entries)
-    for path, state in sorted(entries, key=lambda entry: entry[1].st_mtime_ns):
-        if total > MAX_BYTES:
+    entries = files.stats(folder, "*.weights")
+    total = sum(state.st_size for state in entries.values())
+    bound = min(MAX_BYTES, (total + shutil.disk_usage(folder).free) // 2)
+    if size > bound:
+        raise OSError(
+            0,
+            f"{size / 1e6:,.0f} MB are needed, and the folder may have {bound / 1e6:,.0f} MB "
+            f"({MAX_BYTES / 1e6:,.0f} MB, or half of the free disk where that is less)",
+        )
+    for path in sorted(entries, key=lambda path: entries[path].st_mtime_ns):
+        if total + size > bound:
             path.unlink(missing_ok=True)
-            total -= state.st_size
-    for path in folder.glob(".*.weights.*"):  # of processes that were killed
-        if time.time() - path.stat().st_mtime > STALE:
+            total -= entries[path].st_size
+    for path, state in files.stats(folder, ".*.weights.*").items():  # of processes that were killed
+        if time.time() - state.st_mtime > STALE:
             path.unlink(missing_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < 1.1 * size:
-        raise OSError(0, f"{size / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")
 
 
 @contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _report_errors(folder: Path) -> Iterator[None]:
     """Print errors of writing in one line, once per process, and go on."""
     try:
         yield
     except OSError as error:
-        _tell(folder, error.strerror or str(error))
+        _report(folder, error.strerror or str(error))
 
 
 @cache
@@ -211,7 +217,7 @@ def _reasons(folder: Path) -> list[str]:
     return []
 
 
-def _tell(folder: Path, reason: str) -> None:
+def _report(folder: Path, reason: str) -> None:
     if _reasons(folder):
         return
     _reasons(folder).append(reason)

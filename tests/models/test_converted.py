@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -180,7 +181,38 @@ def test_an_interrupted_conversion_leaves_nothing(file, folder, monkeypatch):
     assert not [path for path in folder.iterdir() if "weights" in path.name]
 
 
-def test_the_folder_has_a_bound(file, folder, monkeypatch):
+# In float32: TinyLlama 1.1B, Llama 3.2 1B and Llama 3.2 3B have the first three sizes.
+@pytest.mark.parametrize("gigabytes, free, is_kept", [
+    (4.4, 100, True), (4.94, 100, True), (12.9, 100, True), (18, 100, False),
+    (4.4, 8.9, True), (4.4, 8.7, False),
+])  # fmt: skip
+def test_models_of_billions_of_weights_are_kept_in_half_of_the_free_disk(
+    gigabytes, free, is_kept, folder, monkeypatch, capsys
+):
+    usage = type("Usage", (), {"free": int(free * 1e9)})
+    monkeypatch.setattr("jaxkv.models.converted.shutil.disk_usage", lambda _: usage)
+    shapes = {"w": jax.ShapeDtypeStruct((int(gigabytes * 1e9 / 4),), np.float32)}
+    opened = []
+    monkeypatch.setattr(
+        "jaxkv.models.converted._writer", lambda *_: opened.append(1) or nullcontext()
+    )
+    with converted.writing(folder / "x.weights", shapes):
+        assert bool(opened) == is_kept
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (not is_kept) and all("not kept" in line for line in lines)
+
+
+def test_another_process_may_remove_entries_meanwhile(file, folder, monkeypatch, capsys):
+    models.load(file, "float32")
+    vanished = folder / "gone.weights"
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*listed(path, pattern), vanished])
+    models.load(file, "bfloat16")
+    monkeypatch.undo()
+    assert len(entries(folder)) == 2 and "not kept" not in capsys.readouterr().err
+
+
+def test_the_folder_has_a_bound(file, folder, monkeypatch, capsys):
     models.load(file, "float32")
     (first,) = entries(folder)
     size = (folder / first).stat().st_size
@@ -194,6 +226,7 @@ def test_the_folder_has_a_bound(file, folder, monkeypatch):
     monkeypatch.setattr(converted, "MAX_BYTES", size // 9)
     models.load(file, "float32", weights="int4")  # larger than the bound
     assert len(entries(folder)) == 2
+    assert "MB are needed, and the folder may have" in capsys.readouterr().err
     os.close(os.open(leftover := folder / f".{first}.killed", os.O_CREAT))
     os.utime(leftover, (1, 1))
     monkeypatch.setattr(converted, "MAX_BYTES", 4 * size)
