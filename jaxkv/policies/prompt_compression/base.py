@@ -149,9 +149,8 @@ class CompressionPolicy(Policy):
         """Attend to all cached tokens and the compressed prompt; append the chunk."""
         if prefill_finished(state) and state.dense.positions.shape[1] <= self.ends.max_tokens:
             raise UserError(
-                "reserve counts from finish_prefill on, so a compressed prompt has no room, got a "
-                "state without; call state = policy.reserve(spec, state, tokens) for the tokens "
-                "to come"
+                "reserve must be called after finish_prefill, got a state without that; call "
+                "state = policy.reserve(spec, state, tokens) for the tokens to come"
             )
         seen, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
         after = _store_queries(spec, state, chunk)._replace(dense=appended)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from jaxkv.contract import Spec
+from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV
 from jaxkv.policies.prompt_compression.balance import _as_published
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 from jaxkv.rotary import NoPosition
+
+SPEC = Spec(1, 8, 1.0, NoPosition(), group=1)
 
 
 def test_pyramidkv_budgets_fall_from_layer_to_layer():
@@ -50,10 +53,29 @@ def test_the_half_that_the_published_code_keeps():
                                   "keydiff", "expected-attention", "topk",
                                   "magicpig:K=4,L=6"])  # fmt: skip
 def test_prefill_ends_once(text):
-    policy, spec = parse_policy(text), Spec(1, 8, 1.0, NoPosition(), group=1)
+    policy, spec = parse_policy(text), SPEC
     state = policy.finish_prefill(spec, policy.init(spec, 1, jax.random.key(0)))
     with pytest.raises(UserError, match="prefill is finished already; call finish_prefill once"):
         policy.finish_prefill(spec, state)
+
+
+@pytest.mark.parametrize("size", [10, 200])  # shorter than each capacity, and longer
+@pytest.mark.parametrize("text", ["uniform", "balance", "snapkv:capacity=64", "keydiff:capacity=64",
+                                  "expected-attention:capacity=64"])  # fmt: skip
+def test_tokens_after_a_prompt_need_a_reserve(text, size):
+    """Also after a prompt that is not compressed; it is then attended to exactly."""
+    policy, spec = parse_policy(f"{text}{',' if ':' in text else ':'}start={size + 54}"), SPEC
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, size + 1, 1, 8), np.float32)
+    positions, valid = np.arange(size + 1, dtype=np.uint32)[None], np.ones((1, size + 1), bool)
+    cut = lambda *ends: [one[:, slice(*ends)] for one in (q, k, v, positions, valid)]  # noqa: E731
+    state = policy.init(spec, 1, jax.random.key(0))
+    state = policy.finish_prefill(spec, step(policy, spec, state, *cut(size))[1])
+    with pytest.raises(UserError, match="reserve must be called after finish_prefill, got a state"):
+        step(policy, spec, state, *cut(size, None))
+    out, _ = step(policy, spec, policy.reserve(spec, state, 1), *cut(size, None))
+    weights = np.exp(k[0, :, 0] @ q[0, -1, 0])
+    exact = weights @ v[0, :, 0] / weights.sum()
+    assert np.allclose(out[0, 0, 0], exact, atol=1e-5) == (size == 10)
 
 
 @pytest.mark.parametrize(
