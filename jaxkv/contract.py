@@ -238,11 +238,7 @@ class Policy:
         if self.min_prompt is None:
             return self.bytes_per_sequence(spec, prompt + tokens)
 
-        def build() -> State:
-            state = self.reserve(spec, self.init(spec, 1, jax.random.key(0)), prompt)
-            return self.reserve(spec, self.finish_prefill(spec, state), tokens)
-
-        arrays = jax.tree.leaves(jax.eval_shape(build))
+        arrays = jax.tree.leaves(shapes_after_prefill(self, spec, prompt, tokens))
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     def reserve(self, spec: Spec, state: State, tokens: int) -> State:
@@ -256,6 +252,16 @@ class Policy:
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
         return self
+
+
+def shapes_after_prefill(policy: Policy, spec: Spec, prompt: int, tokens: int = 0) -> State:
+    """The shapes of the state of one sequence after `finish_prefill`, as `bytes_after_prefill`."""
+
+    def build() -> State:
+        state = policy.reserve(spec, policy.init(spec, 1, jax.random.key(0)), prompt)
+        return policy.reserve(spec, policy.finish_prefill(spec, state), tokens)
+
+    return jax.eval_shape(build)
 
 
 def missing(policy: Policy, member: str) -> NotImplementedError:

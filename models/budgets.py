@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import rows
-from jaxkv.contract import Policy, Spec, State
+from jaxkv.contract import Policy, Spec, shapes_after_prefill
 from jaxkv.errors import UserError
 from jaxkv.models.llm import Llm
 from jaxkv.policies import Full, MagicPIG
@@ -29,7 +29,7 @@ from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
 
 BUDGET = 256  # most slots of the streaming cache whose bytes are the default budget
-LEAST = 16  # slots of the smallest cache, without tokens after the prompt
+MIN_SLOTS = 16  # slots of the smallest cache, without tokens after the prompt
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
 # At 256 slots the evicting ones have their default fields. -int8 stores more tokens in as many
 # bytes. The third group caches every token.
@@ -130,11 +130,11 @@ def budget_of(llm: Llm, policies: Sequence[str], prompt: int, scored: int) -> in
     It is that of the largest of these policies that is not in SHAPES and that does not cache every
     token, else that of a streaming cache of a quarter of a stretch, at most BUDGET tokens.
     """
-    own = [name for name in policies
-           if name not in SHAPES and not caches_all(llm.policies(name))]  # fmt: skip
-    slots = max(LEAST, min(BUDGET, (prompt + scored) // 4))
-    own = own or [shape("streaming", slots)]
-    return max(bytes_of(llm, policy, prompt, scored) for policy in own)
+    bounded = [name for name in policies
+               if name not in SHAPES and not caches_all(llm.policies(name))]  # fmt: skip
+    slots = max(MIN_SLOTS, min(BUDGET, (prompt + scored) // 4))
+    bounded = bounded or [shape("streaming", slots)]
+    return max(bytes_of(llm, policy, prompt, scored) for policy in bounded)
 
 
 def fit(llm: Llm, budget: int, policies: Sequence[str], prompt: int, scored: int) -> list[str]:
@@ -145,10 +145,10 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], prompt: int, scored: int
     budget binds no policy that caches every token.
     Raises UserError where the smallest cache of a policy is larger than the budget.
     """
-    least = {name: _least(name, prompt, scored) for name in policies or DEFAULT}
+    smallest = {name: _smallest(name, prompt, scored) for name in policies or DEFAULT}
     needs = {
         name: bytes_of(llm, policy, prompt, scored)
-        for name, policy in least.items()
+        for name, policy in smallest.items()
         if not caches_all(llm.policies(policy))
     }
     name = max(needs, key=needs.get, default=None)
@@ -161,18 +161,18 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], prompt: int, scored: int
     return list(
         dict.fromkeys(
             _largest(llm, budget, name, prompt, scored) if name in SHAPES else name
-            for name in least
+            for name in smallest
         )
     )
 
 
-def _least(name: str, prompt: int, scored: int) -> str:
-    return shape(name, _least_slots(name, scored), prompt, scored) if name in SHAPES else name
+def _smallest(name: str, prompt: int, scored: int) -> str:
+    return shape(name, _min_slots(name, scored), prompt, scored) if name in SHAPES else name
 
 
-def _least_slots(name: str, scored: int) -> int:
-    after = scored if acts_on_prompt([parse_policy(shape(name, LEAST, LEAST))]) else 0
-    return LEAST + after
+def _min_slots(name: str, scored: int) -> int:
+    after = scored if acts_on_prompt([parse_policy(shape(name, MIN_SLOTS, MIN_SLOTS))]) else 0
+    return MIN_SLOTS + after
 
 
 def _largest(llm: Llm, budget: int, name: str, prompt: int, scored: int) -> str:
@@ -180,7 +180,7 @@ def _largest(llm: Llm, budget: int, name: str, prompt: int, scored: int) -> str:
 
     One that caches every token gets the slots of streaming.
     """
-    fits = _least_slots(name, scored)
+    fits = _min_slots(name, scored)
     beyond = max(fits, prompt) + 1
     bounded = not caches_all(llm.policies(shape(name, fits, prompt, scored)))
     sized = name if bounded else "streaming"
@@ -212,11 +212,8 @@ def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
         exact = replace(policy, start=total) if policy.grows else policy
         return state_bytes([exact], spec, 1, total)
     exact = replace(policy, start=prompt)
-
-    def finished() -> State:
-        return exact.finish_prefill(spec, exact.init(spec, 1, jax.random.key(0)))
-
-    after, row = jax.eval_shape(finished), rows.nbytes(spec, getattr(policy, "cache", "float"))
+    after = shapes_after_prefill(exact, spec, prompt)
+    row = rows.nbytes(spec, getattr(policy, "cache", "float"))
     near, far = spec.kv_heads * row + 4, spec.kv_heads * (row + 8)  # far: position, log weight
     empty = 0
     if isinstance(policy, CompressionPolicy):
