@@ -3,6 +3,7 @@
 Every stretch has a prompt, which is longer than the caches, and tokens after it that are scored
 (`measurement`). So policies that evict and policies that act on a prompt are compared on the same
 tokens. Errors are those of means over stretches, because the tokens of one stretch share a cache.
+A text of fewer than eight stretches has several blocks in each, which are taken as independent.
 
 The recall of distant text is measured where the text repeats itself: at the last of REPEAT tokens
 that occurred before in this order, the latest time at some distance. A cache that evicted the
@@ -96,23 +97,26 @@ def cut(
 def block_of(text: Stretches, block: int | None) -> int:
     """Tokens per block, from which errors are computed: those of a stretch, unless these are few.
 
-    Raises UserError where blocks do not divide the scored tokens of a stretch, or are too few.
+    Blocks divide the scored tokens of a stretch, because a shorter rest would count as a block too.
+    Raises UserError where they do not, or are too few.
     """
     stretches, scored = len(text.tokens), text.scored
     needed = -(-LEAST_BLOCKS // stretches)
-    if block is None and scored // needed < BLOCK:
+    divisors = [size for size in range(1, scored // needed + 1) if scored % size == 0]
+    longest = max(divisors, default=0)
+    if block is None and longest < BLOCK:
         raise UserError(
-            f"errors need at least {LEAST_BLOCKS} blocks of {BLOCK} scored tokens, and the text "
-            f"has {stretches} stretches with {scored}; give a longer text, or a lower "
-            "--prompt-tokens"
+            f"errors need at least {LEAST_BLOCKS} equal blocks of {BLOCK} scored tokens or more, "
+            f"and the text has {stretches} stretches with {scored}; give a longer text, a lower "
+            "--prompt-tokens or other --score-tokens"
         )
-    block = block or scored // needed
-    if stretches * (scored // block) < LEAST_BLOCKS:
+    if block is not None and block not in divisors:
+        remedy = f"a divisor of {scored} up to {longest}" if longest else "a longer text"
         raise UserError(
-            f"errors need at least {LEAST_BLOCKS} blocks, and {stretches} stretches have {scored} "
-            f"scored tokens each, got --block {block}; give at most {scored // needed}"
+            f"errors need at least {LEAST_BLOCKS} equal blocks, and {stretches} stretches have "
+            f"{scored} scored tokens each, got --block {block}; give {remedy}"
         )
-    return block
+    return block or longest
 
 
 def check_evicts(llm: Llm, policies: Sequence[str], text: Stretches) -> None:
@@ -231,21 +235,21 @@ def rank(
     beyond = [one for one in by_loss if one.state_bytes > budget]
     best = (within or by_loss or full)[0].policy if results else None
     distances = np.stack([repeat_distances(ids) for ids in text.tokens])[:, text.prompt :]
-    near = min((budgets.slots_of(llm, llm.policies(one.policy)) for one in within
-                if not budgets.acts_on_prompt(llm.policies(one.policy))), default=0)  # fmt: skip
-    near = near or text.scored
-    ends = _ends(near, text.fed)
+    slots = [budgets.slots_of(llm, llm.policies(one.policy)) for one in within
+             if not budgets.acts_on_prompt(llm.policies(one.policy))]  # fmt: skip
+    min_slots = min(slots, default=0) or text.scored
+    ends = _ends(min_slots, text.fed)
     rows = []
     for one in [*full, *within, *beyond]:
-        mine, policies = losses[one.policy], llm.policies(one.policy)
-        over = mine - losses[FULL] if full else np.full_like(mine, np.nan)
+        values, policies = losses[one.policy], llm.policies(one.policy)
+        over = values - losses[FULL] if full else np.full_like(values, np.nan)
         rows.append({
             "policy": one.policy,
             "policy_string": format_policy(policies),
-            "loss": float(mine[predicted].mean()),
-            "perplexity": float(np.exp(mine[predicted].mean())),
+            "loss": float(values[predicted].mean()),
+            "perplexity": float(np.exp(values[predicted].mean())),
             "over_full": mean(over, counted=predicted),
-            "over_best": mean(mine - losses[best], counted=predicted),
+            "over_best": mean(values - losses[best], counted=predicted),
             "kl": mean(one.reading.kl, counted=predicted),
             "agreement": float(one.reading.same[predicted].mean()),
             "recall": [
@@ -253,7 +257,7 @@ def rank(
                 | mean(over, counted=predicted & (distances >= start) & (distances < end))
                 for start, end in ends
             ],
-            "far_recall": mean(over, counted=predicted & (distances >= near)),
+            "far_recall": mean(over, counted=predicted & (distances >= min_slots)),
             "milliseconds_per_token": _times(one.milliseconds),
             "state_bytes": one.state_bytes,
             "prompt_bytes": one.prompt_bytes,
@@ -266,14 +270,14 @@ def rank(
     names = [one.policy for one in within or by_loss]
     return {
         "budget": budget, "stretches": len(text.tokens), "prompt": text.prompt,
-        "scored": text.scored, "block": block, "counted": int(predicted.sum()), "near": near,
+        "scored": text.scored, "block": block, "counted": int(predicted.sum()), "near": min_slots,
         "levels": _levels(names, losses, predicted, block), "policies": rows,
     }  # fmt: skip
 
 
-def _ends(near: int, tokens: int) -> list[tuple[int, int]]:
+def _ends(min_slots: int, tokens: int) -> list[tuple[int, int]]:
     """Distances: within the smallest cache, and then by powers of two of its size."""
-    edges = [1, near]
+    edges = [1, min_slots]
     while edges[-1] < tokens:
         edges.append(2 * edges[-1])
     return list(itertools.pairwise(edges))

@@ -193,9 +193,15 @@ def test_blocks_are_stretches_unless_these_are_few(llm, ids, parts):
     assert len(parts.tokens) == 8 and advise.block_of(parts, None) == SCORED
     two = advise.cut(llm, [1] + [5] * 300, 32, 64, 2)
     assert advise.block_of(two, None) == 16 and advise.block_of(two, 8) == 8
-    with pytest.raises(UserError, match=r"at least 8 blocks.* got --block 17; give at most 16"):
-        advise.block_of(two, 17)
-    with pytest.raises(UserError, match=r"has 1 stretches with 64; give a longer text"):
+    three = advise.cut(llm, [1] + [5] * 300, 32, 64, 3)
+    assert advise.block_of(three, None) == 16  # not 21, which leaves a rest
+    for text, block in ((two, 17), (two, 32), (two, 10), (three, 21), (parts, 5)):
+        longest = {2: 16, 3: 16, 8: SCORED}[len(text.tokens)]
+        with pytest.raises(UserError, match=rf"got --block {block}; .* up to {longest}$"):
+            advise.block_of(text, block)
+    with pytest.raises(UserError, match=r"2 stretches with 67; .* other --score-tokens"):
+        advise.block_of(advise.cut(llm, [1] + [5] * 300, 32, 67, 2), None)
+    with pytest.raises(UserError, match="has 1 stretches with 64; give a longer text"):
         advise.block_of(advise.cut(llm, [1] + [5] * 100, 32, 64, 2), None)
 
 
