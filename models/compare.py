@@ -100,13 +100,13 @@ def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, A
 
     block: tokens per block of a stretch. Only tokens that both have scored count.
     """
-    first = next(iter(scores.values())).each
-    found = {}
+    first = next(iter(scores.values())).by_stretch
+    differences = {}
     for policy, score in scores.items():
-        rows, columns = np.minimum(score.each.shape, first.shape)
-        over = score.each[:rows, :columns] - first[:rows, :columns]
-        found[policy] = paired(over, block, np.isfinite(over))
-    return found
+        rows, columns = np.minimum(score.by_stretch.shape, first.shape)
+        over = score.by_stretch[:rows, :columns] - first[:rows, :columns]
+        differences[policy] = paired(over, block, np.isfinite(over))
+    return differences
 
 
 def result(

@@ -182,7 +182,7 @@ def _write(file: Any, raw: memoryview) -> None:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Remove the least recently used entries until one of `size` bytes fits; OSError if none can."""
+    """Remove the least recently used entries until one of `size` bytes fits; or raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = files.stats(folder, "*.weights")
     total = sum(state.st_size for state in entries.values())

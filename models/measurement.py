@@ -216,8 +216,8 @@ def grouped(
 
 def tokens_fed(text: Stretches, groups: Sequence[Group]) -> int:
     """The tokens that the model reads, over all policies."""
-    each = sum(text.prompt + len(group.names) * text.scored for group in groups)
-    return len(text.tokens) * each
+    per_stretch = sum(text.prompt + len(group.names) * text.scored for group in groups)
+    return len(text.tokens) * per_stretch
 
 
 def _run(

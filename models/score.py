@@ -150,9 +150,9 @@ def encode(llm: Llm, text: str) -> list[int]:
 class Score:
     """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
 
-    losses: means over stretches where there are several; each: theirs, NaN for sink tokens that no
-    head predicts. seconds: without compile_seconds. chunk: tokens per chunk, None where no cache
-    was used.
+    losses: means over stretches where there are several; by_stretch: those of each, NaN for sink
+    tokens that no head predicts. seconds: without compile_seconds. chunk: tokens per chunk, None
+    where no cache was used.
     """
 
     losses: Float[np.ndarray, " N"]
@@ -161,11 +161,13 @@ class Score:
     compile_seconds: float
     chunk: int | None = None
     prompt: int = 0
-    each: Float[np.ndarray, "S C"] | None = None
+    by_stretch: Float[np.ndarray, "S C"] | None = None
 
     @property
     def predictions(self) -> int:
-        return len(self.losses) if self.each is None else int(np.isfinite(self.each).sum())
+        if self.by_stretch is None:
+            return len(self.losses)
+        return int(np.isfinite(self.by_stretch).sum())
 
     @property
     def loss(self) -> float:

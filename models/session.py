@@ -83,9 +83,9 @@ def check(path: str | Path, llm: Llm, policy: str | None = None) -> str:
     """
     path, notes = _expanded(path), read_notes(path)
     _check_arrays(path)
-    name, theirs = f"{llm.name} ", notes["model"]
-    if not theirs.startswith(name) or " " in theirs.removeprefix(name):
-        raise _unlike(path, "model", theirs.rpartition(" ")[0], llm.name)
+    name, identity = f"{llm.name} ", notes["model"]  # and a fingerprint
+    if not identity.startswith(name) or " " in identity.removeprefix(name):
+        raise _unlike(path, "model", identity.rpartition(" ")[0], llm.name)
     if "format" in notes:  # older files have none
         _compare(path, notes, {"format": _format(llm)})
     try:
@@ -167,15 +167,15 @@ def _format(llm: Llm) -> str:
 
 
 def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) -> None:
-    for name, ours in expected.items():
-        if notes[name] != ours:
-            raise _unlike(path, name, notes[name], ours)
+    for name, value in expected.items():
+        if notes[name] != value:
+            raise _unlike(path, name, notes[name], value)
 
 
-def _unlike(path: Path, name: str, theirs: str, ours: str) -> UserError:
+def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:
     return UserError(
-        f"a session continues with its own {name}: {path} has {theirs}, this chat has {ours}; "
-        f"begin a chat with that {name}"
+        f"a session continues with its own {name}: {path} has {of_session}, this chat "
+        f"has {of_chat}; begin a chat with that {name}"
     )
 
 

@@ -102,16 +102,17 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         x = jax.ShapeDtypeStruct((llm.config.width, 1, width), llm.weights["norm"].dtype)
         known = set()
         for layer, of_layer in enumerate(zip(*states, strict=True)):
-            given = llm.config, leader.policies[layer], layer_weights(llm.weights, layer), x
-            given = *given, of_layer[0], *places
-            seen = jax.eval_shape(partial(_run_recorded, *given[:2]), *given[2:])[2]
+            weights = layer_weights(llm.weights, layer)
+            static = llm.config, leader.policies[layer]
+            arrays = weights, x, of_layer[0], *places
+            seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
             for number, stream in enumerate(streams):
                 policy = stream.policies[layer]
                 if (number, policy) in known:
                     continue
                 known.add((number, policy))
                 if number == 0:
-                    yield run_recorded, given
+                    yield run_recorded, (*static, *arrays)
                 else:
                     yield absorb, (policy, llm.spec, of_layer[number], seen)
     for stream, of_stream in zip(streams, states, strict=True):
