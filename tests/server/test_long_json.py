@@ -74,6 +74,16 @@ def test_long_bodies_with_errors_are_refused(wrong):
         body.parse(f'{{"ids": {wrong_ids}}}'.encode())
 
 
+# Pieces of at most 2**16 bytes begin with the colon, so some of them divide NaN.
+@pytest.mark.parametrize("spaces", [0, *range(2**16 - 5, 2**16 + 1)])
+def test_a_nan_between_lists_of_ids_is_refused(spaces):
+    """Wherever the pieces of a body are divided: the parser meets one NaN more than lists."""
+    ids = json.dumps(IDS * 7)
+    raw = f'{{"a": {ids}, "b":{" " * spaces}NaN, "c": {ids}}}'.encode()
+    with pytest.raises(Fault, match="the body must be JSON, which has no NaN; give a number"):
+        body.parse(raw)
+
+
 @pytest.mark.parametrize("case", [*HEAVY, "ids"])
 def test_other_threads_go_on(case):
     """The largest gap of another thread is well below the time that `json` would stop it."""
