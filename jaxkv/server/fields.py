@@ -167,6 +167,8 @@ def stops(name: str, value: Any) -> tuple[str, ...]:
 
 def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     rule = f"an object of at most {BIASES} token ids, each with a number from -100 to 100"
+    if value == []:  # llama.cpp's default
+        return ()
     if type(value) is not dict or len(value) > BIASES:
         raise wrong(name, rule, value)
     size = number(-100.0, 100.0)

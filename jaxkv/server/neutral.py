@@ -93,7 +93,7 @@ SHARED: dict[str, Neutral] = {
     "cache_prompt": Neutral((bool,), CACHE),
     "n_cache_reuse": Neutral((0,), "only exact prefixes are reused"),
     "id_slot": Neutral((-1,), "the server chooses the batch entry"),
-    "n_predict": Neutral((), "max_tokens bounds an answer"),
+    "n_predict": Neutral((-1,), "max_tokens bounds an answer"),
     "n_keep": Neutral((int,), "prompts are never cut"),
     "n_indent": Neutral((0,), GRAMMAR),
     "n_cmpl": Neutral((1,), ONE_ANSWER),

@@ -82,6 +82,29 @@ def test_neutral_values_change_no_answer_and_others_are_refused(served, kind, na
             assert answer.error["param"] == name
 
 
+# Defaults of LLAMA_CPP that ask for nothing, as its page gives them.
+DEFAULTS = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "n_predict": -1, "n_indent": 0, "n_keep": 0,
+    "n_cache_reuse": 0, "stream": False, "stop": [], "typical_p": 1.0, "repeat_last_n": 64,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0, "dry_base": 1.75,
+    "dry_allowed_length": 2, "dry_penalty_last_n": 64, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"], "mirostat": 0, "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1, "ignore_eos": False, "logit_bias": [], "n_probs": 0, "min_keep": 0,
+    "t_max_predict_ms": 0, "id_slot": -1, "cache_prompt": True, "return_tokens": False,
+    "timings_per_token": False, "return_progress": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_defaults_of_llama_cpp_are_accepted(served, kind):
+    assert DEFAULTS.keys() <= set(LLAMA_CPP.split())
+    plain = ask(served, kind).json["choices"]
+    refused = {name: answer.error for name, value in DEFAULTS.items()
+               if (answer := ask(served, kind, **{name: value})).status != 200}  # fmt: skip
+    assert not refused
+    assert ask(served, kind, **DEFAULTS).json["choices"] == plain
+
+
 @pytest.mark.parametrize("kind", CREATE)
 @pytest.mark.parametrize("option", STREAM_OPTIONS)
 def test_stream_options(served, kind, option):
