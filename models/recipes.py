@@ -116,7 +116,8 @@ PRESETS: dict[str, Recipe] = {
     # in parallel, rotate a quarter of each head and have an untied output head; these are Llama's,
     # in bfloat16, with a z-loss. In eight parts, for the memory of one GPU: 75 thousand
     # million tokens, by their operations 38 hours of an H100 at 45 % of its peak. The record
-    # sink_tables is of a thousandth of these tokens.
+    # sink_tables is of a thousandth of these tokens, and of a vocabulary of 16,384 (Pythia:
+    # 50,304), so its models have 98 million weights.
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
         rows=256, accumulate=8, steps=143_000, lr=6e-4,
