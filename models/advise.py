@@ -91,7 +91,7 @@ def cut(
             f"is measured too, got {prompt} of prompt and {scored} scored; lower --prompt-tokens "
             "or --score-tokens"
         )
-    return measurement.cut(llm, ids, prompt, scored, stretches or STRETCHES)
+    return measurement.cut(llm, ids, prompt, scored, stretches, STRETCHES)
 
 
 def block_of(text: Stretches, block: int | None) -> int:

@@ -38,7 +38,7 @@ def cut(
         scored = max(1, len(ids) - prompt - 1)
     elif scored is None:
         scored = max(1, len(ids) // stretches - prompt - 1)
-    return measurement.cut(llm, ids, prompt, scored, stretches or 1)
+    return measurement.cut(llm, ids, prompt, scored, stretches, 1)
 
 
 def compare(

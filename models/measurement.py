@@ -60,22 +60,31 @@ class Stretches(NamedTuple):
         return self.fed - self.prompt
 
 
-def cut(llm: Llm, ids: Sequence[int], prompt: int, scored: int, count: int) -> Stretches:
-    """At most `count` consecutive stretches of a text, each with the BOS and sinks in front.
+def cut(
+    llm: Llm, ids: Sequence[int], prompt: int, scored: int, count: int | None, default: int
+) -> Stretches:
+    """Consecutive stretches of a text, each with the BOS and sinks in front.
 
-    ids: the text, with these in front. prompt, scored: tokens of each part of a stretch.
-    Raises UserError where the text has not even one.
+    ids: the text, with these in front. prompt, scored: tokens of each part of a stretch. count:
+    of stretches; None takes as many as the text has, up to `default`.
+    Raises UserError where the text has fewer.
     """
     front, size = list(llm.tokenizer.front), prompt + scored + 1
     body = np.asarray(ids[len(front) :], np.int32)
     step = size - len(front)
-    count = min(count, len(body) // step) if step > 0 else 0
-    if count < 1:
+    room = len(body) // step if step > 0 else 0
+    if room < 1:
         raise UserError(
             f"a stretch has {prompt} tokens of prompt and {scored} that are scored, so the text "
             f"must have at least {size} tokens, got {len(ids)}; give a longer text, or lower "
             "--prompt-tokens or --score-tokens"
         )
+    if count is not None and count > room:
+        raise UserError(
+            f"the text has {room} stretches of {prompt} tokens of prompt and {scored} that are "
+            f"scored, got --stretches {count}; give a longer text, or a lower --stretches"
+        )
+    count = count or min(room, default)
     parts = body[: count * step].reshape(count, step)
     before = np.tile(np.asarray(front, np.int32), (count, 1))
     return Stretches(np.concatenate([before, parts], axis=1), prompt)

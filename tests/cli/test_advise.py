@@ -103,6 +103,7 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     refused(advise_with("--block", 17), "at least 8 blocks", "got --block 17", "give at most 16")
     refused(advise_with("--prompt-tokens", 600), "trained context of 512", "got 600 of prompt")
     refused(advise_with("--prompt-tokens", 0), "--prompt-tokens", "at least 1", "'0'")
+    refused(advise_with("--stretches", 999), "the text has", "got --stretches 999", "lower")
     refused(run("advise", "--model", model), "--text")
     (tmp_path / "file").write_text("x")
     refused(advise_with("--out", tmp_path / "file"), "--out needs a folder", "choose another")

@@ -120,15 +120,15 @@ def test_a_policy_that_acts_on_a_prompt_needs_one(llm, text, policy):
 def test_stretches_follow_each_other(llm, front):
     body = np.arange(100, 200)
     fronted = replace(llm, tokenizer=replace(llm.tokenizer, front=tuple(front)))
-    text = measurement.cut(fronted, [*front, *body], 20, 9, 8)
+    text = measurement.cut(fronted, [*front, *body], 20, 9, None, 8)
     step = 30 - len(front)
     assert text.tokens.shape == (100 // step, 30) and (text.prompt, text.scored) == (20, 9)
     assert (text.tokens[:, : len(front)] == front).all()
     joined = text.tokens[:, len(front) :].reshape(-1)
     assert joined.tolist() == body[: len(joined)].tolist()
-    assert len(measurement.cut(fronted, [*front, *body], 20, 9, 2).tokens) == 2
+    assert len(measurement.cut(fronted, [*front, *body], 20, 9, 2, 8).tokens) == 2
     with pytest.raises(UserError, match=r"at least 30 tokens, got 29; give a longer text"):
-        measurement.cut(fronted, [*front, *body][:29], 20, 9, 8)
+        measurement.cut(fronted, [*front, *body][:29], 20, 9, None, 8)
 
 
 def test_errors_are_those_of_block_means(rng):
