@@ -151,7 +151,7 @@ def test_a_command_first_looks_at_the_memory_that_jax_reserves(
         raise UserError("seen")
 
     monkeypatch.setattr(memory, "reserved", refuse)
-    words = split(STARTS[name][0].partition(" < ")[0], folder, tmp_path / "new")
+    words = split(STARTS[name][0].partition(" < ")[0], folder, tmp_path)
     assert run(*words) == (2, "", "jaxkv: error: seen\n")
 
 
