@@ -15,13 +15,14 @@ from jaxkv.models.added_tokens import Escape, free_characters, map_texts
 from jaxkv.models.chat import Chat, Message
 from jaxkv.models.tokenizer import Tokenizer
 
-# Conversations that show what a template writes around messages; it may refuse some.
-PROBES = (
+# Conversations that show what a template writes around messages; it may refuse some. They end with
+# a user, because some templates write an empty thought into an answer after the last one.
+HISTORIES = (
     ("system", "user", "assistant", "user"),
     ("user", "assistant", "user"),
-    ("user", "assistant"),
-    ("user", "assistant", "tool", "assistant"),
+    ("user", "assistant", "tool", "assistant", "user"),
 )
+ANSWERED = ("user", "assistant")
 
 
 def conversation_ids(
@@ -96,7 +97,7 @@ def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     Text that closes a message ends no answer, because an answer may contain it.
     """
     added = {token.id for token in tokenizer.added}
-    for roles, texts in _probes(chat):
+    for roles, texts in _probes(chat, (*HISTORIES, ANSWERED)):
         text = texts[roles.index("assistant") + 1].lstrip()
         (cut,) = free_characters([text], 1)
         ids = tokenizer.encode(text, bos=False, start=False, cut=cut)
@@ -109,7 +110,7 @@ def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
 def role_marks(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
     """The added tokens that the template writes around messages, and those that it may name."""
     written: set[int] = set()
-    for _, texts in _probes(chat):
+    for _, texts in _probes(chat, HISTORIES):
         (cut,) = free_characters(texts, 1)
         written.update(i for text in texts for i in tokenizer.encode(text, bos=False, cut=cut))
     marks = {token.text for token in tokenizer.added if token.id in written}
@@ -117,9 +118,11 @@ def role_marks(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
     return frozenset(marks | (_texts(tokenizer) & named))
 
 
-def _probes(chat: Chat) -> Iterator[tuple[Sequence[str], list[str]]]:
+def _probes(
+    chat: Chat, probes: Sequence[Sequence[str]]
+) -> Iterator[tuple[Sequence[str], list[str]]]:
     """Roles, and what the template writes before, between and after their messages."""
-    for roles in PROBES if chat.template is not None else ():
+    for roles in probes if chat.template is not None else ():
         contents = [f"\ue000{number}\ue001" for number, _ in enumerate(roles)]
         messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
         try:

@@ -41,6 +41,33 @@ LLAMA3 = (
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+# It removes thoughts before the last message of a user, and writes one into an answer after it.
+QWEN3 = """{%- set ns = namespace(last=messages|length - 1, searching=true) %}
+{%- for m in messages[::-1] %}
+    {%- if ns.searching and m.role == 'user' and not(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = (messages|length - 1) - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought = '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<|im_start|>' + m.role + '\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + m.role + '\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""  # noqa: E501
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
     "{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
@@ -88,6 +115,13 @@ SHAPES = {
             )
         ),
         DEEPSEEK, ("<｜User｜>", "<｜Assistant｜>"), BEGIN_DS, END_DS, ("<think>", "</think>"),
+    ),
+    "qwen3": Shape(
+        lambda path: read_tokenizer(
+            write_byte_level(path, [*IM, *map(quiet, ("<think>", "</think>", "<tool_response>",
+                                                    "</tool_response>"))])
+        ),
+        QWEN3, IM, other=("<think>", "</think>", "<tool_response>"),
     ),
     "chatml, gguf, byte-level": Shape(
         lambda path: gguf.read_tokenizer(
@@ -139,6 +173,13 @@ SHAPES = {
         CHATML, (*IM, "user"), other=("im",),
     ),
 }  # fmt: skip
+
+
+USER_A = {"role": "user", "content": "a"}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -205,18 +246,34 @@ def test_an_answer_keeps_the_marks_that_the_model_wrote(shape):
         assert sorted(with_mark) == sorted([*without, *[mark] * kept])
 
 
-def test_thoughts_of_earlier_answers_are_removed(tmp_path):
-    """The template finds them, because a cut in them would hide them from it."""
-    tokenizer = SHAPES["deepseek-r1-distill"].tokenizer(tmp_path)
-    chat = SHAPES["deepseek-r1-distill"].chat()
+@pytest.mark.parametrize("name", ["deepseek-r1-distill", "qwen3"])
+def test_thoughts_of_earlier_answers_are_removed(name, tmp_path):
+    """The template finds them, because nothing is put into them that hides them from it."""
+    tokenizer, chat = SHAPES[name].tokenizer(tmp_path), SHAPES[name].chat()
     answers = ("<think>hm</think>b", "b")
     first, second = (
-        conversation_ids(
-            tokenizer, chat, [{"role": "user", "content": "a"}, {"role": "assistant", "content": c}]
-        )
-        for c in answers
+        conversation_ids(tokenizer, chat, [USER_A, assistant(content), USER_A])
+        for content in answers
     )
     assert first == second
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("last", [[], [USER_A]])
+def test_conversations_agree_with_transformers(last, tmp_path):
+    """A history with thoughts, rendered and encoded by the package."""
+    import transformers
+
+    tokenizer, chat = SHAPES["qwen3"].tokenizer(tmp_path), SHAPES["qwen3"].chat()
+    package = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    said = [{"role": "system", "content": "a"}, USER_A,
+            assistant("<think>\nhm\n</think>\n\nuser <tool_response>"),
+            {"role": "tool", "content": "a"}, assistant("<think>us</think>\na"), *last]  # fmt: skip
+    text = package.apply_chat_template(
+        said, chat_template=QWEN3, tokenize=False, add_generation_prompt=True
+    )
+    expected = package.encode(text, add_special_tokens=False)
+    assert conversation_ids(tokenizer, chat, said) == expected
 
 
 @pytest.mark.parametrize("name", SHAPES)
