@@ -17,6 +17,7 @@ from jaxkv.errors import UserError
 
 PRIVATE = range(0xF0000, 0x10FFFE)  # characters without a meaning
 WORD = re.compile(r"\w")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
 @dataclass(frozen=True)

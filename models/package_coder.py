@@ -1,19 +1,20 @@
 """Ids of a text that is cut at its added tokens, by the package `tokenizers` in one call.
 
 The parts of a text are not encoded apart, because what begins a text differs from what goes on. A
-second tokenizer shares the model. It has the same added tokens under names that no text has. So
-it finds those where the text was cut, and no others.
+second tokenizer shares the model. It has the same added tokens under names of private characters
+that do not occur in the text. So it finds those where the text was cut, and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.models.added_tokens import AddedToken, TextPart, free_characters
+from jaxkv.models import added_tokens
+from jaxkv.models.added_tokens import FLAGS, AddedToken, TextPart, free_characters
 
 # Letters that a text may continue: the first that shares no token with the text is taken.
 BEFORE = ("\n", "a", ".", "0")
@@ -57,18 +58,24 @@ class PackageCoder:
             backend.normalizer = self.backend.normalizer
         if self.backend.pre_tokenizer is not None:
             backend.pre_tokenizer = self.backend.pre_tokenizer
-        names = {f"{name}{token.id}{name}": token.id for token in self.added}
-        backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in names])
-        return backend, {backend.token_to_id(text): i for text, i in names.items()}
+        names = {f"{name}{token.id}{name}": token for token in self.added}
+        # `splitter` leaves normalized ones to the package with the white space beside them.
+        flags = {
+            text: {flag: getattr(token, flag) for flag in FLAGS}
+            if token.normalized and backend.normalizer is not None else {"normalized": False}
+            for text, token in names.items()
+        }  # fmt: skip
+        backend.add_tokens([tokenizers.AddedToken(text, **flags[text]) for text in names])
+        return backend, {backend.token_to_id(text): token.id for text, token in names.items()}
 
     def _continued(self, backend: Any, text: str, before: str) -> list[int]:
         """The ids of a text that goes on: no space is put before it."""
         if not self._begins:
             return _encode(backend, text)
         for letter in (before, *BEFORE):
-            front, whole = _encode(backend, letter), _encode(backend, letter + text)
-            if front and whole[: len(front)] == front:
-                return whole[len(front) :]
+            front, ids = _encode(backend, letter), _encode(backend, letter + text)
+            if front and ids[: len(front)] == front:
+                return ids[len(front) :]
         raise UserError(f"this tokenizer cannot continue a text with {text!r:.60}; begin another")
 
     @cached_property
@@ -92,6 +99,50 @@ class PackageCoder:
                   for token in self.backend.model.tokenize(half)]  # fmt: skip
         return [j for half in halves
                 for j in (self._as_text(half) if half in self._forgeable else [half])]  # fmt: skip
+
+
+def splitter(backend: Any, tokens: Sequence[AddedToken]) -> Callable[[str, bool], list[TextPart]]:
+    """A function that cuts a text at its added tokens; its second argument: the text begins.
+
+    The package looks for normalized tokens in a normalized text, where it also normalizes the
+    tokens. After a normalizer that puts a space before a text, it finds them only after a space and
+    where a text begins. A text that only normalization turns into a token is not cut.
+    """
+    late = [token for token in tokens if token.normalized and backend.normalizer is not None]
+    split = added_tokens.splitter([token for token in tokens if token not in late])
+    if not late:
+        return lambda text, start: split(text)
+    import tokenizers
+
+    finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+    finder.normalizer = backend.normalizer
+    finder.add_tokens(
+        [tokenizers.AddedToken(t.text, **{flag: getattr(t, flag) for flag in FLAGS}) for t in late]
+    )
+    by_id = {finder.token_to_id(token.text): token for token in late}
+
+    def split_normalized(text: str, begins: bool) -> Iterator[TextPart]:
+        front, at = "" if begins else ".", 0  # neither a letter nor white space
+        encoding = finder.encode(front + text, add_special_tokens=False)
+        for i, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token = by_id.get(i)
+            begin = -1 if token is None else text.find(
+                token.text, max(at, first - len(front)), end - len(front))  # fmt: skip
+            if begin >= 0:
+                yield from (text[at:begin], token)
+                at = begin + len(token.text)
+        yield text[at:]
+
+    def split_all(text: str, start: bool) -> list[TextPart]:
+        parts = []
+        for number, part in enumerate(split(text)):
+            if isinstance(part, str) and any(token.text in part for token in late):
+                parts += split_normalized(part, start or number > 0)
+            else:
+                parts.append(part)
+        return parts
+
+    return split_all
 
 
 def _encode(backend: Any, text: str) -> list[int]:

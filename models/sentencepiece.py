@@ -8,7 +8,7 @@ after it. The messages and field numbers are those of sentencepiece_model.proto.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ SIZES = {1: 8, 5: 4}  # bytes of the other wire types
 class SentencePieceCoder:
     """Encodes text without added tokens.
 
-    first: puts a space before a text. continued: does not. legacy: a space is put also after each
-    added token, and before a text that begins with one.
+    first: the processor that puts a space before a text. continued: the one that does not. legacy:
+    a space is put also after each added token, and before a text that begins with a space.
     """
 
     first: Any
@@ -57,7 +57,7 @@ def coder(
 ) -> SentencePieceCoder:
     """Raises UserError for what is no SentencePiece model; path: for error messages."""
     # The package itself would find user-defined pieces in a text, and control pieces never.
-    hidden = with_types(model, {token.id: CONTROL for token in added})
+    hidden = as_control(model, {token.id for token in added})
     # The last value of a field counts.
     no_space = hidden + _message(NORMALIZER, _number(ADD_SPACE, 0))
     continued = processor(path, no_space)
@@ -92,12 +92,13 @@ def added_pieces(model: bytes) -> list[AddedToken]:
             for i, (text, kind) in enumerate(types) if kind in ADDED]  # fmt: skip
 
 
-def with_types(model: bytes, types: dict[int, int]) -> bytes:
-    """The model with other types of the pieces with these ids."""
+def as_control(model: bytes, ids: Collection[int]) -> bytes:
+    """The model with these pieces as control pieces; unknown ones stay, because it needs one."""
     out, number = [], 0
     for field, content, raw in _fields(model):
         if field == PIECE:
-            raw = _message(PIECE, content + _number(3, types[number])) if number in types else raw
+            if number in ids and _type(content)[1] != UNKNOWN:
+                raw = _message(PIECE, content + _number(3, CONTROL))
             number += 1
         out.append(raw)
     return b"".join(out)

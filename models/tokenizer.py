@@ -17,8 +17,8 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models import package_coder, sentencepiece
-from jaxkv.models.added_tokens import AddedToken, TextPart, splitter
-from jaxkv.models.hf.tokenizer_config import FLAGS, TokenizerConfig, read_tokenizer_config
+from jaxkv.models.added_tokens import FLAGS, AddedToken, TextPart, splitter
+from jaxkv.models.hf.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from jaxkv.models.token_bytes import (
     SENTENCEPIECE,
     byte_level,
@@ -192,20 +192,21 @@ def _apply(backend: Any, config: TokenizerConfig, path: Path) -> None:
 
 
 def text_coder(
-    split: Callable[[str], list[TextPart]],
+    split: Callable[[str, bool], list[TextPart]],
     ids: Callable[[Sequence[TextPart], bool], list[int]],
     text_ids: Callable[[str], list[int]] | None = None,
 ) -> Callable[[str, bool, str], list[int]]:
     """The function `ids_of` of a tokenizer: the only one from text and added tokens to ids.
 
-    split: cuts a text at its added tokens. ids: of the parts of one text, and whether it begins.
+    split: cuts a text, which begins or not, at its added tokens. ids: of the parts of one text, and
+    whether it begins.
     text_ids: a faster way for a text that begins and has no cuts.
     """
 
     def ids_of(text: str, start: bool = True, cut: str = "") -> list[int]:
         if text_ids is not None and start and not cut:
             return text_ids(text)
-        parts = split(text)
+        parts = split(text, start)
         if cut:
             parts = [part.replace(cut, "") if isinstance(part, str) else part for part in parts]
         return ids([part for part in parts if part != ""], start)
@@ -234,9 +235,9 @@ def tokenizer_of(
     steps = steps_of(backend.decoder, path)
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     return Tokenizer(
-        ids_of=text_coder(
-            (split or splitter)(added), coder.ids, coder.text_ids if split is None else None
-        ),
+        ids_of=text_coder(package_coder.splitter(backend, added), coder.ids, coder.text_ids)
+        if split is None
+        else text_coder(_anywhere(split(added)), coder.ids),
         table=table_of(tokens, byte_level if "ByteLevel" in steps else sentencepiece_bytes(steps)),
         special=frozenset(token.id for token in added if token.special),
         bos=bos,
@@ -305,7 +306,7 @@ def tokenizer_of_sentencepiece(
     coder = sentencepiece.coder(path, model, added, adds_space, legacy)
     pieces = {i: coder.first.id_to_piece(i) for i in range(coder.first.vocab_size())}
     return Tokenizer(
-        ids_of=text_coder(split(added), coder.ids),
+        ids_of=text_coder(_anywhere(split(added)), coder.ids),
         table=table_of(
             pieces | {token.id: token.text for token in added}, sentencepiece_bytes(SENTENCEPIECE)
         ),
@@ -316,6 +317,11 @@ def tokenizer_of_sentencepiece(
         strip=int(adds_space),
         added=tuple(added),
     )
+
+
+def _anywhere(split: Callable[[str], list[TextPart]]) -> Callable[[str, bool], list[TextPart]]:
+    """A splitter to which it makes no difference whether a text begins or goes on."""
+    return lambda text, start: split(text)
 
 
 def _lacks(package: str, path: Path) -> UserError:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.models.added_tokens import AddedToken
+from jaxkv.models.added_tokens import FLAGS, AddedToken
 from jaxkv.models.hf.folder import read_json
 
 # Special tokens by the order in which transformers gives ids to those that the vocabulary lacks.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 # Every field of tokenizer_config.json that may change the ids of a prompt is in NAMED, in LISTS, or
 APPLIED = ("add_bos_token", "added_tokens_decoder", "add_prefix_space", "legacy", "chat_template")
 # supported with one value, as is its absence, or

@@ -29,6 +29,7 @@ from tests.models.tokenizer_files import (
     sentencepiece_vocabulary,
     write_byte_level,
     write_gguf,
+    write_llama_2,
     write_sentencepiece,
 )
 
@@ -75,10 +76,17 @@ CASES: dict[str, Callable[[Path], Path]] = {
         path, ["</s>", M], pre_tokenizer=pre_tokenizers.Sequence([
             pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+    **{f"llama-2, {flag}": lambda path, flag=flag: write_llama_2(
+        path, AddedToken(M, **({"special": False, "normalized": True} | {flag: True})))
+       for flag in FLAGS},
+    "llama-2, not normalized": lambda path: write_llama_2(
+        path, AddedToken(M, special=False, normalized=False)),
     "sentencepiece, legacy": lambda path: write_sentencepiece(path, USER, LEGACY),
     "sentencepiece, not legacy": lambda path: write_sentencepiece(path, USER, FIRST),
     "sentencepiece, no space": lambda path: write_sentencepiece(
         path, USER, FIRST | {"add_prefix_space": False}),
+    "sentencepiece, no byte pieces": lambda path: write_sentencepiece(
+        path, USER, LEGACY, byte_pieces=()),
     "sentencepiece, control": lambda path: write_sentencepiece(path, {M: Kind.CONTROL}, LEGACY),
     "sentencepiece, added_tokens.json": lambda path: write_sentencepiece(
         path, {}, FIRST, {M: int(NEXT)}),
@@ -92,7 +100,8 @@ CASES: dict[str, Callable[[Path], Path]] = {
 }  # fmt: skip
 # transformers 5 reads `legacy: true` as a space before each part that has none; version 4 puts it
 # before every part, as SentencePiece does. 5 ignores `add_prefix_space` beside a tokenizer.json.
-NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, control", "byte-level, a space"}
+NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, no byte pieces", "sentencepiece, control",
+              "byte-level, a space"}  # fmt: skip
 
 
 def transformers_ids(folder: Path) -> list[list[int]]:
@@ -133,7 +142,9 @@ def test_ids_agree_with_transformers(case, tmp_path):
 
 @settings(max_examples=60, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("byte", "meta"))])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.startswith(("byte", "meta", "llama"))]
+)
 @given(parts=st.lists(st.sampled_from([M, M[:4], M[4:], "</s>", "user", " ", "\n", "é", "|>u"])))
 def test_parts_agree_with_the_package(case, parts, tmp_path_factory):
     """A text that is cut by us has the ids that the package finds by itself."""
@@ -208,6 +219,20 @@ def test_ids_of_gguf_files(kind, add_space, more, tmp_path):
         == ("▁user" if kind == "llama" and add_space else "user")
         or more
     )
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_letters_without_pieces(kind, tmp_path):
+    """A vocabulary without byte pieces encodes them as the unknown token."""
+    if kind == "folder":
+        ours = read_tokenizer(write_sentencepiece(tmp_path, USER, byte_pieces=()))
+    else:
+        header = write_gguf(tmp_path / "m.gguf", "llama", USER, byte_pieces=())
+        ours = gguf.read_tokenizer(header)
+    model = serialise(*sentencepiece_vocabulary(USER, ()), True)
+    package = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in ("user", "é user", "東京a"):
+        assert ours.encode(text, bos=False) == package.encode(text)
 
 
 PLAIN = (

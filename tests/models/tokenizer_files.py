@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import tokenizers
 from gguf import TokenType as Kind
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from jaxkv.models.gguf import read_header
 from jaxkv.models.gguf.header import Header
@@ -64,17 +64,51 @@ def write_unigram(folder: Path, added: Sequence[str]) -> Path:
     return folder
 
 
+def write_llama_2(folder: Path, mark: AddedToken) -> Path:
+    """A folder with a tokenizer.json whose normalizer puts a space before a text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(PIECES)]
+    merges = [("u", "s"), ("e", "r"), ("us", "er"), ("▁", "user"), ("▁", "a"), ("s", "y"),
+              ("i", "m"), ("▁", "▁")]  # fmt: skip
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            {word: i for i, word in enumerate(words)},
+            merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True,
+        )
+    )  # fmt: skip
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    made.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    )
+    made.add_tokens([mark])
+    made.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+              "unk_token": "<unk>"}  # fmt: skip
+    write_json(folder / "tokenizer_config.json", fields)
+    write_json(folder / "config.json", {"model_type": "llama"})
+    return folder
+
+
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 # Pieces in the order of their merges.
 PIECES = ["er", "us", "user", "▁user", "▁a", "sy", "im", "▁▁", *"▁userymaitnb<>|/[]INST_xd", "\n"]
 
 
-def sentencepiece_vocabulary(marks: Mapping[str, int]) -> tuple[list[str], list[float], list[int]]:
+def sentencepiece_vocabulary(
+    marks: Mapping[str, int], byte_pieces: Sequence[str] = BYTES
+) -> tuple[list[str], list[float], list[int]]:
     """Pieces, scores and types; marks: text -> type, after the three control pieces."""
     words = list(dict.fromkeys(PIECES))
-    pieces = ["<unk>", "<s>", "</s>", *marks, *BYTES, *words]
-    scores = [0.0] * (3 + len(marks) + 256) + [-float(i) for i, _ in enumerate(words)]
-    types = [Kind.UNKNOWN, Kind.CONTROL, Kind.CONTROL, *marks.values(), *[Kind.BYTE] * 256]
+    pieces = ["<unk>", "<s>", "</s>", *marks, *byte_pieces, *words]
+    scores = [0.0] * (len(pieces) - len(words)) + [-float(i) for i, _ in enumerate(words)]
+    types = [Kind.UNKNOWN, Kind.CONTROL, Kind.CONTROL, *marks.values()]
+    types += [Kind.BYTE] * len(byte_pieces)
     return pieces, scores, [int(kind) for kind in types + [Kind.NORMAL] * len(words)]
 
 
@@ -83,10 +117,12 @@ def write_sentencepiece(
     marks: Mapping[str, int],
     config: Mapping[str, Any] | None = None,
     added: Mapping[str, int] | None = None,
+    byte_pieces: Sequence[str] = BYTES,
 ) -> Path:
     """A folder with a tokenizer.model only; added: added_tokens.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.model").write_bytes(serialise(*sentencepiece_vocabulary(marks), True))
+    model = serialise(*sentencepiece_vocabulary(marks, byte_pieces), True)
+    (folder / "tokenizer.model").write_bytes(model)
     fields = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
               "unk_token": "<unk>"} | dict(config or {})  # fmt: skip
     write_json(folder / "tokenizer_config.json", fields)
@@ -97,7 +133,12 @@ def write_sentencepiece(
 
 
 def write_gguf(
-    path: Path, kind: str, marks: Mapping[str, int], pre: str = "gpt-2", **fields: Any
+    path: Path,
+    kind: str,
+    marks: Mapping[str, int],
+    pre: str = "gpt-2",
+    byte_pieces: Sequence[str] = BYTES,
+    **fields: Any,
 ) -> Header:
     """The header of a GGUF file with the vocabulary of a folder above; kind: gpt2 or llama."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -108,7 +149,7 @@ def write_gguf(
         writer.add_tokenizer_pre(pre)
         writer.add_token_merges(MERGES)
     else:
-        tokens, scores, types = sentencepiece_vocabulary(marks)
+        tokens, scores, types = sentencepiece_vocabulary(marks, byte_pieces)
         writer.add_token_scores(scores)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
