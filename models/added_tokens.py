@@ -1,14 +1,14 @@
 """Added tokens: the parts of a text that have an id each, before anything else is tokenized.
 
 The marks of roles in a chat are added tokens. So a message that contains one as text could end
-itself and begin a message of another role. `Escape` puts a character, the cut, into each of them,
-and `split` finds no token across a cut.
+itself and begin a message of another role. `Escape` puts a character, the separator, into each of
+them, and `split` finds no token across a separator.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,8 +73,8 @@ def _pattern(texts: Iterable[str]) -> str:
         pairs = enumerate(zip(group[0], group[-1], strict=False))  # in order: these differ first
         size = next((n for n, (a, b) in pairs if a != b), len(group[0]))
         rests = [text[size:] for text in group]
-        more = _pattern(rests) + ("?" if "" in rests else "") if any(rests) else ""
-        choices.append(re.escape(group[0][:size]) + more)
+        ending = _pattern(rests) + ("?" if "" in rests else "") if any(rests) else ""
+        choices.append(re.escape(group[0][:size]) + ending)
     return f"(?:{'|'.join(choices)})"
 
 
@@ -128,60 +128,106 @@ def _at_each(part: TextPart, token: AddedToken) -> Iterable[TextPart]:
 
 @dataclass(frozen=True)
 class Escape:
-    """Makes added tokens in a text part of the text, by a cut within each.
+    """Makes marks in a text part of the text, by separators within each.
 
-    cut: a character that no text has. texts: of the tokens. Tokens of white space stay, because
-    they mark nothing, and those of one character, which cannot be cut. edges: the text is written
-    beside others, so the beginning or end of a token in it is cut, too.
+    A template may delete parts of a text, and so join what was apart. Therefore a separator stands
+    after every character with which a mark begins, and before every one with which a mark ends.
+
+    separator: a character that no text has. texts: the marks. Those of white space stay, because
+    they mark nothing, and those of one character, which cannot be divided. constants: texts for
+    which the template may look. They have no separator within, except where a mark could begin or
+    end, also after the template deletes other constants.
     """
 
-    cut: str
+    separator: str
     texts: frozenset[str]
-    edges: bool = True
+    constants: frozenset[str] = frozenset()
 
-    def __call__(self, text: str) -> str:
-        """The text with its cuts."""
-        if not self._texts or not text:
+    def __call__(self, text: str, beside: bool = True) -> str:
+        """The text with separators.
+
+        beside: the template may write the beginning of a mark before the text, and its end after.
+        """
+        if not self._marks or not text:
             return text
-        # A template may trim a text, and a cut is no white space: the inner ones stay then.
-        body = text.strip() or text
-        start = text.index(body)
-        before, after = ([self._meets(t, side) for t in (text, body)] for side in (0, 1))
-        return "".join(
-            (
-                self.cut * before[0] + text[:start] + self.cut * before[1],
-                self._within.sub(lambda match: match[1] + self.cut, body),
-                self.cut * after[1] + text[start + len(body) :] + self.cut * after[0],
-            )
+        escaped = self._divided(text)
+        for constant, divided, kept in self._kept:
+            if constant in text:
+                escaped = escaped.replace(divided, kept)
+        if not beside:
+            return escaped
+        # A template may trim a text, and a separator is no white space: the inner ones stay then.
+        outer, inner = (
+            self.separator * any(part in mark for mark in self._marks)
+            for part in (text, text.strip() or text)
         )
-
-    def _meets(self, text: str, side: int) -> bool:
-        """Whether a token may begin before a text and end in it, or (side 1) the other way."""
-        if not self.edges:
-            return False
-        if any(text in token for token in self._texts):
-            return True
-        parts = (text[-n:] if side else text[:n] for n in range(1, self._longest))
-        return not self._halves[side].isdisjoint(parts)
+        body = escaped.strip() or escaped
+        before, _, after = escaped.partition(body)
+        return f"{outer}{before}{inner}{body}{inner}{after}{outer}"
 
     @cached_property
-    def _texts(self) -> list[str]:
+    def _marks(self) -> list[str]:
         return [text for text in self.texts if len(text) > 1 and text.strip()]
 
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._texts))
+    def _divided(self, text: str) -> str:
+        """The text with every separator, also in the constants."""
+        after, before = self._ends
+        for letter in after:
+            text = text.replace(letter, letter + self.separator)
+        for letter in before:
+            text = text.replace(letter, self.separator + letter)
+        return text
 
     @cached_property
-    def _within(self) -> re.Pattern[str]:
-        """The first character of each token in a text, also where two overlap."""
-        return re.compile(f"(?={_pattern(self._texts)})(.)", re.DOTALL)
+    def _ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The characters after which, and before which, a separator stands."""
+        # None within the white space around a mark, because a template may trim it.
+        after = {mark[0] for mark in self._marks if not mark[0].isspace()}
+        after |= {mark.rstrip()[-1] for mark in self._marks if mark[-1].isspace()}
+        before = {mark[-1] for mark in self._marks if not mark[-1].isspace()}
+        before |= {mark.lstrip()[0] for mark in self._marks if mark[0].isspace()}
+        return frozenset(after), frozenset(before)
 
     @cached_property
-    def _halves(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Where a token can be cut in two: all second halves, all first ones."""
-        cuts = [(text[:n], text[n:]) for text in self._texts for n in range(1, len(text))]
-        return frozenset(second for _, second in cuts), frozenset(first for first, _ in cuts)
+    def _kept(self) -> list[tuple[str, str, str]]:
+        """Constants, as they are, with every separator, and with those that they need."""
+        constants = sorted(filter(None, self.constants), key=len, reverse=True)
+        ends, turned = ([text[::-1] for text in texts] for texts in (self._marks, constants))
+        after, before = self._ends
+        kept = []
+        for text in constants:
+            divided = self._divided(text)
+            letters = [self.separator * (text[0] in before)] if divided != text else []
+            for n, letter in enumerate(text if divided != text else "", 1):
+                begins = letter in before and n > 1 and _may_begin(text[:n][::-1], ends, turned)
+                goes_on = letter in after and (
+                    n == len(text) or _may_begin(text[n - 1 :], self._marks, constants)
+                )
+                letters += [self.separator * begins, letter, self.separator * goes_on]
+            if letters and (needed := "".join(letters)) != divided:
+                kept.append((text, divided, needed))
+        return kept
+
+
+def _may_begin(text: str, marks: Iterable[str], deleted: Collection[str]) -> bool:
+    """Whether a mark may begin with a text that goes on, and parts of which may be deleted.
+
+    Always where a mark begins or ends with white space.
+    """
+
+    def fits(text: str, mark: str) -> bool:
+        if not text or not mark or (text[0] == mark[0] and fits(text[1:], mark[1:])):
+            return True
+        return any(
+            fits(text[len(part) :], mark)
+            for part in deleted
+            if text.startswith(part) or part.startswith(text)
+        )
+
+    if any(mark[0].isspace() or mark[-1].isspace() for mark in marks):
+        return True
+    heads = {mark[: len(text)] for mark in marks if mark[0] == text[0]}
+    return any(fits(text[1:], head[1:]) for head in heads)
 
 
 def free_characters(values: object, count: int) -> list[str]:
@@ -195,12 +241,18 @@ def free_characters(values: object, count: int) -> list[str]:
     return free
 
 
-def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """A value of JSON with each text replaced, also inside lists and objects."""
+def map_texts(
+    value: Any, change: Callable[[str], Any], rename: Callable[[str], Any] | None = None
+) -> Any:
+    """A value of JSON with each text replaced, also inside lists and objects.
+
+    rename: for the names of an object; None replaces them as other texts.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(name): map_texts(entry, change) for name, entry in value.items()}
+        name_of = rename or change
+        return {name_of(key): map_texts(entry, change, rename) for key, entry in value.items()}
     if isinstance(value, Sequence):
-        return [map_texts(entry, change) for entry in value]
+        return [map_texts(entry, change, rename) for entry in value]
     return value

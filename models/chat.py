@@ -17,6 +17,7 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models.hf.folder import read_json
+from jaxkv.models.hf.tokenizer_config import content
 
 Message = Mapping[str, str]  # role (system, user, assistant) and content
 
@@ -76,7 +77,7 @@ class Chat:
         """Raise UserError for a variable that the template does not read."""
         if not names:
             return
-        known = _variables(self.template) - {"messages", "add_generation_prompt"}
+        known = variables_of(self.template) - {"messages", "add_generation_prompt"}
         known -= dict(self.tokens).keys()
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
@@ -112,12 +113,8 @@ def read_chat(folder: Path) -> Chat:
     folder = Path(folder)
     config = read_json(folder / "tokenizer_config.json")
     named = read_json(folder / "special_tokens_map.json") | config
-    contents = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in named.items()
-        if key.endswith("_token")
-    }
-    tokens = tuple((key, value) for key, value in contents.items() if isinstance(value, str))
+    contents = {key: content(value) for key, value in named.items() if key.endswith("_token")}
+    tokens = tuple((key, text) for key, text in contents.items() if text is not None)
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         try:
@@ -181,11 +178,23 @@ def _compiled(source: str) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _variables(source: str) -> frozenset[str]:
+def variables_of(template: str | None) -> frozenset[str]:
     """The variables that a template reads and does not set."""
-    environment = _compiled(source).environment
-    found = _jinja2().meta.find_undeclared_variables(environment.parse(source))
-    return frozenset(found - environment.globals.keys())
+    if template is None:
+        return frozenset()
+    environment = _compiled(template).environment
+    names = _jinja2().meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(names - environment.globals.keys())
+
+
+@lru_cache(maxsize=8)
+def constants_of(template: str | None) -> frozenset[str]:
+    """The texts in the expressions of a template, for some of which it looks in messages."""
+    if template is None:
+        return frozenset()
+    tree = _compiled(template).environment.parse(template)
+    values = (node.value for node in tree.find_all(_jinja2().nodes.Const))
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def _jinja2() -> Any:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from jaxkv.errors import UserError
 from jaxkv.models.added_tokens import Escape, free_characters, map_texts
-from jaxkv.models.chat import Chat, Message
+from jaxkv.models.chat import Chat, Message, constants_of
 from jaxkv.models.tokenizer import Tokenizer
 
 # Conversations that show what a template writes around messages; it may refuse some. They end with
@@ -41,13 +41,19 @@ def conversation_ids(
     without a chat template takes one message of the user, as a plain line. Raises UserError where
     a template refuses the conversation.
     """
-    cut, end = free_characters([*messages, variables, chat.template], 2)
+    separator, end = free_characters([*messages, variables, chat.template], 2)
     if allow_special:
-        cut = ""
+        separator = ""
     else:
-        messages = _escaped(tokenizer, chat, messages, cut)
-        plain = _escape(cut, _texts(tokenizer), False)
-        variables = map_texts(variables, plain)
+        messages = _escaped(tokenizer, chat, messages, separator)
+        constants = constants_of(chat.template)
+        escape = _escape(separator, _texts(tokenizer), constants)
+        variables = map_texts(
+            variables,
+            # The template compares some values with its constants.
+            lambda text: escape(text, beside=text not in constants),
+            lambda name: escape(name, beside=False),
+        )
     if continue_final:
         *before, last = messages
         messages = [*before, {**last, "content": last["content"] + end}]
@@ -58,14 +64,14 @@ def conversation_ids(
                 "this model has no chat template, so it takes one message of the user and nothing "
                 "else; use completions, or start the server with --chat-template"
             )
-        return tokenizer.encode(messages[0]["content"] + "\n", cut=cut)
+        return tokenizer.encode(messages[0]["content"] + "\n", separator=separator)
     text = chat.render(messages, add_generation_prompt, variables)
     if continue_final:
         text, shown, _ = text.rpartition(end)
         if not shown:
             raise UserError("the chat template does not show the last message; send another")
     # The template writes the BOS itself.
-    return [*tokenizer.sinks, *tokenizer.encode(text, bos=False, cut=cut)]
+    return [*tokenizer.sinks, *tokenizer.encode(text, bos=False, separator=separator)]
 
 
 def next_turn_ids(
@@ -77,17 +83,19 @@ def next_turn_ids(
     begins: nothing is in the cache, so sinks come first.
     """
     messages = [*previous, {"role": "user", "content": text}]
-    cut, answer = free_characters([*messages, chat.template], 2)
-    *previous, message = _escaped(tokenizer, chat, messages, cut)
+    separator, answer = free_characters([*messages, chat.template], 2)
+    *previous, message = _escaped(tokenizer, chat, messages, separator)
     first = not any(before["role"] == "assistant" for before in previous)
     if chat.template is not None:
         rendered = chat.render_next(previous, message["content"], answer)
-        ids = tokenizer.encode(rendered, bos=False, start=first, cut=cut)
+        ids = tokenizer.encode(rendered, bos=False, start=first, separator=separator)
         return [*tokenizer.sinks, *ids] if begins else ids
     if not first:
         line = f"\n{message['content']}\n"
-        return tokenizer.encode(line, bos=False, start=False, cut=cut)
-    return tokenizer.encode("".join(m["content"] + "\n" for m in (*previous, message)), cut=cut)
+        return tokenizer.encode(line, bos=False, start=False, separator=separator)
+    return tokenizer.encode(
+        "".join(m["content"] + "\n" for m in (*previous, message)), separator=separator
+    )
 
 
 @lru_cache(maxsize=2)
@@ -99,8 +107,8 @@ def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     added = {token.id for token in tokenizer.added}
     for roles, texts in _probes(chat, (*HISTORIES, ANSWERED)):
         text = texts[roles.index("assistant") + 1].lstrip()
-        (cut,) = free_characters([text], 1)
-        ids = tokenizer.encode(text, bos=False, start=False, cut=cut)
+        (separator,) = free_characters([text], 1)
+        ids = tokenizer.encode(text, bos=False, start=False, separator=separator)
         if ids:
             return tuple(i for i in ids[:1] if i in added)
     return ()
@@ -111,8 +119,10 @@ def role_marks(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
     """The added tokens that the template writes around messages, and those that it may name."""
     written: set[int] = set()
     for _, texts in _probes(chat, HISTORIES):
-        (cut,) = free_characters(texts, 1)
-        written.update(i for text in texts for i in tokenizer.encode(text, bos=False, cut=cut))
+        (separator,) = free_characters(texts, 1)
+        written.update(
+            i for text in texts for i in tokenizer.encode(text, bos=False, separator=separator)
+        )
     marks = {token.text for token in tokenizer.added if token.id in written}
     named = {text for _, text in chat.tokens if len(text) > 1}  # a padding token may be a letter
     return frozenset(marks | (_texts(tokenizer) & named))
@@ -141,23 +151,30 @@ def _texts(tokenizer: Tokenizer) -> frozenset[str]:
     return frozenset(token.text for token in tokenizer.added)
 
 
+@lru_cache(maxsize=2)
+def _others(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
+    """Texts without separators in an assistant's message."""
+    return constants_of(chat.template) | (_texts(tokenizer) - role_marks(tokenizer, chat))
+
+
 _escape = lru_cache(maxsize=8)(Escape)
 
 
 def _escaped(
-    tokenizer: Tokenizer, chat: Chat, messages: Sequence[Message], cut: str
+    tokenizer: Tokenizer, chat: Chat, messages: Sequence[Message], separator: str
 ) -> list[dict[str, str]]:
-    """The messages, with cuts in the added tokens that are text in them."""
+    """The messages, with separators in the added tokens that are part of their text."""
     marks = role_marks(tokenizer, chat)
     single = [mark for mark in marks if len(mark) == 1 and mark.strip()]
+    by_user = _escape(separator, _texts(tokenizer), constants_of(chat.template))
+    by_model = _escape(separator, marks, _others(tokenizer, chat))
     escaped = []
     for message in messages:
-        texts = marks if message["role"] == "assistant" else _texts(tokenizer)
-        escape = _escape(cut, texts, True)
-        found = [mark for mark in single if mark in message["content"]]
-        if found:
+        escape = by_model if message["role"] == "assistant" else by_user
+        mark = next((mark for mark in single if mark in message["content"]), None)
+        if mark is not None:
             raise UserError(
-                f"messages must not contain {found[0]!r}, a mark of one character that the chat "
+                f"messages must not contain {mark!r}, a mark of one character that the chat "
                 "template writes; leave it out"
             )
         escaped.append(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from jaxkv.models.chat import Message, _variables
+from jaxkv.models.chat import Message, variables_of
 from jaxkv.models.chat_ids import conversation_ids
 from jaxkv.models.llm import Llm
 from jaxkv.models.text import OutputText
@@ -39,8 +39,7 @@ class Language:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names that the chat template reads."""
-        template = self.llm.chat.template
-        return frozenset() if template is None else _variables(template)
+        return variables_of(self.llm.chat.template)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the BOS that the model expects before a text."""

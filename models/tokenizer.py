@@ -41,7 +41,7 @@ class Tokenizer:
     beginning of a decoded text (SentencePiece adds one when it encodes). added: the added tokens,
     each of which has its id in a text. sinks: those of `front` that begin every stream, also a
     chat, whose template writes the BOS itself. backend: that of the `tokenizers` package, where it
-    is one. ids_of: the ids of a text, given with `start` and `cut` of `encode`.
+    is one. ids_of: the ids of a text, given with `start` and `separator` of `encode`.
     """
 
     ids_of: Callable[[str, bool, str], list[int]] = field(repr=False)
@@ -66,15 +66,15 @@ class Tokenizer:
         return len(self.table)
 
     def encode(
-        self, text: str, bos: bool | None = None, start: bool = True, cut: str = ""
+        self, text: str, bos: bool | None = None, start: bool = True, separator: str = ""
     ) -> list[int]:
         """The ids of a text, of any length, encoded as one string.
 
         bos: True prepends the ids that the model expects, or else the BOS, if there is one; None
         prepends only the ids that the model expects; False prepends nothing.
         start: the text begins; False: it continues another one, so nothing is put before it.
-        Added tokens written out in the text become their ids, as in a chat template. cut: a
-        character that is no part of the text; an added token with a cut in it is text.
+        Added tokens written out in the text become their ids, as in a chat template.
+        separator: a character that is no part of the text; an added token that contains it is text.
         """
         try:
             text.encode("utf-8")
@@ -85,7 +85,7 @@ class Tokenizer:
             ) from None
         begin = () if self.bos is None else (self.bos,)
         head = self.front if bos is None else (self.front or begin) if bos else ()
-        return [*head, *(self.ids_of(text, start, cut) if text else ())]
+        return [*head, *(self.ids_of(text, start, separator) if text else ())]
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of ids.
@@ -203,12 +203,14 @@ def text_coder(
     text_ids: a faster way for a text that begins and has no cuts.
     """
 
-    def ids_of(text: str, start: bool = True, cut: str = "") -> list[int]:
-        if text_ids is not None and start and not cut:
+    def ids_of(text: str, start: bool = True, separator: str = "") -> list[int]:
+        if text_ids is not None and start and not separator:
             return text_ids(text)
         parts = split(text, start)
-        if cut:
-            parts = [part.replace(cut, "") if isinstance(part, str) else part for part in parts]
+        if separator:
+            parts = [
+                part.replace(separator, "") if isinstance(part, str) else part for part in parts
+            ]
         return ids([part for part in parts if part != ""], start)
 
     return ids_of

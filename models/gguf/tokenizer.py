@@ -52,8 +52,8 @@ def read_tokenizer(header: Header) -> Tokenizer:
 def read_chat(header: Header) -> Chat:
     """The chat template, with the special tokens that it may name."""
     tokens = tokens_of(header)
-    found = {name: token_id(header, theirs) for name, theirs in NAMED.items()}
-    named = tuple((name, tokens[i]) for name, i in found.items() if i is not None)
+    ids = {name: token_id(header, gguf_name) for name, gguf_name in NAMED.items()}
+    named = tuple((name, tokens[i]) for name, i in ids.items() if i is not None)
     return Chat(header.get("tokenizer.chat_template", str), named)
 
 

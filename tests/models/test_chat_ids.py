@@ -175,6 +175,10 @@ SHAPES = {
 }  # fmt: skip
 
 
+EXAMPLES = settings(
+    max_examples=100, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
 USER_A = {"role": "user", "content": "a"}
 
 
@@ -201,10 +205,7 @@ def pieces_of(tokenizer: Tokenizer) -> list[str]:
     return [*texts, *halves, "user", "a", " ", "\n", "é", "\ue000answer\ue001", "\U000f0000"]
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+@EXAMPLES
 @given(data=st.data())
 def test_the_marks_of_a_prompt_are_those_of_the_template(shape, data):
     """Random messages, in the server and in chat."""
@@ -230,6 +231,60 @@ def test_the_marks_of_a_prompt_are_those_of_the_template(shape, data):
     )
 
 
+# What a template does to a message -> texts that it deletes.
+DELETING = {
+    "{{ m.content.replace('<think>', '') }}": ("<think>",),
+    "{{ m.content.split('|x|') | join }}": ("|x|",),
+    "{{ m.content.replace('/no_think', '').replace('/think', '').rstrip() }}": (
+        "/no_think", "/think", " "),
+    "{{ m.content | replace('<', '') | replace('end', '') }}": ("<", "end"),
+    "{{ m.content.replace('</x>', '').replace('<x>', '').replace('x', '') }}": (
+        "</x>", "<x>", "x", "<</x>x>"),
+    "{{ m.content.split('</think>')[-1] | trim }}{{ m.content[2:] }}": ("</think>", "ab"),
+    "{{ m.content.replace('&lt;', '<').replace('[', '<') | lower }}": ("&lt;", "["),
+    "{% for d in documents or [] %}{{ d.title }}{{ d.text }}{% endfor %}{{ m.content }}": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", DELETING)
+@EXAMPLES
+@given(data=st.data())
+def test_a_template_that_deletes_texts_makes_no_mark(change, data, deleting):
+    template = CHATML.replace("{{ m.content }}", change)
+    tokenizer, chat = deleting, Chat(template)
+    deleted = st.sampled_from(DELETING[change] or ("",))
+    broken = st.builds(
+        lambda mark, n, part: mark[:n] + part + mark[n:], st.sampled_from(IM), st.integers(0, 12),
+        deleted,
+    )  # fmt: skip
+    pieces = st.sampled_from(pieces_of(tokenizer))
+    texts = st.lists(st.one_of(broken, deleted, pieces), max_size=4).map("".join)
+    said = [{"role": role, "content": data.draw(texts)} for role in ("system", "user")]
+    document, n = data.draw(texts), data.draw(st.integers(0, 12))
+    documents = [{"title": document[:n], "text": document[n:]}]
+    variables = {"documents": documents} if "documents" in change else {}
+    ids = conversation_ids(tokenizer, chat, said, variables)
+    assert marks_in(tokenizer, ids) == [*IM * 2, IM[0]]
+
+
+@pytest.fixture(scope="module")
+def deleting(tmp_path_factory) -> Tokenizer:
+    return read_tokenizer(write_byte_level(tmp_path_factory.mktemp("deleting"), list(IM)))
+
+
+def test_a_template_finds_its_constants(deleting):
+    """Names in tools and words in messages, which it compares or deletes."""
+    chat = Chat(
+        "{% for m in messages %}<|im_start|>{{ m.content.replace('</think>', '') }}<|im_end|>"
+        "{{ m.content.startswith('<tool>') }}{% endfor %}"
+        "{% for tool in tools %}{{ tool.type == 'end' }}{{ tool.start }}{% endfor %}"
+    )
+    tools = [{"type": "end", "start": "<"}]
+    said = [{"role": "user", "content": "<tool> a</think>"}]
+    text = deleting.decode(conversation_ids(deleting, chat, said, {"tools": tools}), special=True)
+    assert text == "<|im_start|><tool> a<|im_end|>TrueTrue<"
+
+
 def test_an_answer_keeps_the_marks_that_the_model_wrote(shape):
     made, tokenizer = shape
     marks = role_marks(tokenizer, made.chat())
@@ -248,7 +303,7 @@ def test_an_answer_keeps_the_marks_that_the_model_wrote(shape):
 
 @pytest.mark.parametrize("name", ["deepseek-r1-distill", "qwen3"])
 def test_thoughts_of_earlier_answers_are_removed(name, tmp_path):
-    """The template finds them, because nothing is put into them that hides them from it."""
+    """The template finds them, because they contain no separator."""
     tokenizer, chat = SHAPES[name].tokenizer(tmp_path), SHAPES[name].chat()
     answers = ("<think>hm</think>b", "b")
     first, second = (

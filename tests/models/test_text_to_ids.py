@@ -150,7 +150,9 @@ def test_parts_agree_with_the_package(case, parts, tmp_path_factory):
     """A text that is cut by us has the ids that the package finds by itself."""
     tokenizer = _tokenizer(case, tmp_path_factory)
     text = "".join(parts)
-    assert tokenizer.encode(text, bos=False, cut="\U000f0000") == tokenizer.encode(text, bos=False)
+    assert tokenizer.encode(text, bos=False, separator="\U000f0000") == tokenizer.encode(
+        text, bos=False
+    )
 
 
 _read: dict[str, Any] = {}

@@ -26,8 +26,8 @@ def language(template: str | None = None) -> Language:
     """A language with a token per byte, a BOS, an EOS, and one token that is a page long."""
     table = (*(bytes([byte]) for byte in range(256)), b"<s>", b"</s>", b"wide " * 1000)
 
-    def ids_of(text: str, start: bool = True, cut: str = "") -> list[int]:
-        text = text.replace(cut, "")
+    def ids_of(text: str, start: bool = True, separator: str = "") -> list[int]:
+        text = text.replace(separator, "")
         head = [BOS] if text.startswith("<s>") else []
         return [*head, *text.removeprefix("<s>").encode()]
 
