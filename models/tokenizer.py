@@ -9,6 +9,7 @@ package on all valid UTF-8 (broken byte runs may show another number of replacem
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,11 @@ from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models import package_coder, sentencepiece
 from jaxkv.models.added_tokens import FLAGS, AddedToken, TextPart, splitter
-from jaxkv.models.hf.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from jaxkv.models.hf.tokenizer_config import (
+    TokenizerConfig,
+    embedding_rows,
+    read_tokenizer_config,
+)
 from jaxkv.models.token_bytes import (
     SENTENCEPIECE,
     byte_level,
@@ -148,7 +153,12 @@ def _from_json(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except OSError:
+        rows = embedding_rows(folder)
+        if any(token.id >= rows for token in _added(backend)):
+            fields = json.loads(path.read_bytes())
+            fields["added_tokens"] = [t for t in fields["added_tokens"] if t["id"] < rows]
+            backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    except (OSError, UserError):
         raise
     except Exception as error:  # the package raises bare Exception for every bad file
         raise UserError(f"{path} is corrupt: {error}; download it again") from None

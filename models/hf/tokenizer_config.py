@@ -5,6 +5,7 @@ Versions of transformers differ in some fields. docs/decisions/text.md says what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ def read_tokenizer_config(
     """The configuration of a tokenizer.
 
     id_of: the id of a token of the vocabulary. known: added tokens of the vocabulary. size: of the
-    vocabulary, after which new tokens get ids. Raises UserError for a field that is not supported.
+    vocabulary, after which new tokens get ids. Added tokens without a row in the embedding are left
+    out. Raises UserError for a field that is not supported.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path)
@@ -60,11 +62,11 @@ def read_tokenizer_config(
     special = list(_special(names, path))
     for token in _declared(folder, config, {text for text, _ in special}):
         ids = id_of(token.text), size
-        own_id = next(i for i in ids if i is not None)
-        if own_id != token.id:
+        vocabulary_id = next(i for i in ids if i is not None)
+        if vocabulary_id != token.id:
             raise UserError(
-                f"{path}: {token.text!r:.60} must have its id in the vocabulary, {own_id}, got "
-                f"{token.id}; download it again"
+                f"{path}: {token.text!r:.60} must have its id in the vocabulary, {vocabulary_id}, "
+                f"got {token.id}; download it again"
             )
         added[token.text] = token
         size = max(size, token.id + 1)
@@ -73,12 +75,27 @@ def read_tokenizer_config(
             i = id_of(text)
             added[text] = AddedToken(text, size if i is None else i, **flags)
             size += i is None
+    rows = embedding_rows(folder)
     ids = {text: token.id for text, token in added.items()}
+
+    def id_with_row(text: str) -> int | None:
+        i = ids.get(text, id_of(text))
+        return i if i is not None and i < rows else None
+
     return TokenizerConfig(
-        tuple(added.values()),
-        *_ends(folder, names, lambda text: ids.get(text, id_of(text))),
+        tuple(token for token in added.values() if token.id < rows),
+        *_ends(folder, names, id_with_row),
         *(_flag(config, name, path) for name in ("add_bos_token", "add_prefix_space", "legacy")),
     )
+
+
+def embedding_rows(folder: Path) -> int | float:
+    """The number of ids that the model of a folder reads, infinite where config.json is absent.
+
+    Many folders name a padding token that the model lacks.
+    """
+    rows = read_json(folder / "config.json").get("vocab_size")
+    return rows if isinstance(rows, int) else math.inf
 
 
 def _special(names: Mapping[str, Any], path: Path) -> Iterable[tuple[str, dict[str, bool]]]:

@@ -147,6 +147,32 @@ def test_wrong_fields_are_one_line(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
+PAD = "[PAD]"
+BEYOND = {
+    "pad_token": lambda path, rows: write_sentencepiece(path, {}, {"pad_token": PAD}),
+    "added_tokens.json": lambda path, rows: write_sentencepiece(path, {}, {}, {PAD: rows}),
+    "added_tokens_decoder": lambda path, rows: write_sentencepiece(
+        path, {}, {"added_tokens_decoder": {str(rows): {"content": PAD}}, "eos_token": PAD}),
+    "json, pad_token": lambda path, rows: write_byte_level(path, ["<s>"], {"pad_token": PAD}),
+    "json, added_tokens": lambda path, rows: write_byte_level(path, ["<s>", PAD]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_token_without_a_row_in_the_embedding_is_text(name, tmp_path):
+    """As in folders whose padding token the model lacks."""
+    rows = len(WORDS) + 1 if name.startswith("json") else NEXT
+    folder = BEYOND[name](tmp_path, rows)
+    assert rows in read_tokenizer(folder).encode(f"a{PAD}")
+    write_json(folder / "config.json", {"model_type": "llama", "vocab_size": rows})
+    tokenizer = read_tokenizer(folder)
+    ids = tokenizer.encode(f"a{PAD}user")
+    assert max(ids) < rows and tokenizer.decode(ids) == f"a{PAD}user"
+    assert rows not in tokenizer.eos and tokenizer.vocab == rows
+    write_json(folder / "config.json", {"model_type": "llama", "vocab_size": rows + 1})
+    assert rows in read_tokenizer(folder).encode(f"a{PAD}")
+
+
 def test_a_model_stops_at_the_end_of_a_turn(tmp_path):
     """Its metadata name another EOS."""
     folder = write_tiny(tmp_path, eos_token_id=9)
