@@ -93,7 +93,7 @@ class PackageCoder:
         return frozenset(token.id for token in texts)
 
     def _as_text(self, i: int) -> list[int]:
-        """The ids of an added token's text, without this token: cut until none is left."""
+        """The ids of an added token's text, without this token: divided until none is left."""
         text = self.backend.model.id_to_token(i)
         halves = [token.id for half in (text[:1], text[1:])
                   for token in self.backend.model.tokenize(half)]  # fmt: skip

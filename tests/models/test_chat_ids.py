@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from gguf import TokenType as Kind
@@ -176,7 +177,7 @@ SHAPES = {
 
 
 EXAMPLES = settings(
-    max_examples=100, deadline=None, derandomize=True,
+    max_examples=30, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 USER_A = {"role": "user", "content": "a"}
@@ -265,6 +266,22 @@ def test_a_template_that_deletes_texts_makes_no_mark(change, data, deleting):
     variables = {"documents": documents} if "documents" in change else {}
     ids = conversation_ids(tokenizer, chat, said, variables)
     assert marks_in(tokenizer, ids) == [*IM * 2, IM[0]]
+
+
+def many(test: Any) -> Any:
+    """A property with more examples than on every day."""
+    return settings(EXAMPLES, max_examples=300)(given(data=st.data())(test.hypothesis.inner_test))
+
+
+@pytest.mark.slow
+def test_many_messages(shape):
+    many(test_the_marks_of_a_prompt_are_those_of_the_template)(shape=shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", DELETING)
+def test_many_messages_of_which_parts_are_deleted(change, deleting):
+    many(test_a_template_that_deletes_texts_makes_no_mark)(change=change, deleting=deleting)
 
 
 @pytest.fixture(scope="module")

@@ -342,7 +342,7 @@ def test_invalid_arguments_are_refused(llm, prompt, options, message):
 
 def test_a_text_without_tokens_is_refused(llm):
     """A normaliser may remove all of a text, and not every tokenizer has a BOS."""
-    tokenizer = replace(llm.tokenizer, front=(), ids_of=lambda text: [])
+    tokenizer = replace(llm.tokenizer, front=(), ids_of=lambda text, start, separator: [])
     silent = replace(llm, tokenizer=tokenizer)
     with pytest.raises(UserError, match="the prompt is empty; give at least one token"):
         models.generate(silent, " ", SMALL)
