@@ -29,7 +29,8 @@ from jaxkv.models.compilation import Ahead
 from jaxkv.models.decoding import BLOCK as DECODED
 from jaxkv.models.decoding import compiled_decode_block
 from jaxkv.models.llm import Llm
-from jaxkv.models.measurement import Reading, Stretches, WatchTask, is_noise, paired
+from jaxkv.models.measurement import Reading, Stretches, WatchTask
+from jaxkv.models.paired import is_noise, paired
 from jaxkv.models.streams import Stream
 from jaxkv.policies import Full
 from jaxkv.policy_spec import format_policy, max_lookback

@@ -77,14 +77,18 @@ class Chat:
         """Raise UserError for a variable that the template does not read."""
         if not names:
             return
-        known = variables_of(self.template) - {"messages", "add_generation_prompt"}
-        known -= dict(self.tokens).keys()
-        unknown = next((name for name in names if name not in known), None)
+        unknown = next((name for name in names if name not in self.variables), None)
         if unknown is not None:
+            names = ", ".join(sorted(self.variables)) or "none"
             raise UserError(
-                f"the chat template has no variable {unknown!r:.60}, only "
-                f"{', '.join(sorted(known)) or 'messages'}; leave it out"
+                f"the chat template has no variable {unknown!r:.60}, it reads {names}; leave it out"
             )
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that a caller may give: all that the template reads, but the dialogue's."""
+        names = variables_of(self.template) - {"messages", "add_generation_prompt"}
+        return names - dict(self.tokens).keys()
 
     def render_next(self, previous: Sequence[Message], text: str, answer: str = ANSWER) -> str:
         """The text that the user's next message adds to a cache with the conversation so far.

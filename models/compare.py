@@ -15,7 +15,8 @@ from jaxkv.contract import Policy
 from jaxkv.models import measurement, palette, pictures, recompute
 from jaxkv.models.compilation import Ahead
 from jaxkv.models.llm import Llm
-from jaxkv.models.measurement import Stretches, WatchTask, paired
+from jaxkv.models.measurement import Stretches, WatchTask
+from jaxkv.models.paired import paired
 from jaxkv.models.score import Score, gather
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.policy_spec import format_policy

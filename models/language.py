@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from jaxkv.models.chat import Message, variables_of
+from jaxkv.models.chat import Message
 from jaxkv.models.chat_ids import conversation_ids
 from jaxkv.models.llm import Llm
 from jaxkv.models.text import OutputText
@@ -38,8 +38,8 @@ class Language:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the chat template reads."""
-        return variables_of(self.llm.chat.template)
+        """The variables of the chat template that a request may give."""
+        return self.llm.chat.variables
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the BOS that the model expects before a text."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxkv.models.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
 from jaxkv.models.streams import Stream, bucket, not_finite
 from jaxkv.policy_spec import state_bytes
 from jaxkv.state import memory
-from jaxkv.typing import Array, Bool, Float, Float32, Int32
+from jaxkv.typing import Array, Float, Float32, Int32
 
 # Shows progress: takes a label, the units in all and their name; yields a function of those done.
 WatchTask = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
@@ -81,8 +81,8 @@ def cut(
         )
     if count is not None and count > room:
         raise UserError(
-            f"the text has {room} stretches of {prompt} tokens of prompt and {scored} that are "
-            f"scored, got --stretches {count}; give a longer text, or a lower --stretches"
+            f"the text has {room} stretches of {size} tokens, got --stretches {count}; give a "
+            "longer text, or a lower --stretches"
         )
     count = count or min(room, default)
     parts = body[: count * step].reshape(count, step)
@@ -333,34 +333,6 @@ def compare(
             kl, same = divergence(of_full, logits)
         parts.append(jnp.stack([losses[0], kl[0], same[0].astype(jnp.float32)], axis=1))
     return jnp.concatenate(parts)
-
-
-def paired(
-    values: Float[np.ndarray, "S C"], block: int, counted: Bool[np.ndarray, "S C"] | None = None
-) -> dict[str, Any]:
-    """The mean of the counted values, with two standard errors from blocks within stretches.
-
-    It is a ratio of block sums, so blocks may count unequally many values (Cochran 1977, 6.3).
-    """
-    counted = np.ones(values.shape, bool) if counted is None else counted
-    starts = np.arange(0, values.shape[1], block)
-    sums = np.add.reduceat(np.where(counted, values, 0.0), starts, axis=1).ravel()
-    counts = np.add.reduceat(counted.astype(np.float64), starts, axis=1).ravel()
-    total = int(counts.sum())
-    if not total:
-        return {"mean": None, "two_errors": None, "count": 0}
-    mean, used = sums.sum() / total, int((counts > 0).sum())
-    error = None
-    if used > 1:
-        spread = np.sum((sums - mean * counts) ** 2) * used / (used - 1)
-        error = float(2 * np.sqrt(spread) / total)
-    return {"mean": float(mean), "two_errors": error, "count": total}
-
-
-def is_noise(difference: Mapping[str, Any]) -> bool:
-    """Whether a paired difference is within two standard errors of 0."""
-    error = difference["two_errors"]
-    return error is None or abs(difference["mean"]) <= error
 
 
 def _prompt(group: Group) -> str:

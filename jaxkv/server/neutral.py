@@ -186,7 +186,7 @@ def template_variables(
     """The variables for a chat template that reads the names `known`.
 
     given: those of the request. effort: its reasoning_effort, which also turns thinking on or off.
-    Raises Fault for a neutral variable of another value; other unknown names stay, to be refused.
+    Raises Fault for another name, except a neutral variable with an accepted value.
     """
     hints = {} if effort is None else {"reasoning_effort": effort}
     hints |= {"enable_thinking": effort != "none"} if hints else {}
@@ -194,4 +194,9 @@ def template_variables(
     unread = [name for name in variables if name in VARIABLES and name not in known]
     for name in unread:
         VARIABLES[name].check(f"chat_template_kwargs.{name}", variables.pop(name))
+    unknown = next((name for name in variables if name not in known), None)
+    if unknown is not None and known:  # without any, the template itself refuses it
+        message = f"the chat template has no variable {shown(unknown)}, it reads "
+        message += f"{', '.join(sorted(known))}; leave it out"
+        raise Fault(400, message, param="chat_template_kwargs")
     return variables

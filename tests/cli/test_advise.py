@@ -31,7 +31,7 @@ def test_table_and_files(run, model, text, tmp_path):
     out = tmp_path / "new" / "out"
     ran = run("advise", "--model", model, "--text", text, *SIZES, *CHOSEN, "--out", out)
     assert ran.code == 0, ran.err
-    assert ran.err.startswith("jaxkv: measures full attention and 3 policies on 8 stretches of 80 ")
+    assert ran.err.startswith("jaxkv: measures full attention and 3 others on 8 stretches of 80 ")
     lines = ran.out.splitlines()
     assert lines[0].split() == [
         *("loss", "over", "full", "KL", "to", "full", "same", "top-1", "over", "best"),
@@ -89,7 +89,7 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     short = advise_with("--max-tokens", 80)
     refused(short, "at least 81 tokens, got 80", "longer text", "--prompt-tokens")
     few = advise_with("--max-tokens", 200)
-    refused(few, "at least 8 blocks of 16", "2 stretches with 16")
+    refused(few, "at least 8 equal blocks of 16", "2 stretches with 16")
     refused(advise_with("--budget", "1KB"), "--budget must be at least", "got 1000 bytes", "raise")
     refused(advise_with("--budget", "lots"), "--budget", "512MiB", "'lots'")
     refused(advise_with("--policy", "streming"), "unknown policy 'streming'", "'streaming'?")
@@ -100,7 +100,7 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     refused(wide, "caches 65 tokens, got a prompt of 64", "raise --prompt-tokens")
     full = ("--policy", "full", *CHOSEN)
     refused(advise_with(*full), "full is always measured", "got --policy full", "leave it out")
-    refused(advise_with("--block", 17), "at least 8 blocks", "got --block 17", "give at most 16")
+    refused(advise_with("--block", 17), "at least 8 equal blocks", "got --block 17", "up to 16")
     refused(advise_with("--prompt-tokens", 600), "trained context of 512", "got 600 of prompt")
     refused(advise_with("--prompt-tokens", 0), "--prompt-tokens", "at least 1", "'0'")
     refused(advise_with("--stretches", 999), "the text has", "got --stretches 999", "lower")

@@ -11,7 +11,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import advise, advise_report, budgets, expected_time, measurement
+from jaxkv.models import advise, advise_report, budgets, expected_time
+from jaxkv.models.measurement import Reading, Stretches
+from jaxkv.models.paired import is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
 from tests.tiny import write_sink_tokens, write_tiny
@@ -183,17 +185,15 @@ def test_sizes_follow_the_context(llm):
     body = [1] + [5] * 5000
     assert advise.cut(llm, body, None, None, None).tokens.shape == (8, 513)
     short = replace(llm, config=replace(llm.config, context=64))
-    text = advise.cut(short, body, None, None, None)
-    assert (text.prompt, text.scored) == (56, 8)
+    assert advise.cut(short, body, None, None, None).tokens.shape == (8, 65)
     with pytest.raises(UserError, match=r"trained context of 64 tokens.* got 60 of prompt and 8"):
         advise.cut(short, body, 60, None, None)
 
 
 def test_blocks_are_stretches_unless_these_are_few(llm, ids, parts):
     assert len(parts.tokens) == 8 and advise.block_of(parts, None) == SCORED
-    two = advise.cut(llm, [1] + [5] * 300, 32, 64, 2)
+    two, three = (advise.cut(llm, [1] + [5] * 300, 32, 64, count) for count in (2, 3))
     assert advise.block_of(two, None) == 16 and advise.block_of(two, 8) == 8
-    three = advise.cut(llm, [1] + [5] * 300, 32, 64, 3)
     assert advise.block_of(three, None) == 16  # not 21, which leaves a rest
     for text, block in ((two, 17), (two, 32), (two, 10), (three, 21), (parts, 5)):
         longest = {2: 16, 3: 16, 8: SCORED}[len(text.tokens)]
@@ -202,7 +202,7 @@ def test_blocks_are_stretches_unless_these_are_few(llm, ids, parts):
     with pytest.raises(UserError, match=r"2 stretches with 67; .* other --score-tokens"):
         advise.block_of(advise.cut(llm, [1] + [5] * 300, 32, 67, 2), None)
     with pytest.raises(UserError, match="has 1 stretches with 64; give a longer text"):
-        advise.block_of(advise.cut(llm, [1] + [5] * 100, 32, 64, 2), None)
+        advise.block_of(advise.cut(llm, [1] + [5] * 100, 32, 64, None), None)
 
 
 def test_a_cache_that_the_prompt_does_not_fill_is_refused(llm, parts):
@@ -235,7 +235,7 @@ STREAMING, KEYDIFF = "streaming:sinks=4,window=28", "keydiff:capacity=12"
 
 def result(policy: str, losses: np.ndarray, *milliseconds: float, size: int = 100):
     zeros, times = np.zeros(losses.shape), np.array(milliseconds or [1.0])
-    reading = measurement.Reading(policy, losses, zeros, zeros, size, 1.0, 1.0, 64)
+    reading = Reading(policy, losses, zeros, zeros, size, 1.0, 1.0, 64)
     return advise.TimedReading(reading, size, 200, times)
 
 
@@ -243,7 +243,7 @@ def result(policy: str, losses: np.ndarray, *milliseconds: float, size: int = 10
 def drawn():
     """Ten stretches of a random text, with losses of 20 tokens after each prompt, and noise."""
     rng = np.random.default_rng(1)
-    text = measurement.Stretches(rng.integers(2, 200, (10, 61)).astype(np.int32), 40)
+    text = Stretches(rng.integers(2, 200, (10, 61)).astype(np.int32), 40)
     base, noise = rng.normal(size=(2, 10, 20))
     return text, base, noise - noise.mean()
 
@@ -270,7 +270,7 @@ def test_policies_are_ranked_and_noise_is_told(llm, drawn):
     assert results["counted"] == 200 and results["block"] == 20
     assert rows[OTHER]["over_full"]["mean"] == pytest.approx(1, abs=0.01)
     assert rows[OTHER]["loss"] == pytest.approx((base + 1 + 0.01 * noise).mean())
-    assert not measurement.is_noise(rows[OTHER]["over_best"])
+    assert not is_noise(rows[OTHER]["over_best"])
     assert list(map(len, results["levels"])) == [2, 1]  # without topk, which saves no memory
     lines = advise_report.sentences(results)
     first, second = sorted([STREAMING, BEST], key=lambda name: rows[name]["loss"])
@@ -327,9 +327,9 @@ def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, drawn):
 
 def test_without_errors_the_lowest_loss_is_taken(llm, drawn):
     text, base, _ = drawn
-    one = measurement.Stretches(text.tokens[:1], 40), base[:1], None
-    lines = told(llm, one, result(STREAMING, base[:1], 9.0), result(OTHER, base[:1] + 1, 1.0))
-    assert f"Take {STREAMING} (by its loss)" in "\n".join(lines)
+    one = Stretches(text.tokens[:1], 40), base[:1], None
+    both = result(STREAMING, base[:1], 9.0), result(OTHER, base[:1] + 1, 1.0)
+    assert f"Take {STREAMING} (by its loss)" in "\n".join(told(llm, one, *both))
 
 
 def test_what_fails_beyond_the_context_is_told(llm, drawn):
@@ -351,7 +351,7 @@ def test_what_fails_beyond_the_context_is_told(llm, drawn):
 def test_the_loss_at_repeats_by_distance(llm):
     """A policy whose loss is 2 higher at repeats from 64 tokens on, and nowhere else."""
     rng = np.random.default_rng(3)
-    text = measurement.Stretches(rng.integers(0, 6, (2, 301)).astype(np.int32), 100)
+    text = Stretches(rng.integers(0, 6, (2, 301)).astype(np.int32), 100)
     distances = np.stack([advise.repeat_distances(ids) for ids in text.tokens])[:, 100:]
     base = rng.normal(size=(2, 200))
     results = [result("full", base), result(OTHER, base + 2 * (distances >= 64))]

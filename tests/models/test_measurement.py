@@ -12,7 +12,8 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models import measurement, uncached
 from jaxkv.models.compilation import Ahead
-from jaxkv.models.measurement import Stretches, paired
+from jaxkv.models.measurement import Stretches
+from jaxkv.models.paired import paired
 from jaxkv.policies import POLICIES
 from tests.tiny import write_tiny
 

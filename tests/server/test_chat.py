@@ -53,7 +53,7 @@ def test_variables_cannot_contain_special_tokens():
 
 
 @pytest.mark.parametrize("variables, words", [
-    ({"mod": 1}, "no variable 'mod', only mood"),
+    ({"mod": 1}, "no variable 'mod', it reads mood;"),
     ({"messages": []}, "no variable 'messages'"),
     ({"bos_token": "x"}, "no variable 'bos_token'"),
     ({"mood": [[]] * 2 + [json.loads("[" * 900 + "]" * 900)]}, "at most 20 levels"),
@@ -62,7 +62,8 @@ def test_variables_that_the_template_does_not_read(variables, words):
     template = "{{ bos_token }}{{ messages[0].content }}{{ mood }}"
     with serving(FakeEngine(), language(template)) as served:
         answer = served.chat("x", chat_template_kwargs=variables)
-        assert answer.status == 400 and words in answer.error["message"]
+        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
+        assert words in answer.error["message"]
 
 
 @pytest.mark.parametrize("template, mood, words", [
