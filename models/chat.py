@@ -88,7 +88,7 @@ class Chat:
     def variables(self) -> frozenset[str]:
         """The variables that a caller may give: all that the template reads, but the dialogue's."""
         names = variables_of(self.template) - {"messages", "add_generation_prompt"}
-        return names - dict(self.tokens).keys()
+        return names.difference(dict(self.tokens))
 
     def render_next(self, previous: Sequence[Message], text: str, answer: str = ANSWER) -> str:
         """The text that the user's next message adds to a cache with the conversation so far.

@@ -65,7 +65,8 @@ def test_a_masked_bias_may_differ_by_kv_head(rng):
     wanted = np.where(visible[:, :, None], -slopes * distance[:, :, None], -np.inf)
     np.testing.assert_allclose(bias, wanted, rtol=1e-6)
     # The same slots in all heads.
-    alike = masked_bias(spec, visible[:, 0], queries, jnp.asarray(keys[:, 0]), 2)
+    of_all = map(jnp.asarray, (visible[:, 0], queries, keys[:, 0]))
+    alike = masked_bias(spec, *of_all, 2)
     np.testing.assert_allclose(alike[:, :1], bias[:, :1], rtol=1e-6)
 
 

@@ -118,7 +118,7 @@ def test_a_missing_platform_is_an_error(run, model, monkeypatch):
     def devices():
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
-    monkeypatch.setattr("jax.devices", devices)
+    monkeypatch.setattr("jax.local_devices", devices)
     refused(run("generate", "Hi", "--model", model), "no device", "'cuda'", "JAX_PLATFORMS=cpu")
 
 

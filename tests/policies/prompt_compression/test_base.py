@@ -67,7 +67,8 @@ def test_tokens_after_a_prompt_need_a_reserve(text, size):
     policy, spec = parse_policy(f"{text}{',' if ':' in text else ':'}start={size + 54}"), SPEC
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, size + 1, 1, 8), np.float32)
     positions, valid = np.arange(size + 1, dtype=np.uint32)[None], np.ones((1, size + 1), bool)
-    cut = lambda *ends: [one[:, slice(*ends)] for one in (q, k, v, positions, valid)]  # noqa: E731
+    arrays = [jnp.asarray(array) for array in (q, k, v, positions, valid)]
+    cut = lambda *ends: [array[:, slice(*ends)] for array in arrays]  # noqa: E731
     state = policy.init(spec, 1, jax.random.key(0))
     state = policy.finish_prefill(spec, step(policy, spec, state, *cut(size))[1])
     with pytest.raises(UserError, match="reserve must be called after finish_prefill, got a state"):
