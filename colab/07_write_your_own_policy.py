@@ -370,7 +370,7 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 
 # %% cellView="form" jupyter={"source_hidden": true}
 # @title Checks
-APPLY = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16}
+APPLY = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19}
 numbers = [{law.number for law in each} for each in (laws, laws_with_sinks)]
 failed = {law.number for law in broken if not law.holds}
 cached = np.asarray(policy.cached(spec, states[0]).positions)

@@ -50,7 +50,7 @@ STARTS = {
     "advise": (
         f"advise --text {TEXT} --max-tokens 300 --prompt-tokens 16 --score-tokens 16 "
         "--policy streaming:sinks=1,window=15 --model TMP/model",
-        r"jaxkv: measures full attention and 1 policies on 8 stretches of 32 tokens; .*",
+        r"jaxkv: measures full attention and 1 other on 8 stretches of 32 tokens; .*",
     ),
     "view": (f"view --text {TEXT} --max-tokens 70 --out NEW/view.html --model TMP/model",),
     "policies": ("policies streaming",),
