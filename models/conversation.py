@@ -60,7 +60,7 @@ class Conversation:
     @property
     def position(self) -> int:
         """The number of tokens of the conversation so far, cached or evicted."""
-        return int(self.stream.decoding.position[0])
+        return int(np.asarray(self.stream.decoding.position)[0])  # indexing would compile
 
     @property
     def tokens_per_second(self) -> float:
