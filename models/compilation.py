@@ -256,14 +256,17 @@ class Ahead:
 
         An error of a compilation is raised by the call of the program.
         """
-        running, begun = self._running.pop(name, ()), time.perf_counter()
+        running, begun = self._running.get(name, ()), time.perf_counter()
         if not running:
             return True
         while running and not self._stopped():
             _, running = wait(running, timeout=STOPPED_EVERY)
         now = time.perf_counter()
         clock().add(now, now - begun)
-        return not running
+        if running:  # they stay, so that `cancel` drops them
+            return False
+        del self._running[name]
+        return True
 
 
 def is_compiling() -> bool:

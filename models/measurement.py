@@ -187,8 +187,9 @@ def measure(
                 done += count
                 progress(done)
                 if stopped():
-                    ahead.cancel()
                     break
+        if stopped():  # also while a program was waited for
+            ahead.cancel()
     except BaseException:
         ahead.cancel()
         raise

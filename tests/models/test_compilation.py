@@ -177,6 +177,9 @@ def test_a_stop_ends_the_wait_for_a_program(monkeypatch):
     ahead = Ahead(lambda: asked.append(1) or len(asked) > 2)
     ahead.compile("one", jax.jit(lambda x: x * 11), np.ones(3, np.float32))
     assert not ahead.wait("one") and len(asked) == 3
+    (dropped,) = ahead._running["one"]
+    ahead.cancel()
+    assert dropped.cancelled()
     go.set()
     threads.shutdown()
     assert Ahead().wait("one")
