@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import tokenizers
 from gguf import TokenType as Kind
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from jaxkv.models.gguf import read_header
 from jaxkv.models.gguf.header import Header
 from jaxkv.models.sentencepiece import serialise
 from tests.models.folders import write_json
+from tests.models.gguf.files import written
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Words that span "user", "system" and letters beside marks, so that a lost or an extra space shows.
@@ -141,23 +140,20 @@ def write_gguf(
     **fields: Any,
 ) -> Header:
     """The header of a GGUF file with the vocabulary of a folder above; kind: gpt2 or llama."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(kind)
-    if kind == "gpt2":
-        tokens = [*WORDS, *marks]
-        types = [int(Kind.NORMAL)] * len(WORDS) + list(map(int, marks.values()))
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_merges(MERGES)
-    else:
-        tokens, scores, types = sentencepiece_vocabulary(marks, byte_pieces)
-        writer.add_token_scores(scores)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    for name, value in fields.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_tensor("token_embd.weight", np.zeros((512, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_header(path)
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(kind)
+        if kind == "gpt2":
+            tokens = [*WORDS, *marks]
+            types = [int(Kind.NORMAL)] * len(WORDS) + list(map(int, marks.values()))
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_merges(MERGES)
+        else:
+            tokens, scores, types = sentencepiece_vocabulary(marks, byte_pieces)
+            writer.add_token_scores(scores)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        for name, value in fields.items():
+            getattr(writer, f"add_{name}")(value)
+
+    return written(path, fill)

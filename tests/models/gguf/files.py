@@ -12,11 +12,25 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
+from jaxkv.models.gguf import read_header
+from jaxkv.models.gguf.header import Header
 from tests.models.folders import FAMILIES, tensors, write_json
 
 CONTROL = gguf.TokenType.CONTROL
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")} | {"mistral": "llama"}
 PAIRED = ("llama", "mistral")
+
+
+def written(path: Path, fill: Callable[[gguf.GGUFWriter], object]) -> Header:
+    """The header of a file with one tensor and the fields that `fill` adds to its writer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    fill(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((512, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_header(path)
 
 
 def byte_tokens(size: int) -> list[str]:

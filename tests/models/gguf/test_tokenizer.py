@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -16,11 +13,10 @@ from gguf import TokenType as Kind
 from tokenizers import decoders, pre_tokenizers, trainers
 
 from jaxkv.errors import UserError
-from jaxkv.models.gguf import read_chat, read_header, read_tokenizer
-from jaxkv.models.gguf.header import Header
+from jaxkv.models.gguf import read_chat, read_tokenizer
 from jaxkv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from jaxkv.models.gguf.tokenizer import splitter
-from tests.models.gguf.files import CONTROL, add_bpe
+from tests.models.gguf.files import CONTROL, add_bpe, written
 
 TEXTS = (
     "Zoë said: naïve café, 東京 🙂👩‍🚀 – and   then\n\tleft. It's 3.14!  ",
@@ -28,18 +24,6 @@ TEXTS = (
     "def f(x):\n    return x['a'] * 10**6  # ok\r\n\tif x: pass\n",
     *("  ", "\n", " 7", "a"),
 )
-
-
-def written(path: Path, fill) -> Header:
-    """The header of a file with one tensor and the fields that `fill` adds to its writer."""
-    writer = gguf.GGUFWriter(path, "llama")
-    fill(writer)
-    writer.add_tensor("token_embd.weight", np.zeros((512, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_header(path)
 
 
 def trained(pre: pre_tokenizers.PreTokenizer) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
