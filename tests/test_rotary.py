@@ -31,7 +31,7 @@ YARN = {
 # rotations before the first: the ramp ends at the head dim (not at half of it), and begins at 0.
 LONG = YARN | {"original_max_position_embeddings": 131072}
 SHORT = YARN | {"original_max_position_embeddings": 128}
-FACTORS = {"kind": "factors", "factors": list(np.linspace(1, 8, 32))}
+FACTORS = list(np.linspace(1, 8, 32))
 KINDS = [{"kind": "default"}, {"kind": "linear", "factor": 4.0}, LLAMA3, YARN, LONG, SHORT]
 
 
@@ -40,11 +40,9 @@ def frequencies_of(head_dim, theta, scaling):
     kind = scaling["kind"]
     found = []
     for i in range(head_dim // 2):
-        f = theta ** (-2 * i / head_dim)
+        f = theta ** (-2 * i / head_dim) / scaling.get("factors", np.ones(head_dim // 2))[i]
         if kind == "linear":
             f /= scaling["factor"]
-        elif kind == "factors":
-            f /= scaling["factors"][i]
         elif kind == "llama3":
             wavelength, context = 2 * math.pi / f, scaling["original_max_position_embeddings"]
             if wavelength > context / scaling["low_freq_factor"]:
@@ -82,10 +80,12 @@ def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     np.testing.assert_allclose(found[0], wanted, atol=2e-5)
 
 
-def test_factors_divide_the_frequencies(rng):
+@pytest.mark.parametrize("scaling", KINDS)
+def test_factors_divide_the_frequencies_under_every_kind(rng, scaling):
+    scaling = scaling | {"factors": FACTORS}
     x = jnp.asarray(rng.normal(size=(1, 1, 1, 64)), jnp.float32)
-    found = rotary(64, 1e4, FACTORS).rotate(x, jnp.full((1, 1), 700, jnp.uint32))
-    wanted = oracle.rotate(np.float64(x[0, :, 0]), [700], frequencies_of(64, 1e4, FACTORS))
+    found = rotary(64, 1e4, scaling).rotate(x, jnp.full((1, 1), 700, jnp.uint32))
+    wanted = oracle.rotate(np.float64(x[0, :, 0]), [700], frequencies_of(64, 1e4, scaling))
     np.testing.assert_allclose(found[0, :, 0], wanted, atol=2e-5)
 
 

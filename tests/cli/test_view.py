@@ -21,7 +21,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture
 def page(run, model, text, tmp_path):
-    path = tmp_path / "new" / "page.html"
+    path = tmp_path / "page.html"
     flags = ("--policy", POLICY, "--max-tokens", 24, "--out", path)
     ran = run("view", "--model", model, "--text", text, *flags, "--json")
     assert ran.json["tokens"] == 24 and ran.json["bytes"] == path.stat().st_size

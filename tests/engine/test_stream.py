@@ -49,7 +49,7 @@ def test_the_first_token_has_the_logits_of_a_stream(llm):
 
 
 def engine_states(llm, seed):
-    return init_prefill(plain(DRAWN), None, np.uint32(seed)).states
+    return init_prefill(plain(DRAWN), None, jnp.uint32(seed)).states
 
 
 def stream_states(llm, seed):

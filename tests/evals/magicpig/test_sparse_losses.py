@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.comparison.side_by_side import Stretches, after_prompt
+from jaxkv.evals.comparison.side_by_side import PromptedText, after_prompt
 from jaxkv.evals.lib import parts
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.magicpig import (
@@ -46,7 +46,7 @@ def stretches(llm):
 
 @pytest.fixture(scope="module")
 def text(llm, stretches):
-    return Stretches(llm, stretches[:3], PROMPT)
+    return PromptedText(llm, stretches[:3], PROMPT)
 
 
 @pytest.fixture(scope="module")
