@@ -1,4 +1,4 @@
-"""Writes CLAIMS.md: every number comes from a record under evals/results.
+"""Writes CLAIMS.md, BARS.md and the list of records, from evals/results.
 
 Run `python -m jaxkv.evals.lib.claims` after an experiment; `--check` fails if the page is stale.
 """
@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.evals.balancekv.claims import BALANCE
+from jaxkv.evals.lib import verdict
 from jaxkv.evals.lib.claim import OPEN, Claim
 from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
+from jaxkv.evals.lib.verdict import Statement
 from jaxkv.evals.magicpig.claims import MAGICPIG
 from jaxkv.evals.peers.claims import PEERS
 from jaxkv.evals.prefix_caching.claims import PREFIXES
 from jaxkv.evals.reservoir.claims import RESERVOIR
-from jaxkv.evals.streaming.claims import STREAMING
+from jaxkv.evals.speed import latency
+from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks.claims import LONG_TASKS
 from jaxkv.evals.training.claims import TRAINING
 
-PAGE = ROOT / "evals" / "CLAIMS.md"
+CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
+RECORDS = RESULTS / "README.md"
 MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
     "agreement": "correctness.agreement",
     **{name: "streaming.endless" for name in ("endless_135m", "endless")},
@@ -65,23 +69,38 @@ BY_GPU = {"sink_tables": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their c
 HEAD = """\
 # Claims
 
-This page lists the claims of the papers and the measurements made here.
-`python -m jaxkv.evals.lib.claims` writes it from `evals/results/*.json`. These records contain
-commit, machine, versions, command, data and spread. Edit `evals/*/claims.py`, not this page.
+This page lists the claims of the papers, and what records under `evals/results` say of them.
+`python -m jaxkv.evals.lib.claims` writes it from claims that each experiment lists as data; edit
+those, not this page. [Results](../docs/results/README.md) has the tables,
+[the records](results/README.md) have commands, data and spread, and [BARS.md](BARS.md) has the
+bounds on speed and correctness.
 
-The column `model` names what was measured. A verdict on a language model rests on SmolLM2-135M,
-the published SmolLM2-135M-Instruct with 135 million weights and a context of 8,192 tokens, where
-that model was measured. Small models and synthetic data explain. The small ones are the default
-model (3.2 million weights, trained here on novels), stories260K (260 thousand weights, trained on
-TinyStories), both with a context of 512 tokens, and models trained here, whose sizes are given with
-their results. Models of random weights serve for times, bytes and agreement only.
+A claim holds if every comparison holds with its whole interval, and in part if some do. `±` gives
+two standard errors, parentheses the range of rounds or seeds. Losses are in nats per token. `s+w`
+is a cache of s sinks and a window of w tokens. An error of attention is relative to the norm of
+exact attention.
 
-`s+w` is a cache of s sinks and a window of w tokens. In parentheses after a perplexity is the loss
-minus that of the case without parentheses, in nats per token, with two standard errors. An
-error of attention is relative to the norm of exact attention. `over` means divided by. The last
-section shows the command of each record, with the current name of its module.
+The column `model` names what was measured. SmolLM2-135M is the published SmolLM2-135M-Instruct
+with a context of 8,192 tokens. The small ones are the default model (3.2 million weights, trained
+here on novels), stories260K (trained on TinyStories), and models trained here for one experiment.
+Random weights serve for times, bytes and agreement only.
 """
+BARS_HEAD = """\
+# Bars for correctness and speed
 
+A bar is a bound that a measurement should meet. Times are medians with the range over the rounds;
+the variants of a bar alternate in one process. `python -m jaxkv.evals.lib.claims` writes this page.
+
+| bar | model | measured | asked | met | record |
+| --- | --- | --- | --- | --- | --- |
+"""
+RECORDS_HEAD = """\
+# Records
+
+Each record contains commit, machine, versions, command, data and spread. The commands have the
+current name of their module. `python -m jaxkv.evals.lib.claims` writes this page.
+
+"""
 
 COLUMNS = (
     "| claim | paper | model | measured here | verdict | record |",
@@ -90,7 +109,8 @@ COLUMNS = (
 SECTIONS = (  # heading, introduction, claims
     ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)",
      "The novels may be part of what SmolLM2 was trained on, but every case reads the same ones.",
-     STREAMING),
+     [claim for module in (tables, attention_maps, endless, latency, questions, stream_eval)
+      for claim in module.CLAIMS]),
     ("### Training with sinks",
      "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
      "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
@@ -129,37 +149,24 @@ def measured(claims: Sequence[Claim], records: dict[str, Any]) -> bool:
     return any(claim.record in records for claim in claims)
 
 
-def page(folder: Path = RESULTS) -> str:
-    """The text of CLAIMS.md from the current records."""
-    found = [name for name in MODULES if (folder / f"{name}.json").exists()]
-    records = {name: read(name, folder) for name in found}
-    lines = [
-        HEAD,
-        *(
-            line
-            for section in SECTIONS
-            if measured(section[2], records)
-            for line in table(*section, records)
-        ),
-        "## Bars for correctness and speed",
-        "",
-        "A bar is a bound that a measurement should meet. Times are medians with the range over "
-        "the rounds. The variants of a bar alternate in one process.",
-        "",
-        "| bar | model | measured | asked | met | record |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *(line for name in records for line in bars(name, records[name])),
-        "",
-        "## Records",
-        "",
-        *miscompiled(records),
-        *(f"- {link(name)}: {made(name, record)}" for name, record in records.items()),
-    ]
-    return "\n".join(lines) + "\n"
+def pages(folder: Path = RESULTS) -> dict[Path, str]:
+    """The text of each page from the current records, by its file."""
+    names = [name for name in MODULES if (folder / f"{name}.json").exists()]
+    records = {name: read(name, folder) for name in names}
+    sections = [table(*section, records) for section in SECTIONS if measured(section[2], records)]
+    runs = [*miscompiled(records)]
+    runs += [f"- [{name}]({name}.json): {made(name, x)}" for name, x in records.items()]
+    return {
+        CLAIMS: HEAD + "\n" + "\n".join(line for section in sections for line in section),
+        BARS: BARS_HEAD + "".join(f"{x}\n" for name in names for x in bars(name, records[name])),
+        RECORDS: RECORDS_HEAD + "".join(f"{line}\n" for line in runs),
+    }
 
 
-def row(claim: Claim, records: dict[str, Any]) -> str:
+def row(claim: Claim | verdict.Claim, records: dict[str, Any]) -> str:
     model = ""
+    if isinstance(claim, verdict.Claim):
+        return row_of_data(claim, records)
     if isinstance(claim.find, str):
         found, where = ("", f"{OPEN}: needs {claim.find}"), ""
     elif not {claim.record, claim.beside or claim.record} <= set(records):
@@ -171,6 +178,26 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
         where = ", ".join(map(link, names))
         model = measured_on(claim.record, records[claim.record], claim.model)
     cells = (claim.says, claim.paper, model, *found, where)
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+def row_of_data(claim: verdict.Claim, records: dict[str, Any]) -> str:
+    names = [name for name in (claim.record, claim.beside) if name]
+    model = measured = where = ""
+    if claim.needs:
+        found = f"{OPEN}: needs {claim.needs}"
+    elif not set(names) <= set(records):
+        found = f"{OPEN}: needs a run"
+        where = BY_GPU.get(claim.record, f"`python -m jaxkv.evals.{MODULES[claim.record]}`")
+    else:
+        results = records[claim.record]["results"]
+        if claim.beside:
+            results = results | {"beside": records[claim.beside]["results"]}
+        outcomes, found = verdict.decide(claim, results)
+        measured = verdict.summary(outcomes, claim.unit)
+        model = measured_on(claim.record, records[claim.record], claim.model)
+        where = ", ".join(map(link, names))
+    cells = (claim.says, claim.paper, model, measured, found, where)
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
@@ -209,7 +236,8 @@ def made(name: str, record: dict[str, Any]) -> str:
 
 def miscompiled(records: dict[str, Any]) -> list[str]:
     """A paragraph on records of a jax that is known to be wrong on CPUs, if there are any."""
-    wrong = [link(name) for name, x in records.items() if x["versions"]["jax"] == MISCOMPILES]
+    wrong = [f"[{name}]({name}.json)" for name, x in records.items()
+             if x["versions"]["jax"] == MISCOMPILES]  # fmt: skip
     if not wrong:
         return []
     return [
@@ -224,15 +252,22 @@ def link(name: str) -> str:
     return f"[{name}](results/{name}.json)"
 
 
+def statements() -> list[Statement]:
+    """The statements of all pages that rest on a record."""
+    modules = (tables,)
+    return [statement for module in modules for statement in module.STATEMENTS]
+
+
 def main() -> None:
     ask = make_parser("jaxkv.evals.lib.claims", __doc__)
     ask.add_argument("--check", action="store_true", help="write nothing, fail if stale")
-    if ask.parse_args().check:
-        if PAGE.read_text("utf-8") != page():
-            raise SystemExit("CLAIMS.md is stale; run python -m jaxkv.evals.lib.claims")
-        return
-    PAGE.write_text(page(), "utf-8")
-    print("wrote", PAGE.name)
+    check = ask.parse_args().check
+    for page, text in pages().items():
+        if check and (not page.exists() or page.read_text("utf-8") != text):
+            raise SystemExit(f"{page.name} is stale; run python -m jaxkv.evals.lib.claims")
+        if not check:
+            page.write_text(text, "utf-8")
+            print("wrote", page.relative_to(ROOT))
 
 
 if __name__ == "__main__":

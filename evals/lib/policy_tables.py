@@ -14,6 +14,7 @@ from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table, transformers_table
 from jaxkv.evals.speed import operations_table, workarounds_table
+from jaxkv.evals.streaming import tables as streaming_tables
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -96,4 +97,5 @@ TABLES |= {
 }
 TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
 TABLES |= {"operations": operations_table.table, "transformers_rates": transformers_table.table}
+TABLES |= streaming_tables.TABLES
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}

@@ -1,4 +1,4 @@
-"""The table of sparse attention on a real model, for docs/results.md."""
+"""The table of sparse attention on a real model, for docs/results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the record of llama.cpp, for docs/results.md and for the end of a run."""
+"""The tables of the record of llama.cpp, for docs/results and for the end of a run."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from jaxkv.evals.lib.baseline import (
     random_llama,
     thread_variants,
 )
+from jaxkv.evals.lib.measured_on import RANDOM, STORIES
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import (
     Variant,
@@ -44,6 +45,7 @@ from jaxkv.evals.lib.timing import (
     time_rounds,
     timed,
 )
+from jaxkv.evals.lib.verdict import Claim, above, below
 from jaxkv.evals.speed import profile
 from jaxkv.models import uncached
 from jaxkv.models.config import Config
@@ -305,6 +307,16 @@ PARTS: dict[str, Callable[[Pair, Pair, Scale], dict[str, Any]]] = {
     "prefill": prefill,
     "loop": inside,
 }
+
+
+CLAIMS = (
+    Claim("Figure 10: Llama-2 7B and 13B, caches of 256 to 4096, one A6000",
+          "A token is up to 22.2 times as fast as with re-computation of a sliding window",
+          "latency", above("recompute/most", 22.2), unit="times", model=f"{RANDOM} (110M)"),
+    Claim("section 1: constant memory and time",
+          "A token after 1,000,000 others takes at most 1.05 times one after 1,000 (medians)",
+          "latency", below("seen/ratio/1000000", 1.05, sure=False), unit="times", model=STORIES),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.verdict import Claim, Results, above
 from jaxkv.models import uncached
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
@@ -97,6 +98,23 @@ def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[
     """Attention of every layer and head, averaged over samples."""
     _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
     return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
+
+
+def shares_over_even(results: Results) -> dict[str, float]:
+    """The attention on the first token over that of even attention, by layer above the second."""
+    shares = results["first_token"]["by_layer"]
+    return {
+        f"layer {layer}": share / results["even_attention"]
+        for layer, share in enumerate(shares)
+        if layer >= 2
+    }
+
+
+CLAIMS = (
+    Claim("Figure 2: over half of the attention, Llama-2-7B",
+          "Each layer above the two lowest gives the first token over three times its even share",
+          "attention_maps", above(shares_over_even, 3), unit="times"),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, run_command, standard_error
+from jaxkv.evals.lib.verdict import Claim, above, below, within
+from jaxkv.evals.tasks.score import GATE
 from jaxkv.models.llm import Llm
 
 CACHE = 256
@@ -120,6 +122,15 @@ def likelihood(llm: Llm, stream: models.Stream, ids: Sequence[int]) -> float:
     losses = np.concatenate(list(models.losses(llm, ids, stream=stream)))
     stream.decoding, stream.lengths = decoding, lengths
     return -float(losses.mean())
+
+
+CLAIMS = (
+    Claim("Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58",
+          "Questions in a stream are answered as well as by re-computation; a window alone answers "
+          "fewer than full attention", "questions",
+          within("right/4+252/minus/reread", by=0.05), below("right/0+256/minus/full"),
+          seen=[above("right/full/share", GATE)], unit="share"),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of the task record, and a cell of it, for docs/results.md and CLAIMS.md."""
+"""The table of the task record, and a cell of it, for docs/results and CLAIMS.md."""
 
 from __future__ import annotations
 

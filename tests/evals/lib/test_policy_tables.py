@@ -1,4 +1,4 @@
-"""The tables of docs/policies.md and docs/results.md."""
+"""The tables of docs/policies.md and docs/results."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Questions in a stream: scores are those of the whole text, and the verdict follows the shares."""
+"""Questions in a stream: scores are those of the whole text."""
 
 import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib.claim import HOLDS, NOT, OPEN, PART, UNSEEN
-from jaxkv.evals.streaming import claims, questions
+from jaxkv.evals.streaming import questions
 from tests.tiny import write_tiny
 
 ASKED = [
@@ -65,33 +64,3 @@ def test_a_run_pairs_each_stream_with_the_controls(llm, monkeypatch):
         share = found["right"][name]["share"]
         assert minus["reread"]["mean"] == share - found["right"]["reread"]["share"]
         assert minus["alone"]["mean"] == share - found["right"]["alone"]["share"]
-
-
-def record(sinks, window, full=0.95):
-    gap = lambda mean: {"mean": mean, "standard_error": 0.01}  # noqa: E731
-    right = {
-        name: {"share": 0.9 + mean, "minus": dict.fromkeys(("full", "reread", "alone"), gap(mean))}
-        for name, mean in {"4+252": sinks, "0+256": window}.items()
-    }
-    others = {name: {"share": full} for name in ("full", "reread", "alone")}
-    return {
-        "model": "a model", "questions": 300, "questions_of_full": 240, "tokens": 9_000,
-        "reread": 252, "chance": 0.25, "right": others | right,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "sinks, window, full, verdict",
-    [(-0.01, -0.2, 0.95, HOLDS), (-0.01, -0.01, 0.95, PART), (-0.1, -0.2, 0.95, NOT),
-     (-0.01, -0.2, 0.6, UNSEEN)],
-)  # fmt: skip
-def test_the_verdict_follows_the_paired_differences(sinks, window, full, verdict):
-    text, found = claims.streamed_questions(record(sinks, window, full))
-    assert found == verdict and ("below the gate" in text) == (full < 0.9)
-    assert f"4+252 {0.9 + sinks:.1%} (minus full {sinks:+.1%} ± 2.0%" in text
-
-
-def test_a_record_without_the_controls_decides_nothing():
-    given = record(0, 0)
-    del given["right"]["full"]
-    assert claims.streamed_questions(given)[1].startswith(OPEN)

@@ -1,0 +1,28 @@
+"""Cells and lines of tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def table_head(*heads: str) -> list[str]:
+    """The first two lines of a table."""
+    return [table_row(*heads), "|---" * len(heads) + "|"]
+
+
+def table_row(*cells: object) -> str:
+    """A line; a bar inside a cell would start another cell."""
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def over_base(row: Mapping[str, Any]) -> str:
+    """A loss minus the base, with two standard errors where there are several texts."""
+    error = row["standard_error"]
+    return f"{row['loss_over_base']:+.3f}" + ("" if error is None else f" ± {2 * error:.3f}")
+
+
+def ranged(data: Mapping[str, float], middle: str, form: str) -> str:
+    """The median, or the mean, and the range where it differs as printed."""
+    at, low, high = (format(data[name], form) for name in (middle, "min", "max"))
+    return at if low == high else f"{at} ({low} to {high})"

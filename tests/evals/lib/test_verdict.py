@@ -1,0 +1,117 @@
+"""Verdicts on claims: values, intervals, cases by name, and the statements of pages."""
+
+import math
+
+import pytest
+
+from jaxkv.evals.lib import claims, record, verdict
+from jaxkv.evals.lib.verdict import (
+    HOLDS,
+    NOT,
+    PART,
+    UNSEEN,
+    Claim,
+    Value,
+    above,
+    below,
+    decide,
+    measured,
+    summary,
+    within,
+)
+
+ROW = {"loss_over_base": 0.5, "standard_error": 0.1}
+
+
+@pytest.mark.parametrize(
+    "data, value",
+    [
+        (2, Value(2, 2, 2)),
+        ([1.0, 2.0, 3.0], Value(2, 2 - 2 / math.sqrt(3), 2 + 2 / math.sqrt(3), "±")),
+        ([1.0], Value(1, -math.inf, math.inf, "±")),
+        (ROW, Value(0.5, 0.3, 0.7, "±")),
+        ({"mean": 1.0, "standard_error": 0.25}, Value(1, 0.5, 1.5, "±")),
+        ({"mean": 1.0, "two_errors": 0.5}, Value(1, 0.5, 1.5, "±")),
+        ({"mean": 1.0, "two_errors": {"stretches": 0.5}}, Value(1, 0.5, 1.5, "±")),
+        ({"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}, Value(2, 1, 4, "to")),
+    ],
+)
+def test_a_measurement_has_a_middle_and_an_interval(data, value):
+    assert measured(data)[:3] == pytest.approx(value[:3]) and measured(data).by == value.by
+
+
+@pytest.mark.parametrize(
+    "comparison, holds",
+    [
+        (above("row", 0.2), True),
+        (above("row", 0.4), False),  # within the interval
+        (above("row", 0.4, sure=False), True),
+        (above("row", by=0.2), True),
+        (below("row", 0.8), True),
+        (below("row", 0.6), False),
+        (within("row", by=0.8), True),
+        (within("row", by=0.6), False),
+        (within("row", 0.5, by=0.2), True),
+    ],
+)
+def test_the_whole_interval_decides(comparison, holds):
+    (outcome,) = verdict.outcomes(comparison, {"row": ROW})
+    assert outcome.holds == holds
+
+
+def test_names_in_a_path_stand_for_the_same_keys_on_both_sides():
+    results = {"x": {"a": [1.0, 2.0], "b": [5.0, 5.5]}, "y": {"a": [0.5, 1.5], "b": [6.0, 6.5]}}
+    cases = list(verdict.outcomes(above("x/{case}", "y/{case}"), results))
+    assert [(x.case, x.value.middle, x.holds) for x in cases] == [
+        ("a", 0.5, True),
+        ("b", -1, False),
+    ]
+    results = {"size": {"256": {"0+256": 1.0}, "512": {"0+512": 2.0}}}
+    (first, second) = verdict.outcomes(above("size/{n}/0+{n}"), results)
+    assert (first.case, second.value.middle) == ("256", 2.0)
+
+
+def test_pairs_are_compared_as_pairs():
+    """Differences of pairs vary less than the values."""
+    (outcome,) = verdict.outcomes(above("x", "y"), {"x": [1.0, 9.0], "y": [0.5, 8.4]})
+    assert outcome.holds
+    (outcome,) = verdict.outcomes(above("x", "y"), {"x": [1.0, 9.0, 9.0], "y": [0.5, 8.4]})
+    assert not outcome.holds
+
+
+@pytest.mark.parametrize(
+    "values, expected", [((1, 1), HOLDS), ((1, -1), PART), ((-1, -1), NOT), ((), UNSEEN)]
+)
+def test_a_claim_holds_in_all_cases_in_some_or_in_none(values, expected):
+    results = {"cases": {f"case {n}": x for n, x in enumerate(values)}}
+    assert decide(Claim("", "", "", above("cases/{name}")), results)[1] == expected
+
+
+def test_an_effect_that_did_not_occur_tells_nothing():
+    claim = Claim("", "", "", above("x"), seen=[above("gate", 0.9)])
+    assert decide(claim, {"x": 1, "gate": 0.5})[1] == UNSEEN
+    assert decide(claim, {"x": 1, "gate": 0.95})[1] == HOLDS
+    assert decide(claim, {"x": 1})[1] == UNSEEN
+
+
+def test_many_cases_are_summarised():
+    (few,) = verdict.outcomes(above("row"), {"row": ROW})
+    assert summary([few], "nats") == "+0.500 ± 0.200 nats"
+    many = list(verdict.outcomes(above("x/{n}"), {"x": {str(n): n - 1 for n in range(5)}}))
+    assert summary(many, "count") == "as claimed in 3 of 5 cases; -1 to 3"
+
+
+WORDS = 60  # of a row of CLAIMS.md
+
+
+def test_every_row_of_claims_is_short():
+    rows = [line for line in claims.pages()[claims.CLAIMS].splitlines() if line.startswith("| ")]
+    assert rows and not [row for row in rows if len(row.replace("|", " ").split()) > WORDS]
+
+
+@pytest.mark.parametrize("statement", claims.statements(), ids=lambda x: x.says[:60])
+def test_a_statement_of_a_page_holds(statement):
+    page = (record.ROOT / statement.page).read_text("utf-8")
+    assert statement.says in " ".join(page.split())
+    cases, outcome = decide(statement, record.read(statement.record)["results"])
+    assert outcome == HOLDS, [case for case in cases if not case.holds]
