@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import is_dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import numpy as np
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError
-from jaxkv.old_contract import refuse_old_members
 from jaxkv.typing import Array
 
 
@@ -19,8 +17,6 @@ def check_is_policy(policy: object) -> None:
     """Raise UserError for what is no policy, or follows an older contract."""
     if isinstance(policy, Policy):
         return
-    if is_dataclass(policy) and not isinstance(policy, type):
-        refuse_old_members(type(policy))
     raise UserError(
         "a policy is a value such as jaxkv.policy('streaming'), or of a frozen dataclass that "
         f"subclasses jaxkv.Policy, got {policy!r}"

@@ -68,7 +68,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError, check_choice, check_int, check_positive
-from jaxkv.old_contract import refuse_old_members
 from jaxkv.rotary import Encoding
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -203,10 +202,6 @@ class Policy:
     use_for: ClassVar[str] = ""
     avoid_for: ClassVar[str] = ""
     bytes_formula: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **arguments: object) -> None:
-        super().__init_subclass__(**arguments)
-        refuse_old_members(cls)
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""

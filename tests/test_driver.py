@@ -14,7 +14,6 @@ from jaxkv.arguments import check_is_policy
 from jaxkv.cache import ring
 from jaxkv.driver import step
 from jaxkv.errors import UserError
-from jaxkv.old_contract import REPLACED_BY
 from jaxkv.policies import Window
 from jaxkv.rotary import Alibi, NoPosition, rotary
 from jaxkv.state.sharding import mesh_of, sharded_step
@@ -25,26 +24,6 @@ POLICY = jaxkv.policy("window:window=4")
 
 class Other(tuple):
     """The state of another policy."""
-
-
-@dataclass(frozen=True)
-class OfOldContract:
-    """A policy of the contract before `update`, with `attend` and `extend`."""
-
-    formula = "nothing"
-    axes = ring.LEAVES
-
-    def init(self, spec, batch, rng):
-        return POLICY.init(spec, batch, rng)
-
-    def attend(self, spec, state, chunk):
-        return ring.attend(spec, state, chunk, ring.RingSettings(window=4))
-
-    def extend(self, spec, state, chunk):
-        return ring.write(spec, state, chunk)
-
-    def kept(self, spec, state):
-        return ring.cached(state)
 
 
 @dataclass(frozen=True)
@@ -115,13 +94,6 @@ BAD = {
     "valid as floats": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
     "one sink per kv head": ({"sink": jnp.zeros(2)}, r"sink must be \[N\] = \(4,\)"),
     "the class of a policy": ({"policy": Window}, "a policy is a value such as .* got <class"),
-    "the class of an older policy": ({"policy": OfOldContract}, "a policy is a value"),
-    "a policy of the old contract": (
-        {"policy": OfOldContract()},
-        r"OfOldContract has members of an older contract: subclass jaxkv.Policy and replace attend "
-        r"and extend by one update\(spec, state, chunk\) -> \(Partial, state\), replace kept by "
-        "cached, replace axes by leaves, a Leaf for each array, replace formula by bytes_per_",
-    ),
     "a policy without the base class": (
         {"policy": WithoutBase()},
         r"a frozen dataclass that subclasses jaxkv.Policy, got WithoutBase\(\)",
@@ -145,41 +117,7 @@ def test_bad_arguments_are_refused(name):
         assert "\n" not in str(caught.value)
 
 
-def test_a_subclass_with_old_members_is_refused_at_its_definition():
-    with pytest.raises(jaxkv.UserError, match=r"extend by one update.*, replace kept by cached"):
-
-        class Old(jaxkv.Policy):
-            def attend(self, spec, state, chunk):
-                return None
-
-            def extend(self, spec, state, chunk):
-                return state
-
-            def kept(self, spec, state):
-                return state
-
-
-@pytest.mark.parametrize("old", REPLACED_BY)
-def test_a_policy_with_update_and_old_members_is_refused(old):
-    members = dict.fromkeys(("attend", "extend", old))
-    for base in (jaxkv.Policy, jaxkv.Window):
-        with pytest.raises(jaxkv.UserError, match=rf"Half has .*(\b{old}\b)") as caught:
-            type("Half", (base,), members | {"update": jaxkv.Window.update})
-        assert "\n" not in str(caught.value)
-
-
-def test_a_helper_may_have_an_old_name():
-    for old in REPLACED_BY:
-        type("New", (jaxkv.Window,), {old: None})
-
-
-def test_an_inherited_old_member_is_refused():
-    with pytest.raises(jaxkv.UserError, match="replace attend and extend by one update"):
-        type("Late", (OfOldContract, jaxkv.Policy), {})
-
-
-def test_an_array_is_no_policy_of_an_older_contract():
-    """Arrays have a method `take`."""
+def test_an_array_is_no_policy():
     with pytest.raises(jaxkv.UserError, match="a policy is a value such as"):
         check_is_policy(jnp.ones(3))
 

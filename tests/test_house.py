@@ -56,7 +56,7 @@ COMPARED_WITH = {
 
 # Files that every reader of a policy knows, and files that say nothing about a policy.
 KNOWN = {"contract", "attention", "rotary"}
-ASIDE = {"typing", "errors", "defaults", "arguments", "old_contract", "xla_cpu", "xla_gpu"}
+ASIDE = {"typing", "errors", "defaults", "arguments", "xla_cpu", "xla_gpu"}
 # Files to read for a policy besides these, its own included: at most so many, by module or folder.
 # The aim is four. A tree or an index has more parts, and a compressed prompt is stored per head.
 FILES_OF_A_POLICY = {

@@ -215,21 +215,6 @@ def test_a_policy_may_attend_before_it_evicts(size, holds):
 
 
 @dataclasses.dataclass(frozen=True)
-class Old:
-    """A policy of the contract before `update`."""
-
-    def attend(self, spec, state, chunk): ...
-
-    def extend(self, spec, state, chunk): ...
-
-
-def test_a_policy_of_the_old_contract_is_refused(unchecked):
-    with pytest.raises(UserError, match=r"replace attend and extend by one update\("):
-        check_policy(Old())
-    with pytest.raises(UserError, match=r"replace attend and extend by one update\("):
-        type("Older", (jaxkv.Policy,), {"attend": Old.attend, "extend": Old.extend})
-
-
 def test_an_object_that_is_not_a_policy_is_refused(unchecked):
     with pytest.raises(UserError, match="a policy is a value"):
         check_policy("streaming")
