@@ -214,7 +214,6 @@ def test_a_policy_may_attend_before_it_evicts(size, holds):
     assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
 
 
-@dataclasses.dataclass(frozen=True)
 def test_an_object_that_is_not_a_policy_is_refused(unchecked):
     with pytest.raises(UserError, match="a policy is a value"):
         check_policy("streaming")
