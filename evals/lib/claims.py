@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
-from jaxkv.evals.comparison import side_by_side
+from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import verdict
 from jaxkv.evals.lib.claim import OPEN, Claim
@@ -260,8 +260,8 @@ def link(name: str) -> str:
 def statements() -> list[Statement]:
     """The statements of all pages that rest on a record."""
     modules = (
-        tables, side_by_side, cache_int8, known_answers, recall, stream_losses, attention_error,
-        single_layer, tree_slots, emergence,
+        tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
+        attention_error, single_layer, tree_slots, emergence,
     )  # fmt: skip
     return [statement for module in modules for statement in module.STATEMENTS]
 

@@ -8,7 +8,7 @@ import re
 from functools import partial
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
-from jaxkv.evals.comparison import side_by_side
+from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import gallery
 from jaxkv.evals.magicpig import report as sparse_report
@@ -46,7 +46,7 @@ def linked(source: str) -> str:
 
 TABLES = {"policies": policies}
 for experiment in (
-    side_by_side, cache_int8, known_answers, recall, stream_losses, attention_error, sampled,
+    side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error, sampled,
     single_layer, tree_slots,
 ):  # fmt: skip
     TABLES |= experiment.TABLES

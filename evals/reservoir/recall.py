@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
@@ -182,20 +182,15 @@ def right_answers(
     ]
 
 
-def shares(
-    policies: Sequence[str], distances: tuple[int, int], part: str = "within"
-) -> Callable[[Results], dict[str, list[float]]]:
+def shares(policies: Sequence[str], distances: tuple[int, int], part: str = "within") -> Measure:
     """The right answers of each policy."""
     return lambda results: {
         policy: right_answers(results, policy, distances, part) for policy in policies
     }
 
 
-def gains(
-    pairs: Iterable[tuple[str, str]], distances: tuple[int, int]
-) -> Callable[[Results], dict[str, list[float]]]:
+def gains(pairs: Sequence[tuple[str, str]], distances: tuple[int, int]) -> Measure:
     """The right answers of the first policy of each pair minus those of the second."""
-    pairs = list(pairs)
 
     def measure(results: Results) -> dict[str, list[float]]:
         return {
