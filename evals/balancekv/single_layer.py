@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import jax
@@ -22,8 +23,17 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.driver import step
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import (
+    Record,
+    make_parser,
+    read,
+    run_command,
+    spread,
+    standard_error,
+)
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import stretches_of
+from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.llm import Llm
@@ -261,6 +271,85 @@ def show(results: dict[str, Any]) -> None:
     for mode, share in results["saturated"].items():
         print(f"steps of a {mode} that left nothing to chance: {share:.0%}")
 
+
+DEFAULT, REAL = "single_layer", "single_layer_135m"  # records: the default model, SmolLM2-135M
+UNBALANCED = ("uniform, weighted", "uniform", "stratified")
+CLAIMS = (
+    *(Claim("Figure 3, Llama-3.1-8B and Ministral-8B",
+            "At equal budgets, balanced tokens (walk) have a lower attention error than uniform "
+            "samples, with weights or without, and than stratified ones", record,
+            *(below("by_stretch/balance, walk/{rounds}", f"by_stretch/{name}/{{rounds}}")
+              for name in UNBALANCED), unit="error")
+      for record in (DEFAULT, REAL)),
+    Claim("Table 1, LongBench-E, 25 %: 44.99 against 42.51, 44.57, 44.03, 44.82",
+          "End to end BalanceKV beats StreamingLLM, SnapKV, PyramidKV and uniform sampling", "",
+          needs="an 8B model and LongBench"),
+)  # fmt: skip
+
+
+def layers_below_uniform(results: Results) -> dict[str, float]:
+    """By rounds, the share of layers in which the walk has less error than uniform samples."""
+    return {
+        rounds: mean(
+            mean(layer["balance, walk"][rounds])
+            < min(mean(layer[name][rounds]) for name in ("uniform, weighted", "uniform"))
+            for layer in results["layers"].values()
+        )
+        for rounds in map(str, results["rounds"])
+    }
+
+
+def table(record: str) -> str:
+    """The error by the share of the tokens that is cached, with two standard errors."""
+    results = read(record)["results"]
+    rounds = [str(number) for number in results["rounds"]]
+    lines = table_head("method", *(f"one of {2 ** int(number)}" for number in rounds))
+    for name, errors in results["by_stretch"].items():
+        lines.append(table_row(name, *(
+            f"{mean(errors[number]):.3f} ± {2 * standard_error(errors[number]):.3f}"
+            for number in rounds
+        )))  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {f"balance_error{name.removeprefix(DEFAULT)}": partial(table, name)
+          for name in (DEFAULT, REAL)}  # fmt: skip
+
+
+def differs(record: str, says: str, *pairs: tuple[str, str, str]) -> Statement:
+    """A sentence of the page: with so many rounds, the first method has a lower error."""
+    comparisons = [
+        below(f"by_stretch/{method}/{rounds}", f"by_stretch/{other}/{rounds}")
+        for rounds, method, other in pairs
+    ]
+    return Statement("docs/results/balancekv.md", says, record, comparisons)
+
+
+STATEMENTS = (
+    differs(DEFAULT, "weights raise the error of uniform samples below a half",
+            *((rounds, "uniform", "uniform, weighted") for rounds in "234")),
+    differs(REAL, "In SmolLM2-135M weights lower the error of uniform samples at every size",
+            *((rounds, "uniform, weighted", "uniform") for rounds in "123")),
+    *(differs(record, "balancing lowers the error of weighted samples at every size",
+              *((rounds, "balance, pairs", "uniform, weighted") for rounds in all_rounds))
+      for record, all_rounds in ((DEFAULT, "1234"), (REAL, "123"))),
+    differs(REAL, "`snapkv` has the lowest error there",
+            *((rounds, "snapkv", name) for name in METHODS for rounds in "123")),
+    Statement("docs/results/balancekv.md", "in over three quarters of its layers", REAL,
+              [above(layers_below_uniform, 0.75)]),
+    Statement("docs/results/balancekv.md", "fewer than a fifth of its steps", REAL,
+              [below("saturated/{mode}", 0.2)]),
+    Statement("evals/NEGATIVE.md", "balanced pairs have a lower error than all unbalanced samples",
+              DEFAULT, [below(f"by_stretch/balance, pairs/{rounds}", f"by_stretch/{name}/{rounds}")
+                        for name in UNBALANCED for rounds in (1, 2)]),
+    Statement("evals/NEGATIVE.md", "Every method has a lower mean error than the ends alone", REAL,
+              [below(f"by_stretch/{name}/{rounds}", f"by_stretch/ends alone/{rounds}")
+               for name in (*METHODS, "snapkv") for rounds in (1, 2, 3)]),
+    Statement("evals/NEGATIVE.md", "every weighted method has a higher error than the ends alone",
+              DEFAULT,
+              [above(f"by_stretch/{name}/4", "by_stretch/ends alone/4") for name in METHODS
+               if name != "uniform"]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

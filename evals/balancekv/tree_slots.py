@@ -32,9 +32,11 @@ from jaxkv.evals.lib.paired_losses import (
     record_header,
 )
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
+from jaxkv.evals.lib.table import over_base, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
 from jaxkv.evals.reservoir import attention_error
 from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached
 from jaxkv.models.llm import Llm
@@ -197,6 +199,56 @@ def positions_without_token(size: TreeSize, num_evicted: jax.Array, rng: jax.Arr
     filled = np.asarray(occupancy.filled_slots(size, num_evicted[None], rng))[0]
     return counted - filled.sum(axis=-1)
 
+
+THREE, TWO = named(FIRST), "2 x 64"  # levels x block; the second is the default
+CLAIMS = (
+    Claim("not claimed",
+          "At equal bytes, a merge-and-reduce tree of two levels and a longer window cache more "
+          "tokens than three levels",
+          "tree_slots", above(f"rows/{TWO}/cached", f"rows/{THREE}/cached"), unit="tokens"),
+    Claim("not claimed", "Two levels and a longer window lose less than three levels",
+          "tree_slots",
+          below(f"rows/{TWO}/loss_over_base_by_text", f"rows/{THREE}/loss_over_base_by_text")),
+    Claim("not claimed", "Without holes in the cache-relative positions of a sample, the loss is "
+          "lower", "tree_slots", below("holes/over_holes")),
+)  # fmt: skip
+
+
+def table() -> str:
+    """Slots, losses and errors of each tree."""
+    results = read("tree_slots")["results"]
+    rows, equal, errors = results["rows"], results["equal_tokens"], results["errors"]["rows"]
+    lines = table_head(
+        "levels x block", "tree's slots in use", "tokens cached", "loss minus streaming's",
+        "at equal tokens", "error of attention", "error, weighted",
+    )  # fmt: skip
+    error = errors[BASE]["error"]
+    lines.append(table_row("`streaming`", "", f"{rows[BASE]['cached']:.0f}", "0", "0",
+                           f"{error:.3f}", ""))  # fmt: skip
+    lines.append(table_row("`reservoir`", "", f"{rows[FULL]['cached']:.0f}", over_base(rows[FULL]),
+                           *3 * [""]))  # fmt: skip
+    for name, size in results["trees"].items():
+        same = equal.get(name if name == THREE else f"{name}, equal tokens")
+        lines.append(table_row(
+            name, f"{size['used']:.0f} of {size['slots']}", f"{rows[name]['cached']:.0f}",
+            over_base(rows[name]), over_base(same) if same else "",
+            *(f"{errors[f'{name}, {exponent}']['error']:.3f}" for exponent in (0, 1)),
+        ))  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"tree_slots": table}
+STATEMENTS = (
+    Statement("docs/policies.md", "Positions without holes do not change the loss of "
+              "SmolLM2-135M", "tree_slots", [within("holes/over_holes", by=0.001)]),
+    Statement("evals/NEGATIVE.md", "lose less than three levels, one or seven", "tree_slots",
+              [below(f"rows/{TWO}/loss_over_base_by_text", f"rows/{name}/loss_over_base_by_text")
+               for name in (THREE, "1 x 128", "7 x 32")]),
+    Statement("evals/NEGATIVE.md", "at an equal number of cached tokens, every tree loses more "
+              "than `streaming`", "tree_slots",
+              [above("equal_tokens/3 x 64"), above("equal_tokens/1 x 128, equal tokens"),
+               above("equal_tokens/2 x 64, equal tokens")]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.balancekv.claims import BALANCE
+from jaxkv.evals.balancekv import single_layer, tree_slots
+from jaxkv.evals.comparison import side_by_side_tables
+from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import verdict
 from jaxkv.evals.lib.claim import OPEN, Claim
 from jaxkv.evals.lib.measured_on import measured_on
@@ -18,10 +20,11 @@ from jaxkv.evals.lib.verdict import Statement
 from jaxkv.evals.magicpig.claims import MAGICPIG
 from jaxkv.evals.peers.claims import PEERS
 from jaxkv.evals.prefix_caching.claims import PREFIXES
-from jaxkv.evals.reservoir.claims import RESERVOIR
-from jaxkv.evals.speed import latency
+from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
+from jaxkv.evals.speed import cache_int8, latency
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks.claims import LONG_TASKS
+from jaxkv.evals.training import emergence
 from jaxkv.evals.training.claims import TRAINING
 
 CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
@@ -121,8 +124,10 @@ SECTIONS = (  # heading, introduction, claims
      "only where full attention gives at least 90 % right answers. KL is the divergence from full "
      "attention per token of its answer, in nats. In parentheses are 95 % intervals (Wilson).",
      LONG_TASKS),
-    ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
-    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
+    ("## Reservoir sampling (Pan et al. 2024)", "",
+     [*known_answers.RESERVOIR, *recall.RESERVOIR, *stream_losses.CLAIMS, *sampled.CLAIMS]),
+    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "",
+     [*single_layer.CLAIMS, *known_answers.BALANCEKV, *tree_slots.CLAIMS, *recall.BALANCEKV]),
     ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",
      "Both sides have the same weights in float32, the same prompts and the same number of tokens "
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
@@ -254,7 +259,10 @@ def link(name: str) -> str:
 
 def statements() -> list[Statement]:
     """The statements of all pages that rest on a record."""
-    modules = (tables,)
+    modules = (
+        tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
+        attention_error, single_layer, tree_slots, emergence,
+    )  # fmt: skip
     return [statement for module in modules for statement in module.STATEMENTS]
 
 

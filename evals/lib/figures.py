@@ -33,7 +33,16 @@ PAGES = (
     *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "serving", "training")),
     *(
         ROOT / "docs" / "results" / f"{name}.md"
-        for name in ("streaming", "policies", "tasks", "sparse", "compression", "speed")
+        for name in (
+            "streaming",
+            "policies",
+            "tasks",
+            "sparse",
+            "compression",
+            "reservoir",
+            "balancekv",
+            "speed",
+        )
     ),
     *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
     ROOT / "evals" / "NEGATIVE.md",

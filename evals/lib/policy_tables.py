@@ -6,18 +6,18 @@ import dataclasses
 import inspect
 import re
 from functools import partial
-from typing import Any
 
+from jaxkv.evals.balancekv import single_layer, tree_slots
+from jaxkv.evals.comparison import side_by_side_tables
+from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import gallery
-from jaxkv.evals.lib.claim import ranged, table_head
-from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table, transformers_table
-from jaxkv.evals.speed import operations_table, workarounds_table
+from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
+from jaxkv.evals.speed import cache_int8, operations_table, workarounds_table
 from jaxkv.evals.streaming import tables as streaming_tables
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
-from jaxkv.state.memory import show
 
 
 def policies() -> str:
@@ -44,49 +44,12 @@ def linked(source: str) -> str:
     return re.sub(r"(.*?),? arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\2)", source)
 
 
-def predicted() -> str:
-    """The loss of the next token."""
-    lines = table_head(
-        "policy", "KV budget (tokens)", "after a prompt: loss minus full's",
-        "endless text: loss minus streaming's",
-    )  # fmt: skip
-    for name, row in rows().items():
-        first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
-        grows = f"{first:.0f}" if round(first) == round(last) else f"{first:.0f} to {last:.0f}"
-        after_prompt = "0" if name == "full" else over(row["after_prompt"])
-        endless = "0" if name == "streaming" else over(row.get("endless"))
-        lines.append(f"| `{name}` | {grows} | {after_prompt} | {endless} |")
-    return "\n".join(lines) + "\n"
-
-
-def over(found: dict[str, Any] | None) -> str:
-    """A difference with two standard errors."""
-    if found is None:
-        return "needs a prompt"
-    return f"{found['mean']:+.3f} ± {found['two_errors']['stretches']:.3f}"
-
-
-def cost() -> str:
-    """What a token costs after a long prompt."""
-    lines = table_head(
-        "policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
-        "time per token over full's",
-    )  # fmt: skip
-    for name, row in rows().items():
-        of = row["long"]
-        tokens = ranged(of["tokens"], "mean", ",.0f")
-        reading, then = show(of["reading_bytes"]), show(of["state_bytes"])
-        time = "1" if name == "full" else ranged(of["times_as_long"], "median", ".2f")
-        lines.append(f"| `{name}` | {tokens} | {reading} | {then} | {time} |")
-    return "\n".join(lines) + "\n"
-
-
-def rows() -> dict[str, Any]:
-    """The measurements of each policy."""
-    return read("side_by_side", RESULTS)["results"]["rows"]
-
-
-TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
+TABLES = {"policies": policies}
+for experiment in (
+    side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error, sampled,
+    single_layer, tree_slots,
+):  # fmt: skip
+    TABLES |= experiment.TABLES
 TABLES |= {
     name: partial(report.table, name)
     for name in ("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware")

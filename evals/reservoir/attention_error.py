@@ -20,8 +20,10 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
-from jaxkv.evals.lib.record import Record, run_command, standard_error
+from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models import uncached
 from jaxkv.models.llm import Llm
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
@@ -111,7 +113,7 @@ def errors(
     exact = uncached.attend(None, spec, None, q, k, v, implementation="xla")[0][:, SKIP:]
 
     def error(policy: Policy, seed: int) -> float:
-        apart = jnp.linalg.norm(read(policy, spec, q, k, v, seed)[:, SKIP:] - exact, axis=-1)
+        apart = jnp.linalg.norm(attend(policy, spec, q, k, v, seed)[:, SKIP:] - exact, axis=-1)
         return float(jnp.mean(apart / jnp.linalg.norm(exact, axis=-1)))
 
     def draws(policy: Policy) -> Sequence[int]:
@@ -124,12 +126,35 @@ def errors(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def read(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) -> Array:
+def attend(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) -> Array:
     """The output of a policy that reads all tokens."""
     positions = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
     chunk = Chunk(q, k, v, positions, jnp.ones(positions.shape, bool))
     return policy.update(spec, policy.init(spec, 1, jax.random.key(seed)), chunk)[0].out
 
+
+def table() -> str:
+    """The error by weight of a token that represents n, with two standard errors over texts."""
+    rows = read("attention_error")["results"]["rows"]
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['error']:.3f} ± {2 * row['standard_error']:.3f}"
+
+    lines = table_head("cache", "1", "n^0.25", "n^0.5", "n")
+    lines.append(table_row("`streaming`", cell(rows["streaming"]), *3 * [""]))
+    for name in SAMPLED:
+        cells = (cell(rows[f"{name}, {exponent:g}"]) for exponent in EXPONENTS)
+        lines.append(table_row(f"`{name}`", *cells))
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"attention_error": table}
+STATEMENTS = tuple(
+    Statement(page, "lower the error of attention", "attention_error",
+              [below(f"rows/{name}, {exponent}/by_text", f"rows/{name}, 0/by_text")
+               for name in SAMPLED for exponent in ("0.25", "0.5", "1")])
+    for page in ("docs/results/reservoir.md", "evals/NEGATIVE.md")
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

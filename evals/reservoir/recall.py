@@ -12,7 +12,9 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import jax
@@ -21,7 +23,9 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
-from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command
+from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
@@ -154,6 +158,161 @@ def endless(llm: Llm) -> dict[str, str]:
         if max_lookback(parse_policy(text)) <= llm.config.context
     }
 
+
+NEARER = (16, 48)  # tokens back: in every window
+BETWEEN = (64, 96)  # in streaming's window only
+EVICTED = (SLOTS + 1, CONTEXT)  # beyond every window
+LONGER = (SLOTS + 1, FAR[-1])  # the same, in streams longer than the trained context
+EVERY = (0, CONTEXT)
+FELT = 0.05  # of all answers: a smaller difference counts as none
+
+
+def right_answers(
+    results: Results, policy: str, distances: tuple[int, int], part: str = "within"
+) -> list[float]:
+    """By trained model, the share of right answers about facts so many tokens back."""
+    near, far = distances
+    return [
+        mean(
+            share
+            for distance, share in model[part][policy]["right"].items()
+            if near <= int(distance) <= far
+        )
+        for model in results["seeds"].values()
+    ]
+
+
+def shares(policies: Sequence[str], distances: tuple[int, int], part: str = "within") -> Measure:
+    """The right answers of each policy."""
+    return lambda results: {
+        policy: right_answers(results, policy, distances, part) for policy in policies
+    }
+
+
+def gains(pairs: Sequence[tuple[str, str]], distances: tuple[int, int]) -> Measure:
+    """The right answers of the first policy of each pair minus those of the second."""
+
+    def measure(results: Results) -> dict[str, list[float]]:
+        return {
+            f"{policy} over {baseline}": [
+                x - y
+                for x, y in zip(
+                    right_answers(results, policy, distances),
+                    right_answers(results, baseline, distances),
+                    strict=True,
+                )
+            ]
+            for policy, baseline in pairs
+        }
+
+    return measure
+
+
+def evicted_needles(results: Results) -> dict[str, float]:
+    """Of a record of tasks: right answers about evicted parts, reservoir's minus streaming's."""
+    cases = {}
+    for task, lengths in results["tasks"].items():
+        for length, measured in lengths.items():
+            for ratio, rows in measured["ratios"].items():
+                if not measured["scored"] or not {"streaming", "reservoir"} <= set(rows):
+                    continue
+                evicted = int(len(measured["full"]["by_depth"]) * (1 - float(ratio)))
+                sample, window = (
+                    mean(rows[name]["by_depth"][:evicted]) for name in ("reservoir", "streaming")
+                )
+                cases[f"{task}, {length} tokens, {ratio}"] = sample - window
+    return cases
+
+
+SAMPLES = ("reservoir", "stratified", "balance-stream")
+SIZES = ("reservoir, sample 16", "reservoir", "reservoir, sample 256")
+NO_FIGURE = "sections 6 and 7, no figure"
+RESERVOIR = (
+    Claim(NO_FIGURE,
+          "About evicted parts of a context, a sample answers over 5 percentage points more "
+          "needles and pass keys than streaming",
+          "tasks", above(evicted_needles, FELT), unit="share"),
+    Claim(NO_FIGURE,
+          "In small models, a sample answers over 5 percentage points more questions about evicted "
+          "facts than streaming, by the equations and by the pseudocode (geometric)",
+          "recall",
+          above(gains([(name, "streaming") for name in ("reservoir", "reservoir, geometric")],
+                      EVICTED), FELT), unit="share"),
+    Claim("section 6, no figure",
+          "A sample of 64 tokens answers over 5 percentage points more questions about evicted "
+          "facts than one of 16, and one of 256 as many more than that",
+          "recall",
+          above(gains([(large, small) for small, large in pairwise(SIZES)], EVICTED), FELT),
+          unit="share"),
+)  # fmt: skip
+BALANCEKV = (
+    Claim("not claimed",
+          "In small models BalanceKV answers over 5 percentage points more questions than uniform "
+          "sampling, SnapKV, PyramidKV and StreamingLLM",
+          "recall",
+          above(gains([("balance", name) for name in
+                       ("uniform", "snapkv", "pyramidkv", "streaming")], EVERY), FELT),
+          unit="share"),
+)  # fmt: skip
+
+
+def table(policies: Sequence[str], columns: dict[str, tuple[str, tuple[int, int]]]) -> str:
+    """Right answers by policy, for each column's part of the record and distances."""
+    results = read("recall")["results"]
+    lines = table_head("cache", *columns)
+    for policy in policies:
+        lines.append(table_row(f"`{policy}`", *(
+            f"{mean(right_answers(results, policy, distances, part)):.0%}"
+            if policy in results["seeds"]["0"][part] else ""
+            for part, distances in columns.values()
+        )))  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def streamed_table() -> str:
+    """Recall of caches that evict while they read."""
+    return table(list(POLICIES), {
+        "16 to 48 tokens back": ("within", NEARER),
+        "64 and 96": ("within", BETWEEN),
+        "129 to 384": ("within", EVICTED),
+        "129 to 384, only fact": ("needle", EVICTED),
+        "129 to 2,000, in longer streams": ("beyond", LONGER),
+    })  # fmt: skip
+
+
+def compressed_table() -> str:
+    """Recall after a prompt was compressed."""
+    return table(["full", "streaming", *COMPRESSED], {
+        "32 to 96 tokens back": ("within", (32, 96)),
+        "129 to 384": ("within", EVICTED),
+        "129 to 384, only fact": ("needle", EVICTED),
+    })  # fmt: skip
+
+
+TABLES = {"recall": streamed_table, "recall_compressed": compressed_table}
+PAGE, BALANCEKV_PAGE = "docs/results/reservoir.md", "docs/results/balancekv.md"
+POLICIES_PAGE = "docs/policies.md"
+STATEMENTS = (
+    Statement(PAGE, "A sample recalls more of the facts that every window has evicted", "recall",
+              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), FELT)]),
+    Statement(PAGE, "It loses most facts that only the longer window of `streaming` still holds",
+              "recall", [below(shares(SAMPLES, BETWEEN), 0.5)]),
+    Statement(PAGE, "a sample of 64 tokens recalls less than a fifth", "recall",
+              [below(shares(SAMPLES[:2], LONGER, "beyond"), 0.2)]),
+    Statement(PAGE, "a sample recalls no evicted needle that `streaming` does not recall", "tasks",
+              [below(evicted_needles, FELT)]),
+    Statement(BALANCEKV_PAGE, "`balance` recalls about as much as a uniform sample", "recall",
+              [within(gains([("balance", "uniform")], EVERY), by=FELT)]),
+    Statement(BALANCEKV_PAGE, "`pyramidkv` recalls most", "recall",
+              [above(gains([("pyramidkv", name) for name in COMPRESSED if name != "pyramidkv"],
+                           EVERY))]),
+    Statement(POLICIES_PAGE, "recall distant facts more often with a sample", "recall",
+              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), FELT)]),
+    Statement(POLICIES_PAGE, "`balance`, `uniform`, `snapkv` and `pyramidkv` answer more questions "
+              "about distant facts than `streaming`, and fewer about near ones", "recall",
+              [above(gains([(name, "streaming") for name in COMPRESSED], EVICTED), FELT),
+               below(gains([(name, "streaming") for name in COMPRESSED], (32, 96)))]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

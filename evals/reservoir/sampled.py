@@ -18,8 +18,10 @@ import numpy as np
 from jaxkv import models
 from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
+from jaxkv.evals.lib.verdict import Claim, below
 from jaxkv.models.compilation import clock
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -116,6 +118,22 @@ def time_compression(llm: Llm, given: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {"token": token, "compression": time_compression}
 
+CLAIMS = (
+    Claim("section 7, no figure: efficiency does not decline",
+          "A token under reservoir sampling takes at most 1.05 times as long as under StreamingLLM",
+          "sampled", below("token/ratio/reservoir", 1.05), unit="times"),
+)  # fmt: skip
+
+
+def table() -> str:
+    """Time of a generated token over that of streaming of equal slots."""
+    ratios = read("sampled")["results"]["token"]["ratio"]
+    lines = table_head("cache", "time per token over streaming's")
+    lines += [table_row(f"`{name}`", ranged(ratios[name], "median", ".2f")) for name in CACHES]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"sampled": table}
 
 if __name__ == "__main__":
     run_command(main)

@@ -18,8 +18,10 @@ import numpy as np
 
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
+from jaxkv.evals.lib.table import over_base, table_head, table_row
+from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
@@ -103,6 +105,80 @@ def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:
         counts.append(int(count))
     return float(np.mean(counts[len(counts) // 2 :]))
 
+
+WEIGHTED = ("reservoir", "stratified", "balance-stream")  # with every variant
+SAME = 0.02  # nats: a smaller difference counts as none
+
+
+def over_unweighted(results: Results, weighted: str = "", plain: str = "") -> dict[str, Any]:
+    """The loss with weights minus that without, on the same tokens.
+
+    weighted, plain: what follows in the names of the cases.
+    """
+    rows = {}
+    for name in WEIGHTED:
+        case, base = f"{name}, weighted{weighted}", f"{name}{plain}"
+        rows[name] = compare(results["by_text"], [base, case], base, SKIP)["rows"][case]
+    return rows
+
+
+CLAIMS = (
+    Claim("not claimed", "Reservoir sampling has a lower loss than StreamingLLM of equal bytes",
+          "stream_losses", below("rows/reservoir")),
+    Claim("not claimed", "Weights that make a sample unbiased lower the loss", "stream_losses",
+          below(over_unweighted)),
+)  # fmt: skip
+
+
+def losses_table() -> str:
+    """Loss of caches of equal bytes, minus that of streaming."""
+    rows = read("stream_losses")["results"]["rows"]
+    lines = table_head("cache", "tokens cached", "tokens read of each novel",
+                       "loss minus streaming's")  # fmt: skip
+    for name in ("window", *SAMPLED, "h2o"):
+        row = rows[name]
+        lines.append(
+            table_row(f"`{name}`", f"{row['cached']:.0f}", f"{row['tokens'][1]:,}", over_base(row))
+        )
+    return "\n".join(lines) + "\n"
+
+
+def weights_table() -> str:
+    """Loss minus that of streaming by weight of a token that represents n, on the same tokens."""
+    results = read("stream_losses")["results"]
+    lines = table_head("cache", "1", "n^0.25", "n^0.5", "n", "1, positions absolute",
+                       "n, positions absolute")  # fmt: skip
+    for name in WEIGHTED:
+        names = [f"{name}, {variant}" for variant in
+                 ("weighted by n^0.25", "weighted by n^0.5", "weighted", "absolute",
+                  "weighted, absolute")]  # fmt: skip
+        rows = compare(results["by_text"], [BASE, name, *names], BASE, SKIP)["rows"]
+        lines.append(table_row(f"`{name}`", *(over_base(rows[case]) for case in (name, *names))))
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"sample_losses": losses_table, "sample_weights": weights_table}
+PAGE, NEGATIVE, POLICIES = "docs/results/reservoir.md", "evals/NEGATIVE.md", "docs/policies.md"
+HIGHER = [above(f"rows/{name}") for name in WEIGHTED]
+WORSE_WITH_WEIGHTS = [above(over_unweighted, 0.2)]
+STATEMENTS = (
+    Statement(PAGE, "a longer window predicts the next token better than a sample", "stream_losses",
+              HIGHER),
+    Statement(PAGE, "It loses no more than `streaming`", "stream_losses",
+              [within("rows/reservoir, geometric", by=0.005)]),
+    Statement(PAGE, "Full weights cost over 0.2 nats", "stream_losses", WORSE_WITH_WEIGHTS),
+    Statement(NEGATIVE, "A window of as many bytes predicts the next token better than a shorter "
+              "window and a sample", "stream_losses", HIGHER),
+    Statement(NEGATIVE, "the loss rises by over 0.2 nats per token", "stream_losses",
+              WORSE_WITH_WEIGHTS),
+    Statement(NEGATIVE, "within 0.02 nats of the loss without weights", "stream_losses",
+              [within(lambda results: over_unweighted(results, " by n^0.25"), by=SAME)]),
+    Statement(NEGATIVE, "With absolute positions weights still cost over 0.05 nats",
+              "stream_losses",
+              [above(lambda results: over_unweighted(results, ", absolute", ", absolute"), 0.05)]),
+    Statement(POLICIES, "Its next-token loss is higher than that of `streaming`", "stream_losses",
+              HIGHER),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -20,10 +20,19 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Chunk, Spec, State
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread, standard_error
+from jaxkv.evals.lib.record import (
+    Record,
+    make_parser,
+    read,
+    run_command,
+    spread,
+    standard_error,
+)
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
+from jaxkv.evals.lib.verdict import Statement, below, within
 from jaxkv.models import smollm2
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
@@ -213,6 +222,30 @@ def token_at(positions: UInt32[Array, "B T"]) -> Float32[Array, "3 B T H"]:
     draw = lambda at: jax.random.normal(jax.random.fold_in(jax.random.key(0), at), (3, 64))  # noqa: E731
     return jnp.moveaxis(jax.vmap(jax.vmap(draw))(positions), 2, 0)
 
+
+def table() -> str:
+    """Bytes, loss and speed of each cache in int8, over floats."""
+    results = read("cache_int8")["results"]
+    lines = table_head("policy", "cached tokens", "bytes over float32", "bytes over bfloat16",
+                       "more loss (nats per token)", "times as fast")  # fmt: skip
+    for name in POLICIES:
+        size, loss = results["bytes"][name], results["loss"][name]
+        lines.append(table_row(
+            f"`{name}`", f"{TOKENS[name]:,}", f"{size['float32']:.3f}", f"{size['bfloat16']:.3f}",
+            f"{loss['difference']:+.5f} ± {2 * loss['standard_error']:.5f}",
+            ranged(results["speed"][name]["faster"], "median", ".2f"),
+        ))  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"cache_int8": table}
+STATEMENTS = (
+    Statement("docs/policies.md", "no cache loses more than 0.001 nats per token", "cache_int8",
+              [within("loss/{policy}/difference", by=0.001)]),
+    Statement("docs/policies.md", "saves memory and not time", "cache_int8",
+              [below("bytes/{policy}/float32", 0.28),
+               below("speed/{policy}/faster", 1, sure=False)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

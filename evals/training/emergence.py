@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
@@ -44,6 +45,25 @@ def curve(folder: Path) -> dict[str, Any]:
         "sink_heads": [x["sink_heads"] for x in looks],
     }
 
+
+def sink_token_gains(results: Results) -> dict[str, float]:
+    """By preset, the last validation loss with a sink token minus that without."""
+    runs = results["runs"]
+    return {
+        size: runs[f"{size} token"]["valid_loss"][-1] - runs[f"{size} none"]["valid_loss"][-1]
+        for size in ("tiny", "small")
+    }
+
+
+NEGATIVE = "evals/NEGATIVE.md"
+STATEMENTS = (
+    Statement(NEGATIVE, "No head gives the first token a tenth of its attention", "emergence",
+              [below("runs/{run}/first_token_most/{evaluation}", 0.1)]),
+    Statement(NEGATIVE, "most of its heads are sink heads", "attention_maps",
+              [above("sink_metric", 0.5)]),
+    Statement(NEGATIVE, "A sink token changes the validation loss by less than 0.15 nats per token",
+              "emergence", [within(sink_token_gains, by=0.15)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

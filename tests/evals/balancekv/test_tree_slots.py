@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Spec
-from jaxkv.evals.balancekv import claims, tree_slots
+from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.balancekv.contiguous import ContiguousStream
 from jaxkv.evals.lib import parts, record
 from jaxkv.evals.lib.state_sizes import sequence_bytes
@@ -104,7 +104,7 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
 
 
 @pytest.mark.slow
-def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
+def test_a_run_measures_every_tree(llm, rng, tmp_path, monkeypatch):
     """With small trees. Positions without holes change the losses."""
     sizes = TreeSize(3, 4), TreeSize(2, 4)
     for name, value in (
@@ -112,8 +112,6 @@ def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
         ("mean_cached", lambda policy: policy.window),
     ):  # fmt: skip
         monkeypatch.setattr(tree_slots, name, value)
-    monkeypatch.setattr(claims, "FORMER", "3 x 4")
-    monkeypatch.setattr(claims, "CHOSEN", "2 x 4")
     monkeypatch.setattr(parts, "TRIALS", tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
@@ -123,6 +121,4 @@ def test_a_run_gives_what_the_claims_read(llm, rng, tmp_path, monkeypatch):
     assert len(errors["rows"]) == 1 + 2 * len(sizes)
     found = tree_slots.run(llm, texts, record.Record("tree_slots"), errors)
     assert found["holes"]["over_holes"]["loss_over_base"] != 0
-    for read in (claims.uses_more, claims.holes_cost):
-        text, verdict = read(found)
-        assert "3 x 4" in text and verdict
+    assert {"3 x 4", "2 x 4"} <= set(found["rows"]) & set(found["trees"])
