@@ -16,10 +16,10 @@ from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
 from jaxkv.evals.lib.verdict import Statement
 from jaxkv.evals.magicpig.claims import MAGICPIG
-from jaxkv.evals.peers.claims import PEERS
-from jaxkv.evals.prefix_caching.claims import PREFIXES
+from jaxkv.evals.peers import compare, llama_cpp, servers, transformers_rates
+from jaxkv.evals.prefix_caching import tables as prefix_tables
 from jaxkv.evals.reservoir.claims import RESERVOIR
-from jaxkv.evals.speed import latency
+from jaxkv.evals.speed import latency, operations, quantised_weights, serving, soak, startup
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks.claims import LONG_TASKS
 from jaxkv.evals.training.claims import TRAINING
@@ -127,11 +127,12 @@ SECTIONS = (  # heading, introduction, claims
      "Both sides have the same weights in float32, the same prompts and the same number of tokens "
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
      "scored by teacher forcing. Losses are in nats per token, with two standard errors.",
-     PEERS),
+     compare.CLAIMS),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "
-     "its protocol. Records of jaxkv's engine use the default model.", PREFIXES),
+     "its protocol. Records of jaxkv's engine use the default model.",
+     (*prefix_tables.CLAIMS, *soak.CLAIMS)),
 )  # fmt: skip
 
 
@@ -254,7 +255,10 @@ def link(name: str) -> str:
 
 def statements() -> list[Statement]:
     """The statements of all pages that rest on a record."""
-    modules = (tables,)
+    modules = (
+        *(tables, compare, llama_cpp, transformers_rates, servers, prefix_tables),
+        *(operations, quantised_weights, serving, startup),
+    )
     return [statement for module in modules for statement in module.STATEMENTS]
 
 

@@ -30,10 +30,10 @@ from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "serving", "training")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "training")),
     *(
         ROOT / "docs" / "results" / f"{name}.md"
-        for name in ("streaming", "policies", "tasks", "sparse", "compression", "speed")
+        for name in ("streaming", "policies", "tasks", "sparse", "compression", "prefix", "speed")
     ),
     *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
     ROOT / "evals" / "NEGATIVE.md",

@@ -12,8 +12,9 @@ from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
-from jaxkv.evals.peers import rates_table, transformers_table
-from jaxkv.evals.speed import operations_table, workarounds_table
+from jaxkv.evals.peers import compare, llama_cpp, servers, transformers_rates
+from jaxkv.evals.prefix_caching import tables as prefix_tables
+from jaxkv.evals.speed import operations, quantised_weights, workarounds_table
 from jaxkv.evals.streaming import tables as streaming_tables
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
@@ -95,7 +96,8 @@ TABLES |= {
     name: partial(sparse_report.table, name)
     for name in ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680")
 }
-TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
-TABLES |= {"operations": operations_table.table, "transformers_rates": transformers_table.table}
+TABLES |= {"workarounds": workarounds_table.table}
 TABLES |= streaming_tables.TABLES
+TABLES |= compare.TABLES | llama_cpp.TABLES | transformers_rates.TABLES | servers.TABLES
+TABLES |= prefix_tables.TABLES | operations.TABLES | quantised_weights.TABLES
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}
