@@ -75,6 +75,26 @@ def hit_rates() -> str:
     return "\n".join(lines) + "\n"
 
 
+def equal_prompts() -> str:
+    """Hit rates of one prompt for all requests, by the number of concurrent requests."""
+    results = read("prefix_replay")["results"]["report"]["ten_seeds"]
+    lines = table_head("concurrent requests", "hits (%)", "computed (%)")
+    for concurrent, data in sorted(results.items(), key=lambda item: int(item[0])):
+        computed = f"{data['closed_form']:.1f}"
+        lines.append(table_row(concurrent, ranged(data, "mean", ".1f"), computed))
+    return "\n".join(lines) + "\n"
+
+
+def mooncake() -> str:
+    """Hits on Mooncake's trace by the number of blocks that fit."""
+    results = read("prefix_replay")["results"]["mooncake"]
+    lines = table_head("blocks that fit", "tokens that hit")
+    for capacity, data in results.items():
+        blocks = "all" if capacity == "inf" else f"{int(capacity):,}"
+        lines.append(table_row(blocks, f"{data['hit_rate_tokens']:.1%}"))
+    return "\n".join(lines) + "\n"
+
+
 def agents() -> str:
     """Prefill saved of recorded sessions by number of snapshots, and bytes, by policy."""
     results = read("agents")["results"]
@@ -128,6 +148,8 @@ def first_token() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefix_hit_rates": hit_rates,
+    "prefix_equal_prompts": equal_prompts,
+    "prefix_mooncake": mooncake,
     "prefix_agents": agents,
     "prefix_served": served,
     "prefix_first_token": first_token,
@@ -145,6 +167,8 @@ STATEMENTS = (
               [*(above(f"snapshots/last+branch/{n}/share", f"snapshots/every=1/{n}/share")
                  for n in (64, 256, 1024, 4096)),
                below("snapshots/last+branch/inf/share", "snapshots/every=1/inf/share")]),
+    Statement(PAGE, "Equal answers do not raise the hit rate", "prefix_replay",
+              [within("report/greedy", "report/identical/rekey, block 16/16", by=1)]),
     Statement("docs/serving.md", "comes in under a tenth of the time", "serving",
               [below("first/policies/{policy}/share", 0.1)]),
     Statement(NEGATIVE, "hardly changes the rate of prompts of fifteen tokens", "prefix_engine",
