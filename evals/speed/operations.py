@@ -203,6 +203,15 @@ STATEMENTS = (
     Statement(PAGE, "Attention takes more than half of the chunk", "operations",
               [above(ROW.format("prefill, float32, chunk of 1,024", ATTENTION, "share_of_whole"),
                      0.5, sure=False)]),
+    Statement(PAGE, "It reaches a smaller share of the FLOP limit than any product of the layers",
+              "operations",
+              [below(ROW.format("prefill, float32, chunk of 1,024", ATTENTION, "share_of_flops"),
+                     ROW.format("prefill, float32, chunk of 1,024", row, "share_of_flops"))
+               for row in PRODUCTS]),
+    Statement(PAGE, "q, k and v are the slowest for their bytes", "operations",
+              [below(ROW.format("decode, float32, batch 1", "q, k, v", "bytes_per_second"),
+                     ROW.format("decode, float32, batch 1", row, "bytes_per_second"), sure=False)
+               for row in ALL_PRODUCTS[1:]]),
 )  # fmt: skip
 
 if __name__ == "__main__":
