@@ -179,7 +179,7 @@ conversations.draw_capacity(
 # %% [markdown]
 # **What to see.** Most prompts are new. Even with room for all blocks, few blocks are found so early
 # in the hour. Over [the whole
-# hour](https://github.com/jaxkv/jaxkv/blob/main/evals/CLAIMS.md#hash-table-prefix-caching-lin-2024),
+# hour](https://github.com/jaxkv/jaxkv/blob/main/docs/results/prefix.md#an-hour-of-conversations),
 # more than a third of the blocks are found.
 #
 # To send these millions of tokens through SmolLM2 would take hours on a CPU. With the small model of

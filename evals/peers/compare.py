@@ -25,8 +25,10 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command, standard_error
+from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.verdict import Claim, Comparison, Statement, above, below, within
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
@@ -184,6 +186,121 @@ def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
         "by_text": by_text.tolist(),
     }
 
+
+SAME = 0.02  # nats: a smaller difference counts as none
+STREAMING = [f"prompts/4096/cases/streaming/{ratio}/difference" for ratio in (0.25, 0.5)]
+RIVALS = {  # of a method: those that its paper or its board compares it with
+    "expected-attention": ("snapkv", "keydiff", cases.ENDS),
+    "balance": ("uniform", "snapkv", "pyramidkv"),
+}
+
+
+def same_loss(name: str) -> Comparison:
+    """Ours minus kvpress's, at every prompt length and ratio."""
+    return within(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/difference", by=SAME)
+
+
+def less_loss(name: str) -> list[Comparison]:
+    """The loss of a method below that of each rival, text by text."""
+    path = "prompts/{{prompt}}/cases/{}/{{ratio}}/over_full/ours/by_text"
+    return [below(path.format(name), path.format(rival)) for rival in RIVALS[name]]
+
+
+CLAIMS = (
+    Claim("our bar", "`snapkv` has kvpress's loss, within 0.02 nats at every length and ratio",
+          "peers", same_loss("snapkv")),
+    Claim("our bar",
+          "`expected-attention`, `keydiff` and the ends of a prompt (kvpress's StreamingLLM) have "
+          "kvpress's loss, within 0.02 nats", "peers",
+          *map(same_loss, ("expected-attention", "keydiff", cases.ENDS))),
+    Claim("our bar", "With kvpress's budgets, where they form a pyramid, `pyramidkv` has its loss, "
+          "within 0.02 nats", "peers", same_loss(cases.BUDGETS)),
+    Claim("explains the difference",
+          "`streaming` differs from kvpress's StreamingLLM because it evicts while it reads: ends "
+          "chosen after full attention have kvpress's loss", "peers", same_loss(cases.ENDS),
+          seen=[*map(below, STREAMING)]),
+    Claim("Expected Attention, kvpress's board",
+          "Expected attention loses less than SnapKV, KeyDiff and StreamingLLM at every ratio",
+          "peers", *less_loss("expected-attention")),
+    Claim("LongBench-E, a quarter of Llama-3.1-8B's cache: 44.99, against 44.82, 44.57 and 44.03",
+          "`balance` loses less than a uniform sample, SnapKV and PyramidKV",
+          "peers", *less_loss("balance")),
+    Claim("kvpress's board", "AdaKV and KVzap lose less than SnapKV", "",
+          needs="heads with different numbers of slots, and a trained scorer of keys"),
+    Claim("our bar", "Streaming in llama.cpp and transformers has the same loss", "",
+          needs="losses of llama.cpp beyond its context; transformers has no cache with sinks"),
+)  # fmt: skip
+
+
+def losses_table() -> str:
+    """Loss over full attention: a row per method, a column per prompt length and ratio."""
+    results = read("peers")["results"]
+    columns = [(prompt, ratio) for prompt in results["prompts"] for ratio in cases.RATIOS]
+    lines = table_head("method", *(f"{int(n):,}: {100 * ratio:g}%" for n, ratio in columns))
+    for name in next(iter(results["prompts"].values()))["cases"]:
+        rows = (results["prompts"][n]["cases"][name].get(f"{ratio:g}") for n, ratio in columns)
+        lines.append(table_row(name, *map(over_full, rows)))
+    head = (
+        f"Nats per token over {results['scored']} tokens, means over {len(results['texts'])} "
+        "novels; in parentheses where two standard errors reach zero:\n\n"
+    )
+    return head + "\n".join(lines) + "\n"
+
+
+def over_full(row: Mapping[str, Any] | None) -> str:
+    """Our loss minus that of full attention; kvpress has no pyramid at some ratios."""
+    if row is None:
+        return ""
+    over = row["over_full"]["ours"]
+    text = f"{over['mean']:+.3f}"
+    return text if abs(over["mean"]) > 2 * over["standard_error"] else f"({text})"
+
+
+def differences_table() -> str:
+    """Ours minus kvpress's: a row per method, the largest difference at each prompt length."""
+    prompts = read("peers")["results"]["prompts"]
+    heads = [f"{int(n):,}" for n in prompts]
+    lines = table_head("method", *(f"mean, {n}" for n in heads), *(f"token, {n}" for n in heads))
+    for name in cases.PRESSES:
+        rows = [prompt["cases"][name].values() for prompt in prompts.values()]
+        means = [max(abs(row["difference"]["mean"]) for row in ratios) for ratios in rows]
+        tokens = [max(row["largest_difference_of_a_token"] for row in ratios) for ratios in rows]
+        lines.append(table_row(name, *(f"{x:.4f}" for x in means), *(f"{x:.4f}" for x in tokens)))
+    return "\n".join(lines) + "\n"
+
+
+def gap_in_errors(results: dict[str, Any]) -> dict[str, float]:
+    """The distance of `expected-attention` and `snapkv`, in standard errors of the difference."""
+    gaps = {}
+    for prompt, at in results["prompts"].items():
+        for ratio, row in at["cases"]["snapkv"].items():
+            other = at["cases"]["expected-attention"][ratio]
+            gap = paired(*(x["over_full"]["ours"]["by_text"] for x in (row, other)))
+            gaps[f"{prompt}, {ratio}"] = abs(gap["mean"]) / gap["standard_error"]
+    return gaps
+
+
+TABLES = {"peers_losses": losses_table, "peers_differences": differences_table}
+PAGE = "docs/results/compression.md"
+EQUAL = [name for name in cases.PRESSES if name not in ("pyramidkv", "streaming")]
+STATEMENTS = (
+    Statement(PAGE, "At equal budgets, the loss differs from kvpress's by under 0.001 nats",
+              "peers", [within(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/difference", by=1e-3)
+                        for name in EQUAL]),
+    Statement(PAGE, "Single tokens differ by up to 0.06 nats", "peers",
+              [below(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/largest_difference_of_a_token",
+                     0.06) for name in EQUAL]),
+    Statement(PAGE, "After 4,096 tokens `streaming` loses less with a quarter and with half "
+              "removed", "peers", [*map(below, STREAMING)]),
+    Statement(PAGE, "At no ratio do `expected-attention` and `snapkv` differ by two standard "
+              "errors", "peers", [below(gap_in_errors, 2)]),
+    Statement(PAGE, "`balance` loses less than `uniform` only with a quarter of 4,096 tokens "
+              "removed", "peers", [below("prompts/4096/cases/balance/0.25/over_full/ours/by_text",
+                              "prompts/4096/cases/uniform/0.25/over_full/ours/by_text")]),
+    Statement(PAGE, "With 87.5 % removed `balance` loses more than `snapkv` after every prompt",
+              "peers", [above("prompts/{prompt}/cases/balance/0.875/over_full/ours/by_text",
+                              "prompts/{prompt}/cases/snapkv/0.875/over_full/ours/by_text")]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -30,13 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.timing import rate, time_rounds
-from jaxkv.evals.peers import rates_table
+from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
 from jaxkv.models import smollm2
 from jaxkv.models.llm import without_weights
 from jaxkv.models.published import open_published
+from jaxkv.state.memory import show
 
 SCRIPT = Path(__file__).with_name("llama_cpp_rates.py")
 OURS = [sys.executable, "-m", "jaxkv.evals.peers.our_rates"]
@@ -87,7 +89,7 @@ def run(file: Path, given: argparse.Namespace) -> dict[str, Any]:
         same = compare_tokens(cases, max(given.batches), given.new)
         meter = stack.enter_context(PeerProcess("bandwidth", OURS))
         results = fixed | measure(cases, about, meter, text, given) | {"greedy": same}
-    print(rates_table.of(results))
+    print(rates_table(results))
     return results
 
 
@@ -198,6 +200,43 @@ def measure(
     ratio_of = {title: ratios(of, "llama.cpp") for title, of in seconds.items()}
     return {"bandwidth": spread(bandwidth), "cases": found, "ratio": ratio_of}
 
+
+def rates_table(results: dict[str, Any]) -> str:
+    """The setting, and a row per case: tokens per second, and what decoding reads."""
+    peer, cases = results["llama_cpp"], results["cases"]
+    setting = (
+        f"llama-cpp-python {peer['llama_cpp_python']} (ggml {peer['ggml']}), {results['threads']} "
+        f"threads each, {results['prompt']:,} tokens before decoding of {results['new']:,}, "
+        f"{results['rounds']} rounds, memory bandwidth {results['bandwidth']['median'] / 1e9:.1f} "
+        "GB/s:\n\n"
+    )
+    titles = list(next(iter(cases.values()))["tokens_per_second"])
+    lines = table_head("case", *titles, "bytes of weights", "of the bandwidth", "memory")
+    for name, case in cases.items():
+        rates = (ranged(case["tokens_per_second"][title], "median", ",.0f") for title in titles)
+        share = f"{case['share_of_bandwidth']['median']:.0%}"
+        memory = show(case["memory"]["resident"])
+        lines.append(table_row(name, *rates, show(case["weight_bytes"]), share, memory))
+    return setting + "\n".join(lines) + "\n"
+
+
+TABLES = {"llama_cpp": lambda: rates_table(read("llama_cpp")["results"])}
+PAGE = "docs/results/speed.md"
+STATEMENTS = (
+    Statement(PAGE, "llama.cpp is faster in every form", "llama_cpp",
+              [below("ratio/decode, batch 1/{case}/{form}", 1)]),
+    Statement(PAGE, "jaxkv in int8 under `streaming` is then as fast as Q8_0, and faster than the "
+              "file as it is", "llama_cpp",
+              [within("ratio/decode, batch 8/jaxkv int8, streaming/llama.cpp Q8_0", 1, by=0.05,
+                      sure=False),
+               above("ratio/decode, batch 8/jaxkv int8, streaming/llama.cpp Q4_1", 1, sure=False)]),
+    Statement(PAGE, "under `full`, Q8_0 and F16 are faster than jaxkv", "llama_cpp",
+              [below(f"ratio/prefill, 1024/jaxkv {weights}, full/llama.cpp {form}", 1)
+               for weights in WEIGHTS for form in MADE]),
+    Statement(PAGE, "Under `streaming` jaxkv is as fast as they are", "llama_cpp",
+              [within(f"ratio/prefill, 1024/jaxkv {weights}, streaming/llama.cpp {form}", 1,
+                      by=0.06, sure=False) for weights in WEIGHTS for form in MADE]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

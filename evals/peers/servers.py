@@ -42,13 +42,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers import server_requests as requests
 from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.evals.peers.server_requests import FAILURES, Measurement, Result, Target
 from jaxkv.evals.peers.weights import add_chat, as_folder
 from jaxkv.models import smollm2
+from jaxkv.state.memory import show
 
 OURS = [sys.executable, "-m", "jaxkv.cli", "serve", "--dtype", "float32"]
 CASES = {
@@ -250,6 +253,48 @@ def memory_of(server: RunningServer) -> dict[str, Any]:
         return {"failed": f"the server has ended with exit code {code}"}
     return memory(server.process.pid)
 
+
+def throughput_table() -> str:
+    """Tokens per second by number of clients, and bytes: a row per server."""
+    results = read("servers")["results"]
+    titles = [name for name in next(iter(results["cases"].values())) if "clients" in name]
+    heads = (f"clients: {title.split()[-1]}" for title in titles)
+    lines = table_head("server", *heads, "peak memory")
+    for name, case in results["cases"].items():
+        rates = (f"{case[title]['median']:.0f}" for title in titles)
+        lines.append(table_row(name, *rates, show(case["memory"]["end"]["peak"])))
+    return (
+        f"Tokens per second of all clients, answers of {results['sizes']['new']} tokens, medians "
+        f"of {results['rounds']} rounds:\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def latency_table() -> str:
+    """Seconds to the first text and between chunks: a row per server."""
+    results = read("servers")["results"]
+    lines = table_head("server", "first text, turn 1", "turn 4, a page", "turn 6", "between chunks",
+                       "while 4 prompts arrive", "prompts answered")  # fmt: skip
+    for name, case in results["cases"].items():
+        first = (f"{case['first_text'][turn]['median']:.2f}" for turn in (0, 3, 5))
+        gaps = (f"{case['gap'][at]['median']:.3f}" for at in ("alone", "with_prompts"))
+        answered = f"{case['gap']['prompts_answered']['median']:.1f}"
+        lines.append(table_row(name, *first, *gaps, answered))
+    return "Seconds, medians of the same rounds:\n\n" + "\n".join(lines) + "\n"
+
+
+TABLES = {"servers_throughput": throughput_table, "servers_latency": latency_table}
+RATE = "cases/{}/tokens_per_second, clients {}"
+PEERS = ("transformers, default", "transformers, continuous batching")
+STATEMENTS = (
+    Statement("docs/results/speed.md",
+              "Under `streaming`, jaxkv answers more tokens per second than transformers at every "
+              "number of clients", "servers",
+              [above(RATE.format("jaxkv, default policy", n), RATE.format(peer, n))
+               for peer in PEERS for n in (1, 4, 16, 64)]),
+    Statement("docs/results/speed.md",
+              "With continuous batching it stalls for over half a minute", "servers",
+              [above("cases/transformers, continuous batching/gap/with_prompts", 30)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

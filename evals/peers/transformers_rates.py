@@ -28,14 +28,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import bar, rate, time_rounds
-from jaxkv.evals.peers import transformers_table
+from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
 from jaxkv.evals.peers.weights import as_folder
 from jaxkv.models.llm import Llm, without_weights
 from jaxkv.models.published import open_published
+from jaxkv.state.memory import show
 
 OURS = [sys.executable, "-m", "jaxkv.evals.peers.our_rates"]
 THEIRS = [sys.executable, "-m", "jaxkv.evals.peers.torch_rates"]
@@ -101,7 +103,7 @@ def run(llm: Llm, sizes: RateSizes) -> dict[str, Any]:
         "weight_bytes": {name: about[name]["weight_bytes"] for name in cases},
         **measured, "bars": bars(measured["ratio"]),
     }  # fmt: skip
-    print(transformers_table.of(results))
+    print(rates_table(results))
     return results
 
 
@@ -192,6 +194,53 @@ def bars(ratio_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, object]]:
         for name, found in ratio_of.get(title, {}).items()
     ]
 
+
+def rates_table(results: dict[str, Any]) -> str:
+    """The setting, and a row per case: tokens per second, seconds and bytes."""
+    peer, sizes, compiled = results["peer"], results["sizes"], results["compile"]
+    cases = [case for title in results["ratio"].values() for case in title.values()]
+    rounds = [ratio["n"] for case in cases for ratio in case.values()]
+    setting = (
+        f"transformers {peer['transformers']} with {peer['attention']} attention on torch "
+        f"{peer['torch']}, float32, {results['threads']} threads each, {sizes['prompt']:,} tokens "
+        f"before decoding of {sizes['new']:,} and to the first token, {min(rounds)} to "
+        f"{max(rounds)} rounds. "
+    )
+    if "failed" in compiled:
+        setting += f"The compiled case is not measured: `{compiled['failed']}`\n\n"
+    else:
+        setting += f"torch.compile took {compiled['seconds']:.0f} seconds.\n\n"
+    titles = [title for title in results["ratio"] if title != FIRST]
+    lines = table_head("case", *titles, "first token (s)", "peak memory")
+    for name, case in results["cases"].items():
+        rates = (rate_cell(case["tokens_per_second"].get(title), ",.0f") for title in titles)
+        first = rate_cell(case.get("first_token"), ".2f")
+        peak = max(size["peak"] for size in case["memory"].values())
+        lines.append(table_row(name, *rates, first, show(peak)))
+    return setting + "\n".join(lines) + "\n"
+
+
+def rate_cell(measured: dict[str, float] | None, form: str) -> str:
+    """A median with its range, or a dash where the case has no such measurement."""
+    return ranged(measured, "median", form) if measured else "–"
+
+
+TABLES = {"transformers_rates": lambda: rates_table(read("transformers_rates")["results"])}
+PAGE = "docs/results/speed.md"
+LONG = [f"ratio/prefill, {tokens}" for tokens in (4096, 8000)]
+STATEMENTS = (
+    Statement(PAGE, "jaxkv decodes more than twice as fast as transformers with one sequence, and "
+              "more than 1.5 times with eight", "transformers_rates",
+              [above("ratio/decode, batch 1/{case}/{peer}", 2),
+               above("ratio/decode, batch 8/{case}/{peer}", 1.5)]),
+    Statement(PAGE, "From 4,096 tokens on, prefill is faster too, under `streaming` more than "
+              "under `full`", "transformers_rates",
+              [*(above(f"{path}/jaxkv, full/{{peer}}", 1) for path in LONG),
+               *(above(f"{path}/jaxkv, streaming/{{peer}}", f"{path}/jaxkv, full/{{peer}}")
+                 for path in LONG)]),
+    Statement("evals/NEGATIVE.md", "On SmolLM2-135M it is met under `full` and under `streaming`",
+              "transformers_rates", [above("ratio/prefill, 4096/{case}/{peer}", 1)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -23,10 +23,19 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib import limits
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.timing import Variant, generate_greedy, prompt, time_rounds
-from jaxkv.evals.speed import operations_table
-from jaxkv.evals.speed.operation_programs import Caches, Operation, call, operations
+from jaxkv.evals.lib.verdict import Statement, above, below
+from jaxkv.evals.speed.operation_programs import (
+    ATTENTION,
+    HEAD,
+    PRODUCTS,
+    Caches,
+    Operation,
+    call,
+    operations,
+)
 from jaxkv.models import smollm2
 from jaxkv.models.llm import Llm
 
@@ -50,7 +59,7 @@ def main() -> None:
     }
     found = measure(llms, POLICY, given.rounds, given.new)
     record.finish(found)
-    print(operations_table.of(found))
+    print(kinds_table(found))
 
 
 def measure(llms: Mapping[str, Llm], policy: str, rounds: int, new: int) -> dict[str, Any]:
@@ -154,6 +163,56 @@ def reached(
 def milliseconds(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
     return spread(1e3 * np.asarray(seconds))
 
+
+ALL_PRODUCTS = (*PRODUCTS, HEAD)
+
+
+def kinds_table(results: dict[str, Any]) -> str:
+    """Shares of a step by kind of operation, and what the products of weights reach."""
+    limits = {name: limit["median"] / 1e9 for name, limit in results["limits"].items()}
+    head = (
+        f"`{results['policy']}`, medians of {results['rounds']} rounds. Limits of the same rounds: "
+        f"{limits['bandwidth']:.1f} GB/s and {limits['flops']:.0f} GFLOP/s.\n\n"
+    )
+    lines = table_head("case", "ms", "products of weights", "attention and cache", "other",
+                       "products: of the bandwidth", "of the FLOP limit")  # fmt: skip
+    for name, case in results["cases"].items():
+        took = {row: data["milliseconds"]["median"] for row, data in case["rows"].items()}
+        products, total = sum(took[row] for row in ALL_PRODUCTS), sum(took.values())
+        parts = products, took[ATTENTION], total - products - took[ATTENTION]
+        rates = (
+            sum(case["rows"][row][count] for row in ALL_PRODUCTS) / products / 1e6 / limits[limit]
+            for count, limit in (("weight_bytes", "bandwidth"), ("flops", "flops"))
+        )
+        milliseconds = f"{case['whole']['milliseconds']['median']:.1f}"
+        shares = (f"{part / total:.0%}" for part in parts)
+        lines.append(table_row(name, milliseconds, *shares, *(f"{rate:.0%}" for rate in rates)))
+    return head + "\n".join(lines) + "\n"
+
+
+TABLES = {"operations": lambda: kinds_table(read("operations")["results"])}
+PAGE, ROW = "docs/results/speed.md", "cases/{}/rows/{}/{}"
+STATEMENTS = (
+    Statement(PAGE, "memory does not limit them", "operations",
+              [below(ROW.format("decode, int8, batch 1", row, "share_of_bandwidth"), 0.3,
+                     sure=False) for row in ALL_PRODUCTS]),
+    Statement(PAGE, "Attention is the largest operation", "operations",
+              [above(ROW.format(f"decode, {form}, batch 8", ATTENTION, "milliseconds"),
+                     ROW.format(f"decode, {form}, batch 8", row, "milliseconds"))
+               for form in ("float32", "int8") for row in ALL_PRODUCTS]),
+    Statement(PAGE, "Attention takes more than half of the chunk", "operations",
+              [above(ROW.format("prefill, float32, chunk of 1,024", ATTENTION, "share_of_whole"),
+                     0.5, sure=False)]),
+    Statement(PAGE, "It reaches a smaller share of the FLOP limit than any product of the layers",
+              "operations",
+              [below(ROW.format("prefill, float32, chunk of 1,024", ATTENTION, "share_of_flops"),
+                     ROW.format("prefill, float32, chunk of 1,024", row, "share_of_flops"))
+               for row in PRODUCTS]),
+    Statement(PAGE, "q, k and v are the slowest for their bytes", "operations",
+              [below(ROW.format("decode, float32, batch 1", "q, k, v", "bytes_per_second"),
+                     ROW.format("decode, float32, batch 1", row, "bytes_per_second"), sure=False)
+               for row in ALL_PRODUCTS[1:]]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -17,12 +17,15 @@ import numpy as np
 from jaxkv import defaults, models
 from jaxkv.evals.lib import limits
 from jaxkv.evals.lib.paired_losses import bin_means
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread, standard_error
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread, standard_error
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
+from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import smollm2
 from jaxkv.models.llm import DEFAULT, Llm
 from jaxkv.models.quantised import FORMATS
+from jaxkv.state.memory import show
 
 FORMS = ("float32", *FORMATS)
 
@@ -111,6 +114,36 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
         },
     }  # fmt: skip
 
+
+def weights_table() -> str:
+    """Bytes, speed and loss: a row per form."""
+    results = read("quantised_weights")["results"]
+    rates = results["tokens_per_second"]
+    lines = table_head("weights", "bytes", "one sequence", "eight sequences",
+                       "loss, SmolLM2-135M", "loss, default model")  # fmt: skip
+    for form in FORMS:
+        speeds = (ranged(rates[f"{form}, batch {batch}"], "median", ".0f") for batch in (1, 8))
+        losses = ("", "") if form == "float32" else (
+            f"{model['difference'][form]:+.4f} ± {2 * model['standard_error'][form]:.4f}"
+            for model in (results, results["default model"])
+        )  # fmt: skip
+        lines.append(table_row(form, show(results["bytes"][form]), *speeds, *losses))
+    return (
+        f"Tokens per second on two CPU cores; losses over float32 in nats per token, on "
+        f"{results['tokens']:,} tokens of a novel:\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+TABLES = {"quantised_weights": weights_table}
+STATEMENTS = (
+    Statement("docs/results/speed.md",
+              "int4 saves memory, and decodes one sequence more slowly than int8 and than float32",
+              "quantised_weights",
+              [below("int4_over_int8/batch 1", 1), below("faster/int4, batch 1", 1)]),
+    Statement("evals/NEGATIVE.md", "The products read a quarter of the bytes and take a little "
+              "less time", "quantised_weights",
+              [above("faster/int8, batch 1", 1), below("faster/int8, batch 1", 1.5)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

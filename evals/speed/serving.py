@@ -19,6 +19,7 @@ from jaxkv import models
 from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
+from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import Llm
 from jaxkv.models.serving import make_engine
 
@@ -173,6 +174,13 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
 
 
 PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost}
+
+STATEMENTS = (
+    Statement("evals/NEGATIVE.md", "It is met against an engine with `max_batch=1`", "serving",
+              [above("throughput/times/alone, an engine with max_batch=1", FASTER, sure=False)]),
+    Statement("evals/NEGATIVE.md", "It is missed against `models.generate`", "serving",
+              [below("throughput/times/alone, models.generate", FASTER)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

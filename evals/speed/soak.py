@@ -30,6 +30,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
+from jaxkv.evals.lib.verdict import Claim, within
 from jaxkv.evals.speed.serving import BOOKS, passages
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
@@ -333,6 +334,16 @@ def early_hits(life: dict[str, Any]) -> float:
     before, after = life["rests"][:2]
     return after["prefix_hits"] - before["prefix_hits"]
 
+
+def missed_bars(results: dict[str, Any]) -> dict[str, int]:
+    return {"missed bars": sum(not line["met"] for line in results["bars"])}
+
+
+CLAIMS = (
+    Claim("not claimed",
+          "When clients disconnect, no answer changes, and no bar on leaks and fairness is missed",
+          "soak", within("policies/{policy}/{batch}/wrong"), within(missed_bars), unit="count"),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -26,6 +26,7 @@ import numpy as np
 from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
+from jaxkv.evals.lib.verdict import Statement, above, within
 from jaxkv.models import smollm2
 from jaxkv.models.decoding import compiled_decode_block, prefill_programs
 from jaxkv.models.hf.names import shapes
@@ -191,6 +192,13 @@ def environment(folder: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     return own | {"JAXKV_COMPILATION_CACHE": folder}
 
+
+STATEMENTS = (
+    Statement("evals/NEGATIVE.md", "takes over 8 seconds longer at 80 layers than at 12", "startup",
+              [above("depths/80/decode/2", "depths/12/decode/2", by=8)]),
+    Statement("evals/NEGATIVE.md", "Prefill is one program per layer, and takes as long at either "
+              "depth", "startup", [within("depths/80/prefill/2", "depths/12/prefill/2", by=0.1)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib import claims, policy_tables
+from jaxkv.evals.lib import claims
 from jaxkv.evals.lib.baseline import Baseline
 from jaxkv.evals.peers import (
     llama_cpp_rates,
@@ -19,7 +18,6 @@ from jaxkv.evals.peers import (
     peer_process,
     torch_rates,
     transformers_rates,
-    transformers_table,
 )
 from jaxkv.evals.peers.transformers_rates import COMPILED, EAGER, RateSizes
 from jaxkv.models.llm import without_weights
@@ -89,7 +87,7 @@ def test_all_cases_are_measured(fakes, model, capsys):
     assert list(compiled["memory"]) == [titles[0], titles[-1]] and "first_token" not in compiled
     over = found["ratio"]["decode, batch 8"]["jaxkv, streaming"]
     assert (over[EAGER]["median"], over[COMPILED]["median"]) == (2, 1)
-    assert transformers_table.of(found) in capsys.readouterr().out
+    assert transformers_rates.rates_table(found) in capsys.readouterr().out
 
 
 def test_both_policies_have_the_bars_that_are_asked(fakes, model):
@@ -110,7 +108,7 @@ def test_a_failed_compilation_is_recorded(fakes, model):
     assert found["compile"] == {"failed": "CppError: no compiler"}
     assert COMPILED not in found["cases"]
     assert list(found["ratio"]["decode, batch 1"]["jaxkv, full"]) == [EAGER]
-    assert "not measured: `CppError: no compiler`" in transformers_table.of(found)
+    assert "not measured: `CppError: no compiler`" in transformers_rates.rates_table(found)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +127,7 @@ def test_other_tokens_are_an_error(fakes, model, old, new, wrong):
 AT = {"median": 1234.44, "min": 1200.0, "max": 1300.0, "n": 9}
 
 
-def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_table, "RESULTS", tmp_path)
-    assert policy_tables.TABLES["transformers_rates"]() == "Not recorded yet.\n"
+def test_the_table_has_a_row_per_case():
     ours = {
         "tokens_per_second": {"decode, batch 1": AT},
         "first_token": {"median": 0.5, "min": 0.25, "max": 1.0},
@@ -146,25 +142,15 @@ def test_the_page_is_filled_from_the_record(tmp_path, monkeypatch):
         "ratio": {"decode, batch 1": {"jaxkv, full": {EAGER: AT, COMPILED: OVER}},
                   "first token": {"jaxkv, full": {EAGER: OVER}}},
     }  # fmt: skip
-    (tmp_path / "transformers_rates.json").write_text(json.dumps({"results": results}))
-    filled = policy_tables.TABLES["transformers_rates"]()
-    setting, _, *rates, _, _, _, head, _, decode, first, _, _, _, peaks, _, full, last = (
-        filled.splitlines()
-    )
+    setting, _, *rates = transformers_rates.rates_table(results).splitlines()
     assert setting.startswith("transformers 5.23 with sdpa attention on torch 2.13, float32, 2 thr")
-    assert "Rounds: decode, batch 1 9, first token 5. " in setting
-    assert setting.endswith("torch.compile took 62 seconds.")
+    assert setting.endswith("to the first token, 5 to 9 rounds. torch.compile took 62 seconds.")
     assert rates == [
-        "| case | decode, batch 1 | first token (s) |",
-        "|---|---|---|",
-        "| jaxkv, full | 1234.4 (1200.0 to 1300.0) | 0.50 (0.25 to 1.00) |",
-        f"| {COMPILED} | 2.0 | – |",
+        "| case | decode, batch 1 | first token (s) | peak memory |",
+        "|---|---|---|---|",
+        "| jaxkv, full | 1,234 (1,200 to 1,300) | 0.50 (0.25 to 1.00) | 3.0 MiB |",
+        f"| {COMPILED} | 2 | – | 2.0 MiB |",
     ]
-    assert head == f"| measurement | case | {EAGER} | {COMPILED} |"
-    assert decode == "| decode, batch 1 | jaxkv, full | 1234.44 (1200.00 to 1300.00) | 2.00 |"
-    assert first == "| first token | jaxkv, full | 2.00 | – |"
-    assert peaks == "| case | decode, batch 1 | first token |"
-    assert (full, last) == ("| jaxkv, full | 1.0 MiB | 3.0 MiB |", f"| {COMPILED} | 2.0 MiB | – |")
 
 
 PROMPTS = np.random.default_rng(0).integers(2, 250, (2, 24)).tolist()

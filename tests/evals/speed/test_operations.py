@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import hlo, limits, policy_tables, record
-from jaxkv.evals.speed import operation_programs, operations, operations_table, quantised_weights
+from jaxkv.evals.lib import hlo, limits, record
+from jaxkv.evals.speed import operation_programs, operations, quantised_weights
 from jaxkv.evals.speed.operation_programs import PRODUCTS, Caches, Operation
 from jaxkv.models import quantised
 from tests.tiny import write_tiny
@@ -145,33 +145,14 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(limits, "MATRIX_SIDES", (8,))
 
 
-def test_the_page_is_filled_from_the_record(llms, small_limits, tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    assert policy_tables.TABLES["operations"]() == "Not recorded yet.\n"
-    found = operations.measure(llms, POLICY, 1, 2)
-    assert (found["slots"], found["chunk"]) == (SLOTS, CHUNK)
-    (tmp_path / "operations.json").write_text(record.dumps({"results": record.plain(found)}))
-    filled = policy_tables.TABLES["operations"]()
-    for case, of_case in found["cases"].items():
-        table = filled.split(f"{case}:\n\n")[1].split("\n\n")[0].splitlines()
-        names = [line.split(" | ")[0].strip("|* ") for line in table[2:]]
-        assert names == [*of_case["rows"], "sum of the rows", "whole", "rest"]
-        assert len({line.count("|") for line in table}) == 1
-        assert ("sampling" in names) == case.startswith("decode")
-    assert len(found["cases"]) == 5
-
-
-def test_cells_of_a_row():
-    same = {"median": 2.5e9, "min": 2.5e9, "max": 2.5e9}
-    half = {"median": 0.5, "min": 0.5, "max": 0.5}
-    row = {
-        "times": 30, "weight_bytes": 4_000_000, "cache_bytes": 1_000_000, "flops": 0,
-        "milliseconds": {"median": 2.0, "min": 1.0, "max": 3.0}, "share_of_whole": half,
-        "bytes_per_second": same, "flops_per_second": same, "share_of_bandwidth": half,
-        "share_of_flops": half,
-    }  # fmt: skip
-    cells = operations_table.cells("down", row)
-    assert cells == ["down", "30", "2.00 (1.00 to 3.00)", "50%", "5", "", "2.5", "50%", "", ""]
+def test_the_table_has_the_shares_of_every_case(llms, small_limits):
+    results = record.plain(operations.measure(llms, POLICY, 1, 2))
+    assert (results["slots"], results["chunk"]) == (SLOTS, CHUNK) and len(results["cases"]) == 5
+    lines = operations.kinds_table(results).splitlines()[4:]
+    for line, case in zip(lines, results["cases"], strict=True):
+        name, _, *shares, bandwidth, flops = (x.strip() for x in line.strip("|").split(" | "))
+        assert name == case and bandwidth.endswith("%") and flops.endswith("%")
+        assert sum(int(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=1)
 
 
 @pytest.mark.slow
