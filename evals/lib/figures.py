@@ -30,14 +30,22 @@ from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "serving", "training")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "serving")),
     *(
         ROOT / "docs" / "results" / f"{name}.md"
-        for name in ("streaming", "policies", "tasks", "sparse", "compression", "speed")
+        for name in (
+            "streaming",
+            "policies",
+            "tasks",
+            "sparse",
+            "compression",
+            "speed",
+            "training",
+        )
     ),
     *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
     ROOT / "evals" / "NEGATIVE.md",
-    *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
+    ROOT / "ACCELERATOR.md",
 )
 LEGENDS = {
     "sink_tables": "upper right",

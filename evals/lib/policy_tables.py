@@ -8,6 +8,7 @@ import re
 from functools import partial
 from typing import Any
 
+from jaxkv.evals.comparison import learned_memory
 from jaxkv.evals.lib import gallery
 from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
@@ -16,6 +17,7 @@ from jaxkv.evals.peers import rates_table, transformers_table
 from jaxkv.evals.speed import operations_table, workarounds_table
 from jaxkv.evals.streaming import tables as streaming_tables
 from jaxkv.evals.tasks import report
+from jaxkv.evals.training import backcopy, emergence, sink_tables, sinks_in_front
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
@@ -88,14 +90,11 @@ def rows() -> dict[str, Any]:
 
 TABLES = {"policies": policies, "predicted": predicted, "cost": cost}
 TABLES |= {
-    name: partial(report.table, name)
-    for name in ("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware")
-}
-TABLES |= {
     name: partial(sparse_report.table, name)
     for name in ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680")
 }
 TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
 TABLES |= {"operations": operations_table.table, "transformers_rates": transformers_table.table}
-TABLES |= streaming_tables.TABLES
-TABLES |= {"task_gates": report.gates, "pictures": gallery.page}
+TABLES |= streaming_tables.TABLES | report.TABLES | {"pictures": gallery.page}
+for module in (sink_tables, backcopy, sinks_in_front, emergence, learned_memory):
+    TABLES |= module.TABLES
