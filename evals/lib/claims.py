@@ -122,8 +122,9 @@ SECTIONS = (  # heading, introduction, claims
     ("### Long-context tasks on a real model",
      "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
      "budget is a share of the context. The question follows the end of prefill. A task is scored "
-     "only where full attention gives at least 90 % right answers. With 4 to 20 samples intervals "
-     "are wide, so in this section the shares decide without them.", task_report.CLAIMS),
+     "only where full attention gives at least 90 % right answers. With 4 to 20 samples "
+     "intervals are wide, so in this section the shares decide, not their intervals.",
+     task_report.CLAIMS),
     ("## Reservoir sampling (Pan et al. 2024)", "", RESERVOIR),
     ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "", BALANCE),
     ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",

@@ -12,7 +12,8 @@ from typing import Any
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.verdict import Measure, Statement, below
-from jaxkv.evals.training.sink_tables import KINDS, evaluations, settings
+from jaxkv.evals.training.plots import KINDS
+from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
 def main() -> None:
@@ -60,13 +61,15 @@ def table() -> str:
     """A row per run, at its end."""
     lines = table_head(
         "preset", "trained with", "million tokens", "validation loss",
-        "largest attention of a head on the first token",
+        "largest attention of a head",
     )  # fmt: skip
     for name, run in read("emergence")["results"]["runs"].items():
         tokens, loss = run["million_tokens"][-1], run["valid_loss"][-1]
         cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{run['first_token_most'][-1]:.3f}")
         lines.append(table_row(f"`{name.split()[0]}`", KINDS[run["recipe"]["sinks"]], *cells))
-    return "One run of each, at its end.\n\n" + "\n".join(lines) + "\n"
+    return (
+        "One run of each, at its end. Attention: on the first token.\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 TABLES = {"emergence": table}
