@@ -229,9 +229,10 @@ def grade(cases: Sequence[bool]) -> str:
 
 
 UNITS = {  # of a claim: how a value is printed, and its unit
-    "nats": (lambda x: f"{x:+.3f}", " nats"),
+    "nats": (lambda x: f"{round(x, 3) + 0.0:+.3f}", " nats"),  # zero has no sign of its rounding
     "share": (lambda x: f"{100 * x:.1f}", " %"),
     "percent": (lambda x: f"{x:.1f}", " %"),
+    "points": (lambda x: f"{100 * x:+.0f}", " points"),  # differences of shares
     "times": (lambda x: f"{x:.2f}", " times"),
     "error": (lambda x: f"{x:.3f}", ""),
     "tokens": (lambda x: f"{x:,.0f}", " tokens"),

@@ -22,8 +22,7 @@ from jaxkv.evals.lib.claim import (
 )
 from jaxkv.evals.lib.measured_on import RANDOM
 from jaxkv.evals.magicpig.error_claims import ERRORS, METHODS
-from jaxkv.evals.tasks.claims import LOSS
-from jaxkv.evals.tasks.report import cases
+from jaxkv.evals.tasks.report import LOSS, cases
 
 COUNTED = "measured, no claim"
 MAGICPIG: list[Claim] = [*ERRORS]

@@ -22,6 +22,7 @@ from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
+from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers.weights import as_folder
 from jaxkv.models import training
 from jaxkv.models.continued import Base, open_base
@@ -147,6 +148,11 @@ def torch_step(folder: Path, recipe: Recipe) -> Step:
 
     return step
 
+
+STATEMENTS = (
+    Statement("docs/training.md", "is faster than a step of a plain PyTorch loop",
+              "training_peers", [above("speed_over_torch", 1)]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run_command(main)

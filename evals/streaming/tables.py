@@ -198,6 +198,10 @@ PAGE = "docs/results/streaming.md"
 STATEMENTS = (
     Statement(PAGE, "Without sinks, a window loses over 0.4 nats per token",
               "streaming_tables", [above(row, 0.4) for row in sinks_at_sizes(0)]),
+    Statement("README.md", "A plain window of 256 tokens loses over half a nat per token",
+              "streaming_tables", [above(f"tables/{SIZE}/rows/{label(0, SIZE)}", 0.5)]),
+    Statement("README.md", "its loss rises beyond the trained context", "streaming_tables",
+              [above("beyond_context/rows/full", 1)]),
     Statement(PAGE, "One sink is as good as four for this model", "streaming_tables",
               [within(row, by=SAME) for row in sinks_at_sizes(1)]),
     Statement(PAGE, "positions of the text cost little within the trained context, and more than a "

@@ -1,72 +1,229 @@
-"""The table of the task record, and a cell of it, for docs/results and CLAIMS.md."""
+"""Tables, claims and statements of the task records, for docs/results and CLAIMS.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import mean
 
-from jaxkv.evals.lib.claim import Results
 from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
+from jaxkv.evals.tasks.budgets import NAMES
+from jaxkv.evals.tasks.score import GATE, wilson
 from jaxkv.state.memory import show
+
+ANSWERS = {"needle": "needles", "passkey": "pass keys"}  # what a task asks for
+SPARSE = NAMES[NAMES.index("topk") :]  # they cache every token
+SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, "keydiff"))
+LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of a record
+QUARTER = "0.25"  # of the context
+LOSS = 0.1  # of all answers: a smaller loss counts as none
 
 
 def cases(results: Results) -> Iterator[tuple[str, str, Results]]:
     """Task, length and results of every case, in the order of the record."""
     for task, by_length in results["tasks"].items():
-        for length, found in by_length.items():
-            yield task, length, found
-
-
-def score(found: Results) -> str:
-    """A score with its interval, in percent; found: of full attention or of a policy."""
-    low, high = (f"{100 * found[end]:.0f}" for end in ("low", "high"))
-    return f"{found['score']:.0%} ({low} to {high})"
-
-
-def gate(found: Results) -> str:
-    """Whether a case is scored; found: its results. Right: with all parts of the answer."""
-    full = found["full"]
-    right = f"full attention is right in {full['right']} of {full['samples']}"
-    return f"scored: {right}" if found["scored"] else f"not scored: {right}"
+        for length, case in by_length.items():
+            yield task, length, case
 
 
 def gates() -> str:
-    """One row per task and length: what full attention solves."""
-    return gate_rows(read("task_gates", RESULTS)["results"])
-
-
-def gate_rows(results: Results) -> str:
-    lines = ["| task, tokens | right answers of full attention | gate |", "|---|---|---|"]
-    lines += [
-        f"| {task}, {int(length):,} | {score(found['full'])} | {gate(found)} |"
-        for task, length, found in cases(results)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def divergence(found: Results) -> str:
-    """KL per answer token with two standard errors, and top-1 agreement."""
-    error = found["kl_two_errors"]
-    spread = "" if error is None else f" ± {error:.2f}"
-    return f"{found['kl']:.2f}{spread} | {found['agreement']:.0%}"
+    """A row per task: the right answers of full attention by length of the context."""
+    by_task: dict[str, dict[str, str]] = {}
+    for record in ("task_gates", "task_gates_4096"):
+        results = read(record, RESULTS)["results"]
+        for task, length, case in cases(results):
+            full = case["full"]
+            cell = f"{full['score']:.0%} ({full['right']} of {full['samples']})"
+            by_task.setdefault(task, {})[length] = cell
+    lengths = list(dict.fromkeys(length for row in by_task.values() for length in row))
+    lines = table_head("task", *(f"{int(length):,} tokens" for length in lengths))
+    lines += [table_row(task, *(row.get(x, "") for x in lengths)) for task, row in by_task.items()]
+    caption = "Right answers of full attention; in parentheses, samples with all parts right."
+    return f"{caption}\n\n" + "\n".join(lines) + "\n"
 
 
 def table(record: str) -> str:
-    """One row per case, budget and policy."""
+    """A row per policy for each length of context, of the tasks that full attention solves."""
     results = read(record, RESULTS)["results"]
-    lines = [
-        "| task, tokens | budget | policy | right answers | KL per token (nats) | same top token "
-        "| state |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for task, length, found in cases(results):
-        case = f"{task}, {int(length):,}"
-        lines.append(f"| {case} | all | `full` | {score(found['full'])} | 0 | 100% "
-                     f"| {show(found['full']['state_bytes'])} |")  # fmt: skip
-        for ratio, rows in found["ratios"].items():
-            for name, row in rows.items():
-                right = score(row) if found["scored"] else gate(found)
-                lines.append(
-                    f"| {case} | {100 * float(ratio):g}% | `{name}` | {right} | {divergence(row)} "
-                    f"| {show(row['state_bytes'])} |"
-                )
-    return "\n".join(lines) + "\n"
+    lengths = dict.fromkeys(length for _, length, _ in cases(results))
+    return "\n".join(length_table(results, length) for length in lengths)
+
+
+def length_table(results: Results, length: str) -> str:
+    solved = {task: case for task, at, case in cases(results) if at == length and case["scored"]}
+    first = next(iter(solved.values()))
+    shares = list(first["ratios"])
+    middle = len(shares) // 2
+    budgets = " / ".join(f"{100 * float(share):g}" for share in shares) + " %"
+    budget = f"at {100 * float(shares[middle]):g} %"
+    count = results["samples"]
+    lines = table_head(
+        "policy", *(f"{ANSWERS.get(task, task)} at {budgets}" for task in solved),
+        *(f"KL {budget}, {ANSWERS.get(task, task)}" for task in solved), f"state {budget}",
+    )  # fmt: skip
+    right = [case["full"]["right"] for case in solved.values()]
+    lines.append(
+        table_row("`full`", *right, *[0] * len(solved), show(first["full"]["state_bytes"]))
+    )
+    for name in first["ratios"][shares[middle]]:
+        rows = [[case["ratios"][share][name] for share in shares] for case in solved.values()]
+        answers = [" / ".join(f"{count * x['score']:.3g}" for x in by_share) for by_share in rows]
+        kl = [divergence(by_share[middle]) for by_share in rows]
+        lines.append(table_row(f"`{name}`", *answers, *kl, show(rows[0][middle]["state_bytes"])))
+    low, high = wilson(0.5, count)
+    return (
+        f"Right answers of {count}, in contexts of {int(length):,} tokens. If half are right, the "
+        f"95 % interval is {100 * low:.0f} to {100 * high:.0f} %.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def divergence(row: Results) -> str:
+    """KL per answer token with two standard errors."""
+    error = row["kl_two_errors"]
+    return f"{row['kl']:.2f}" + ("" if error is None else f" ± {error:.2f}")
+
+
+def solved_rows(results: Results) -> Iterator[tuple[str, Results, float, dict[str, Results]]]:
+    """Every task that full attention solves, at every budget: its name, the results of full
+    attention, the budget as a share of the context, and the results by policy."""
+    for task, _, case in cases(results):
+        for share, by_policy in case["ratios"].items():
+            if case["scored"]:
+                yield f"{task}, {100 * float(share):g} %", case["full"], float(share), by_policy
+
+
+def full_scores(*tasks: str) -> Measure:
+    """Right answers of full attention, as a share, in these tasks or in all."""
+    return lambda results: {
+        f"{task}, {length}": case["full"]["score"]
+        for task, length, case in cases(results)
+        if task in tasks or not tasks
+    }
+
+
+def scores(policies: Sequence[str], tasks: Sequence[str] = tuple(ANSWERS)) -> Measure:
+    """Right answers as a share, by policy and case."""
+    return lambda results: {
+        f"{policy}, {name}": by_policy[policy]["score"]
+        for name, _, _, by_policy in solved_rows(results)
+        for policy in policies
+        if name.startswith(tuple(tasks))
+    }
+
+
+def over_full(policy: str) -> Measure:
+    """Right answers minus those of full attention, as shares."""
+    return lambda results: {
+        name: by_policy[policy]["score"] - full["score"]
+        for name, full, _, by_policy in solved_rows(results)
+        if policy in by_policy
+    }
+
+
+def evicted_scores(*policies: str) -> Measure:
+    """Right answers about the parts of the context that a window of the budget has evicted."""
+    return lambda results: {
+        f"{policy}, {name}": mean(depths[: int(len(depths) * (1 - share))])
+        for name, _, share, by_policy in solved_rows(results)
+        for policy in by_policy.keys() & set(policies)
+        for depths in [by_policy[policy]["by_depth"]]
+    }
+
+
+def keydiff_lead(results: Results) -> dict[str, float]:
+    """Right answers of keydiff minus the most of any other policy that evicts or compresses."""
+    return {
+        name: by_policy["keydiff"]["score"] - max(by_policy[x]["score"] for x in SAMPLED)
+        for name, _, _, by_policy in solved_rows(results)
+    }
+
+
+def kl_over_window(*policies: str) -> Measure:
+    """Divergence from full attention minus that of a window."""
+    return lambda results: {
+        f"{policy}, {name}": by_policy[policy]["kl"] - by_policy["window"]["kl"]
+        for name, _, _, by_policy in solved_rows(results)
+        for policy in policies
+    }
+
+
+def as_full(policy: str) -> tuple:
+    """A policy answers as full attention does."""
+    return (above(over_full(policy), by=-LOSS),)
+
+
+RULER = "RULER, Table 3: models of 7 billion weights and more, 4,096 tokens"
+PAN = "Pan et al., section 7"
+CLAIMS = (
+    *(Claim(RULER, "Full attention gives at least 90 % right answers", record,
+            within(full_scores(), 1, by=1 - GATE), unit="share")
+      for record in ("task_gates", "task_gates_4096")),
+    *(Claim(f"{PAN}: it loses accuracy where a task needs long-term memory",
+            f"A streaming cache answers less than 10 % about evicted text, in {length} tokens",
+            record, below(evicted_scores("streaming"), LOSS), unit="share")
+      for record, length in LENGTHS.items()),
+    *(Claim(f"{PAN}: accuracy improves",
+            "With a reservoir sample of the evicted text, the score is under 10 points below full "
+            f"attention's, in {length} tokens", record, *as_full("reservoir"), unit="points")
+      for record, length in LENGTHS.items()),
+    *(Claim("SnapKV, needle in a haystack, with the question in the prompt",
+            "With SnapKV and the question after the prompt, the score is under 10 points below "
+            f"full attention's, in {length} tokens", record, *as_full("snapkv"), unit="points")
+      for record, length in LENGTHS.items()),
+    Claim("SnapKV, needle in a haystack",
+          "With SnapKV and the question in the prompt, the score is under 10 points below full "
+          "attention's", "tasks_query_aware", *as_full("snapkv"), unit="points"),
+    *(Claim("MagicPIG, Figure 1: retrieval works",
+            "On single facts, the score of top-k attention is under 10 points below full "
+            f"attention's, in {length} tokens", record, *as_full("topk"), unit="points")
+      for record, length in LENGTHS.items()),
+    Claim("MagicPIG, Figure 1: aggregation does not work",
+          "On common and frequent words, the score of top-k attention is over 10 points below full "
+          "attention's",
+          "task_gates", needs="a model whose full attention solves these tasks"),
+    Claim("RULER, multi-key needles; not claimed for conversations",
+          "Caches are told apart by several needles at once, and by judged conversations", "",
+          needs="a model of billions of weights: SmolLM2-135M solves no task that combines several "
+          "places of a text"),
+)  # fmt: skip
+
+TABLES = {"task_gates": gates} | {
+    name: lambda name=name: table(name) for name in (*LENGTHS, "tasks_query_aware")
+}
+PAGE = "docs/results/tasks.md"
+OTHER_TASKS = ("variable-tracking", "common-words", "frequent-words")
+STATEMENTS = (
+    Statement(PAGE, "full attention solves needles and pass keys, and none of the other three "
+              "tasks", "task_gates",
+              [within(full_scores(*ANSWERS), 1, by=1 - GATE),
+               below(full_scores(*OTHER_TASKS), 0.5)]),
+    Statement(PAGE, "`keydiff` answers most at every budget", "tasks", [above(keydiff_lead)]),
+    Statement(PAGE, "with a quarter of the tokens it gives every pass key", "tasks",
+              [within(f"tasks/passkey/1024/ratios/{QUARTER}/keydiff/score", 1)]),
+    Statement(PAGE, "The others recall little more than what their window still holds", "tasks",
+              [below(evicted_scores(*SAMPLED), 0.2)]),
+    Statement(PAGE, "Policies that cache every token answer at least three quarters", "tasks",
+              [above(scores(SPARSE), 0.75)]),
+    Statement(PAGE, "`keydiff` again answers most, but less than half of either task",
+              "tasks_2048", [above(keydiff_lead), below(scores(["keydiff"]), 0.5)]),
+    Statement(PAGE, "The others answer at most a quarter, all of it from the last quarter of the "
+              "context", "tasks_2048",
+              [within(scores(SAMPLED), 0, by=0.25), within(evicted_scores(*SAMPLED), 0)]),
+    Statement(PAGE, "`magicpig` and `quest` miss some pass keys", "tasks_2048",
+              [below(scores(["magicpig", "quest"], ["passkey"]), 1)]),
+    Statement(PAGE, "`keydiff` finds no needle and half of the pass keys. Policies that cache "
+              "every token answer everything", "tasks_4096",
+              [within(scores(["keydiff"], ["needle"]), 0), within(scores(SPARSE), 1),
+               within(scores(["keydiff"], ["passkey"]), 0.5)]),
+    Statement(PAGE, "Their predictions come nearer to those of full attention than those of a "
+              "window do, but at most a third of their answers is right", "tasks_query_aware",
+              [below(kl_over_window("snapkv", "pyramidkv")),
+               below(scores(["snapkv", "pyramidkv"]), 0.34)]),
+    Statement("README.md", "finds half of the needles", "tasks",
+              [within(f"tasks/needle/1024/ratios/{QUARTER}/keydiff/score", 0.5)]),
+    Statement("README.md", "find at most a fifth of the needles and pass keys", "tasks",
+              [within(f"tasks/{task}/1024/ratios/{QUARTER}/{policy}/score", 0, by=0.2)
+               for task in ANSWERS
+               for policy in ("snapkv", "pyramidkv", "expected-attention", "balance", "uniform")]),
+)  # fmt: skip

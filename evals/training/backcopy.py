@@ -19,7 +19,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.verdict import Claim, Measure, Statement, above, below, within
+from jaxkv.evals.streaming.tables import SAME
+from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
 from jaxkv.models import corpus, data, uncached
 from jaxkv.models.llm import Llm
@@ -193,6 +197,71 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for name in found[0]["loss"]
         },
     }
+
+
+def over_four(kind: str, *sizes: str) -> Measure:
+    """The loss of a variant with fewer first tokens in the cache, minus that with four."""
+    return lambda results: {
+        f"{kind} {size}": results["variants"][kind]["summary"]["loss_over_base"][size]
+        for size in sizes
+    }
+
+
+CLAIMS = (
+    Claim("Table 3; stream of Guo et al. 2024 (arXiv 2410.13835)",
+          "With a mostly idle head, a trained sink token is needed and enough; plain softmax needs "
+          "more", "backcopy",
+          above(over_four("token", "0+24"), by=SAME), within(over_four("token", "1+23"), by=SAME),
+          above(over_four("none", "1+23"), by=SAME)),
+    Claim("appendix: no gain from a second",
+          "Without the second of two trained sink tokens, the loss rises by over 0.02 nats",
+          "backcopy", above(over_four("two_tokens", "1+23"), by=SAME)),
+)  # fmt: skip
+
+
+def table() -> str:
+    """A row per variant, and per other recipe of plain softmax."""
+    results = read("backcopy")["results"]
+    sizes = list(results["variants"]["none"]["summary"]["loss_over_base"])[:-1]
+    lines = table_head("trained with", "loss of 4+20", *sizes, "attention on the first token")
+    for kind, variant in results["variants"].items():
+        medians = variant["summary"]
+        over = [rounded(medians["loss_over_base"][size]) for size in sizes]
+        loss, attention = (medians["loss"]["4+20"], medians["first_token"])
+        cells = (ranged(loss, "median", ".3f"), *over, ranged(attention, "median", ".2f"))
+        lines.append(table_row(KINDS[kind], *cells))
+    for name, trial in results["tries"].items():
+        over = [f"{round(trial['loss'][size]['loss_over_base'], 3) + 0.0:+.3f}" for size in sizes]
+        cells = (f"{trial['loss']['4+20']['loss']:.3f}", *over, f"{trial['first_token']:.2f}")
+        lines.append(table_row(f"plain softmax, {name}", *cells))
+    seeds = len(results["variants"]["none"]["seeds"])
+    caption = f"Medians of {seeds} seeds, with the range. `s+w`: loss minus that of 4+20."
+    return f"{caption}\n\n" + "\n".join(lines) + "\n"
+
+
+def rounded(differences: dict[str, float]) -> str:
+    """The median and the range of differences, without a sign of zero."""
+    values = {name: round(x, 3) + 0.0 for name, x in differences.items()}
+    return ranged(values, "median", "+.3f")
+
+
+TABLES = {"backcopy": table}
+PAGE = "docs/results/training.md"
+STATEMENTS = (
+    Statement(PAGE, "A model with a trained sink token loses over 0.1 nats when the cache evicts "
+              "it, and needs no other sink", "backcopy",
+              [*(above(over_four(kind, "0+24"), 0.1) for kind in ("token", "two_tokens")),
+               within(over_four("token", "1+23"), by=0.001),
+               within(over_four("two_tokens", "2+22"), by=0.001)]),
+    Statement(PAGE, "Models with plain softmax, a zero sink or sink logits learn no sink and need "
+              "none", "backcopy",
+              [within(over_four(kind, "0+24", "1+23"), by=0.001)
+               for kind in ("none", "zero", "logit")]
+              + [below(f"variants/{kind}/summary/first_token", 0.01)
+                 for kind in ("none", "zero", "logit")]),
+    Statement(PAGE, "Other recipes of plain softmax learn no sink either", "backcopy",
+              [below("tries/{name}/first_token", 0.01)]),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

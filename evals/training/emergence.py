@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.lib.record import Record, make_parser, run_command
-from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command
+from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.verdict import Measure, Results, Statement, above, below, within
+from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
@@ -55,6 +57,31 @@ def sink_token_gains(results: Results) -> dict[str, float]:
     }
 
 
+def largest_attention(*sinks: str) -> Measure:
+    """The largest attention of a head on the first token, at the end of the runs of these sinks."""
+    return lambda results: {
+        name: run["first_token_most"][-1]
+        for name, run in results["runs"].items()
+        if run["recipe"]["sinks"] in sinks
+    }
+
+
+def table() -> str:
+    """A row per run, at its end."""
+    lines = table_head(
+        "preset", "trained with", "million tokens", "validation loss",
+        "largest attention of a head",
+    )  # fmt: skip
+    for name, run in read("emergence")["results"]["runs"].items():
+        tokens, loss = run["million_tokens"][-1], run["valid_loss"][-1]
+        cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{run['first_token_most'][-1]:.3f}")
+        lines.append(table_row(f"`{name.split()[0]}`", KINDS[run["recipe"]["sinks"]], *cells))
+    return (
+        "One run of each, at its end. Attention: on the first token.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+TABLES = {"emergence": table}
 NEGATIVE = "evals/NEGATIVE.md"
 STATEMENTS = (
     Statement(NEGATIVE, "No head gives the first token a tenth of its attention", "emergence",
@@ -63,6 +90,10 @@ STATEMENTS = (
               [above("sink_metric", 0.5)]),
     Statement(NEGATIVE, "A sink token changes the validation loss by less than 0.15 nats per token",
               "emergence", [within(sink_token_gains, by=0.15)]),
+    Statement("docs/results/training.md", "no head gives the first token a tenth of its attention, "
+              "and without a sink token not even a hundredth", "emergence",
+              [below(largest_attention(*KINDS), 0.1),
+               below(largest_attention("none", "zero", "logit"), 0.01)]),
 )  # fmt: skip
 
 if __name__ == "__main__":

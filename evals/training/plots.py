@@ -7,6 +7,13 @@ from typing import Any
 from jaxkv.models.palette import COLOURS, VARIANTS
 
 SIZE = 256  # of a cache
+KINDS = {  # variants of training, as tables name them
+    "none": "plain softmax",
+    "zero": "zero sink",
+    "logit": "sink logits",
+    "token": "sink token",
+    "two_tokens": "two sink tokens",
+}
 SHOWN = {  # variants of evals.training.sinks_in_front: label, colour, line
     "plain": ("as published", COLOURS["full"], "solid"),
     "constant": ("constant token", VARIANTS["none"], "dotted"),
