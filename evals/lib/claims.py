@@ -15,13 +15,22 @@ from jaxkv.evals.lib.claim import OPEN, Claim
 from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
 from jaxkv.evals.lib.verdict import Statement
-from jaxkv.evals.magicpig.claims import MAGICPIG
+from jaxkv.evals.magicpig import (
+    lookup,
+    published_tables,
+    report,
+    sampling,
+    sparse_losses,
+    sparse_tokens,
+    tune_lsh,
+)
 from jaxkv.evals.peers.claims import PEERS
 from jaxkv.evals.prefix_caching.claims import PREFIXES
 from jaxkv.evals.reservoir.claims import RESERVOIR
-from jaxkv.evals.speed import latency
+from jaxkv.evals.speed import chat, host_time, kernels, latency, rates
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks.claims import LONG_TASKS
+from jaxkv.evals.training import mfu
 from jaxkv.evals.training.claims import TRAINING
 
 CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
@@ -128,7 +137,10 @@ SECTIONS = (  # heading, introduction, claims
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
      "scored by teacher forcing. Losses are in nats per token, with two standard errors.",
      PEERS),
-    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
+    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
+     [claim for module in (sampling, published_tables, tune_lsh, lookup, sparse_losses,
+                           sparse_tokens)
+      for claim in module.CLAIMS]),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "
      "its protocol. Records of jaxkv's engine use the default model.", PREFIXES),
@@ -254,7 +266,7 @@ def link(name: str) -> str:
 
 def statements() -> list[Statement]:
     """The statements of all pages that rest on a record."""
-    modules = (tables,)
+    modules = (tables, latency, report, rates, mfu, host_time, chat, kernels)
     return [statement for module in modules for statement in module.STATEMENTS]
 
 

@@ -35,7 +35,7 @@ PAGES = (
         ROOT / "docs" / "results" / f"{name}.md"
         for name in ("streaming", "policies", "tasks", "sparse", "compression", "speed")
     ),
-    *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
+    ROOT / "docs" / "decisions" / "compilation.md",
     ROOT / "evals" / "NEGATIVE.md",
     *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )

@@ -13,7 +13,7 @@ from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.magicpig import report as sparse_report
 from jaxkv.evals.peers import rates_table, transformers_table
-from jaxkv.evals.speed import operations_table, workarounds_table
+from jaxkv.evals.speed import chat, operations_table, rates, workarounds_table
 from jaxkv.evals.streaming import tables as streaming_tables
 from jaxkv.evals.tasks import report
 from jaxkv.policies import POLICIES
@@ -91,11 +91,7 @@ TABLES |= {
     name: partial(report.table, name)
     for name in ("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware")
 }
-TABLES |= {
-    name: partial(sparse_report.table, name)
-    for name in ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680")
-}
 TABLES |= {"llama_cpp": rates_table.table, "workarounds": workarounds_table.table}
 TABLES |= {"operations": operations_table.table, "transformers_rates": transformers_table.table}
-TABLES |= streaming_tables.TABLES
+TABLES |= streaming_tables.TABLES | sparse_report.TABLES | rates.TABLES | chat.TABLES
 TABLES |= {"task_gates": report.gates, "pictures": gallery.page}
