@@ -30,7 +30,7 @@ def losses_of(by_model: dict[str, Any]) -> str:
         f"of {show(full['state_bytes'])}; sinks and window alone lose {over_full(ends)} nats. Loss "
         "over full attention in nats, by share of the keys between:",
         "",
-        *table_head("method", *(f"{float(share):.0%}" for share in shares), "caches"),
+        *table_head("method", *(f"{float(share):.0%}" for share in shares), "caches by share"),
     ]
     for method in next(iter(shares.values())):
         cells = [methods[method] for methods in shares.values()]
