@@ -44,7 +44,7 @@ PAGES = (
             "speed",
         )
     ),
-    *(ROOT / "docs" / "decisions" / f"{name}.md" for name in ("compilation", "engine")),
+    ROOT / "docs" / "decisions" / "compilation.md",
     ROOT / "evals" / "NEGATIVE.md",
     *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
 )

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv.evals.lib.measured_on import SYNTHETIC
+from jaxkv.evals.lib.verdict import Claim, Measure, Results, above, within
 from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
 
 WITHIN_7, WITHIN_8 = 0.01, 0.2  # relative tolerance
@@ -91,3 +93,50 @@ def zoo(seed: int = 0, trials: int = 100_000) -> dict[str, Any]:
             "deviation_of_samples": draws[:, :budget].mean(axis=1).std(),
         }
     return found
+
+
+def table_sizes(results: Results) -> dict[str, float]:
+    """Bytes of tables by formula over the published ones, minus 1."""
+    rows = results["tables"]["table_7"]
+    return {
+        f"{row['model']}, {row['L']}, {row['thousand_tokens']}": row["table_gib"]
+        / row["published"]["table_gib"] - 1
+        for row in rows
+    }  # fmt: skip
+
+
+def table_8_shares(formula: str) -> Measure:
+    """Shares of Table 8 by a formula over the published ones, minus 1."""
+    return lambda results: {
+        f"{row['K']}, {row['L']}": row[formula] / row["published"] - 1
+        for row in results["tables"]["table_8"]
+    }
+
+
+def counted(results: Results) -> dict[str, float]:
+    """Counted shares over computed ones, minus 1."""
+    return {
+        f"K={row['K']}, L={row['L']}": row["share"]["median"] / row["isotropic"] - 1
+        for row in results["tables"]["table_8_counted"]
+    }
+
+
+CLAIMS = (
+    Claim("Table 7", "By formula, the bytes of hash tables differ from the published, rounded "
+          "ones by at most 3 %", "sampling", within(table_sizes, by=0.03), unit="share",
+          model="formulas"),
+    Claim("Table 8", "Isotropic keys of dimension 88 give the published shares within 20 %",
+          "sampling", within(table_8_shares("isotropic"), by=0.2), unit="share", model=SYNTHETIC),
+    Claim("Table 8, equation 21", "Equation 21 gives the published shares within 20 %",
+          "sampling", within(table_8_shares("equation 21"), by=0.2), unit="share",
+          model="formulas"),
+    Claim("Table 8", "Tables find the computed share of isotropic keys within 5 %", "sampling",
+          within(counted, by=0.05), unit="share", model=SYNTHETIC),
+    Claim("appendix G", "Top-k overestimates the mean of the zoo example, by budget", "sampling",
+          above("tables/zoo/budgets/{budget}/top_k", "tables/zoo/mean"), unit="number",
+          model=SYNTHETIC),
+    Claim("appendix G", "A sample estimates the mean of the zoo example within 0.05, by budget",
+          "sampling",
+          within("tables/zoo/budgets/{budget}/mean_of_samples", "tables/zoo/mean", by=0.05),
+          unit="number", model=SYNTHETIC),
+)  # fmt: skip

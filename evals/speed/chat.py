@@ -15,8 +15,10 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.lib.verdict import Statement, within
 from jaxkv.evals.speed.startup import COMMAND, environment
 from jaxkv.models import smollm2
 
@@ -72,6 +74,23 @@ def chat(model: str, asked: list[str], folder: str) -> list[float]:
             begun = perf_counter()
         process.stdin.close()
     return seconds
+
+
+def table() -> str:
+    """Seconds to the first text, by compilation cache and message."""
+    lines = table_head("compilation cache", "from the command", "short message", "page")
+    for label, seconds in zip(("empty", "filled"), read("chat")["results"].values(), strict=True):
+        cells = (ranged(seconds[turn], "median", ".2f") for turn in (0, 1, 3))
+        lines.append(table_row(label, *cells))
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"chat": table}
+STATEMENTS = (
+    Statement("docs/decisions/compilation.md", "no later turn compiles", "chat",
+              [within(f"cold/{turn}", f"warm/{turn}", by=0.05, sure=False)
+               for turn in range(1, 6)]),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from jaxkv.engine import Engine, Request
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, bar, time_rounds, timed
+from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models.llm import Llm
 from jaxkv.models.serving import make_engine
 
@@ -114,6 +115,14 @@ def profile(steps: Callable[[], None]) -> dict[str, float]:
         if not name.endswith(WAIT):
             own[re.sub(r" at 0x[0-9a-f]+", "", name)] += row[2] / total
     return dict(own.most_common(FUNCTIONS))
+
+
+STATEMENTS = (
+    Statement("docs/decisions/engine.md", "at most a tenth of a step of the default model and 3 % "
+              "of one of SmolLM2-135M is outside its program", "host_time",
+              [below(f"models/{name}/share", bound, sure=False)
+               for name, (_, bound) in MODELS.items()]),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from typing import Any
 import jax
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
+from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models.llm import Llm
 
 POLICIES = {
@@ -61,15 +63,15 @@ def measure(
         stream = models.Stream(llm, POLICIES[name], batch, tokens=length + new)
         stream.prefill(prompts)
         stream.finish_prefill()
-        reads[name] = timed(partial(read, llm, POLICIES[name], prompts, length + new))
+        reads[name] = timed(partial(prefill, llm, POLICIES[name], prompts, length + new))
         decodes[name] = decode_variant(stream, new)
     seconds = time_rounds(reads, rounds, f"prefill, batch {batch}")
-    prefill = {name: rate(batch * length, values) for name, values in seconds.items()}
+    prefill_rates = {name: rate(batch * length, values) for name, values in seconds.items()}
     seconds = time_rounds(decodes, rounds, f"decoding, batch {batch}")
     decoding = {name: rate(batch * new, values) for name, values in seconds.items()}
     found = {
         name: {
-            "prefill": prefill[name],
+            "prefill": prefill_rates[name],
             "decoding": decoding[name],
             "step_milliseconds": spread([1e3 * s / new for s in seconds[name]]),
         }
@@ -81,11 +83,38 @@ def measure(
     return {"prompt": length, "new": new, "policies": found}
 
 
-def read(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+def prefill(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
     stream = models.Stream(llm, policy, len(prompts), tokens=tokens)
     stream.prefill(prompts)
     stream.finish_prefill()
     jax.block_until_ready(stream.decoding)
+
+
+def table() -> str:
+    """Tokens a second on a GPU by policy: medians."""
+    record = read("rates_gpu")
+    results, gpu = record["results"], record["device"].partition(": ")[2]
+    rates = results["batch 1"]
+    rounds = rates["policies"]["full"]["decoding"]["n"]
+    lines = [
+        f"{results['model']} in {results['dtype']} on {gpu}, one sequence, a prompt of "
+        f"{rates['prompt']:,} tokens, tokens a second (medians of {rounds} rounds):",
+        "",
+        *table_head("policy", "prefill", "decoding"),
+    ]
+    for name, row in rates["policies"].items():
+        cells = (f"{row[phase]['median']:,.0f}" for phase in ("prefill", "decoding"))
+        lines.append(table_row(f"`{name}`", *cells))
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"rates_gpu": table}
+STATEMENTS = (
+    Statement("ACCELERATOR.md", "`balance-stream` decodes slowest", "rates_gpu",
+              [below("batch 1/policies/balance-stream/decoding",
+                     f"batch 1/policies/{name}/decoding")
+               for name in POLICIES if name not in ("balance-stream", "magicpig")]),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

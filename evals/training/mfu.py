@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
+from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import device, training
 from jaxkv.models.data import FRONT
 from jaxkv.models.pretrain import setting_for
@@ -120,6 +121,18 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
         jax.block_until_ready(reported)
 
     return timed(step)
+
+
+STATEMENTS = (
+    Statement("ACCELERATOR.md", "meet the target of 0.45 of the peak without sinks and with a sink "
+              "token, and miss it with the zero sink and with sink logits", "mfu_gpu",
+              [*(above(f"share/{sinks}", ASKED["gpu"][1], sure=False)
+                 for sinks in ("none", "token")),
+               *(below(f"share/{sinks}", ASKED["gpu"][1], sure=False)
+                 for sinks in ("zero", "logit"))]),
+    Statement("ACCELERATOR.md", "three trainings ran at the same time in under ten minutes",
+              "sink_tables", [below("variants/{variant}/seconds", 600)]),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -130,3 +130,8 @@ def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypa
         run_command(tune_lsh.main)
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert end.value.code == 2 and "error: " in said and says in said
+
+
+def test_the_error_at_a_share_is_between_the_points_of_a_frontier():
+    line = [{"share": 0.01, "error": 0.4}, {"share": 0.04, "error": 0.1}]
+    assert tune_lsh.error_at(line, 0.02) == pytest.approx(0.2)
