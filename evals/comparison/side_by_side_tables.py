@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import ranged, table_head, table_row
-from jaxkv.evals.lib.verdict import Measure, Results, Statement, above, below
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
@@ -63,7 +63,7 @@ def cost() -> str:
 TABLES = {"predicted": predicted, "cost": cost}
 
 
-def scores(task: str, baseline: str, *policies: str) -> Measure:
+def scores(task: str, baseline: str, *policies: str) -> Derived:
     """Of a record of tasks: right answers of policies from a quarter of the context, minus those
     of another policy."""
 

@@ -9,23 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.balancekv import single_layer, tree_slots
-from jaxkv.evals.comparison import side_by_side_tables
-from jaxkv.evals.correctness import known_answers
-from jaxkv.evals.lib import verdict
-from jaxkv.evals.lib.claim import OPEN, Claim
+from jaxkv.evals.lib.experiments import SECTIONS
 from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
-from jaxkv.evals.lib.verdict import Statement
-from jaxkv.evals.magicpig.claims import MAGICPIG
-from jaxkv.evals.peers.claims import PEERS
-from jaxkv.evals.prefix_caching.claims import PREFIXES
-from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
-from jaxkv.evals.speed import cache_int8, latency
-from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
-from jaxkv.evals.tasks.claims import LONG_TASKS
-from jaxkv.evals.training import emergence
-from jaxkv.evals.training.claims import TRAINING
+from jaxkv.evals.lib.verdict import OPEN, Claim, decide, summary
 
 CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
 RECORDS = RESULTS / "README.md"
@@ -109,35 +96,6 @@ COLUMNS = (
     "| claim | paper | model | measured here | verdict | record |",
     "| --- | --- | --- | --- | --- | --- |",
 )
-SECTIONS = (  # heading, introduction, claims
-    ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)",
-     "The novels may be part of what SmolLM2 was trained on, but every case reads the same ones.",
-     [claim for module in (tables, attention_maps, endless, latency, questions, stream_eval)
-      for claim in module.CLAIMS]),
-    ("### Training with sinks",
-     "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
-     "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
-     "as no difference.", TRAINING),
-    ("### Long-context tasks on a real model",
-     "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
-     "budget is a share of the context. The question follows the end of prefill. A task is scored "
-     "only where full attention gives at least 90 % right answers. KL is the divergence from full "
-     "attention per token of its answer, in nats. In parentheses are 95 % intervals (Wilson).",
-     LONG_TASKS),
-    ("## Reservoir sampling (Pan et al. 2024)", "",
-     [*known_answers.RESERVOIR, *recall.RESERVOIR, *stream_losses.CLAIMS, *sampled.CLAIMS]),
-    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "",
-     [*single_layer.CLAIMS, *known_answers.BALANCEKV, *tree_slots.CLAIMS, *recall.BALANCEKV]),
-    ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",
-     "Both sides have the same weights in float32, the same prompts and the same number of tokens "
-     "per KV head. A prompt is compressed without what follows it; then the following tokens are "
-     "scored by teacher forcing. Losses are in nats per token, with two standard errors.",
-     PEERS),
-    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "", MAGICPIG),
-    ("## Hash-table prefix caching (Lin 2024)",
-     "The report does not state its engine, model and block size. Its experiment is repeated with "
-     "its protocol. Records of jaxkv's engine use the default model.", PREFIXES),
-)  # fmt: skip
 
 
 def table(
@@ -168,25 +126,7 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
     }
 
 
-def row(claim: Claim | verdict.Claim, records: dict[str, Any]) -> str:
-    model = ""
-    if isinstance(claim, verdict.Claim):
-        return row_of_data(claim, records)
-    if isinstance(claim.find, str):
-        found, where = ("", f"{OPEN}: needs {claim.find}"), ""
-    elif not {claim.record, claim.beside or claim.record} <= set(records):
-        command = f"`python -m jaxkv.evals.{MODULES[claim.record]}`"
-        found, where = ("", f"{OPEN}: needs a run"), BY_GPU.get(claim.record, command)
-    else:
-        names = [claim.record, claim.beside] if claim.beside else [claim.record]
-        found = claim.find(*(records[name]["results"] for name in names))
-        where = ", ".join(map(link, names))
-        model = measured_on(claim.record, records[claim.record], claim.model)
-    cells = (claim.says, claim.paper, model, *found, where)
-    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
-
-
-def row_of_data(claim: verdict.Claim, records: dict[str, Any]) -> str:
+def row(claim: Claim, records: dict[str, Any]) -> str:
     names = [name for name in (claim.record, claim.beside) if name]
     model = measured = where = ""
     if claim.needs:
@@ -198,8 +138,8 @@ def row_of_data(claim: verdict.Claim, records: dict[str, Any]) -> str:
         results = records[claim.record]["results"]
         if claim.beside:
             results = results | {"beside": records[claim.beside]["results"]}
-        outcomes, found = verdict.decide(claim, results)
-        measured = verdict.summary(outcomes, claim.unit)
+        cases, found = decide(claim, results)
+        measured = summary(cases, claim.unit)
         model = measured_on(claim.record, records[claim.record], claim.model)
         where = ", ".join(map(link, names))
     cells = (claim.says, claim.paper, model, measured, found, where)
@@ -255,15 +195,6 @@ def miscompiled(records: dict[str, Any]) -> list[str]:
 
 def link(name: str) -> str:
     return f"[{name}](results/{name}.json)"
-
-
-def statements() -> list[Statement]:
-    """The statements of all pages that rest on a record."""
-    modules = (
-        tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
-        attention_error, single_layer, tree_slots, emergence,
-    )  # fmt: skip
-    return [statement for module in modules for statement in module.STATEMENTS]
 
 
 def main() -> None:

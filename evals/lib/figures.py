@@ -1,19 +1,13 @@
-"""Plots of evals/results/*.json, saved beside the records, and numbers in pages of text.
+"""Plots of evals/results/*.json, saved beside the records, and the tables of pages.
 
 `python -m jaxkv.evals.lib.figures` draws and fills in everything again; an experiment draws its own
-plots at its end. A number in a page stands between marks with its record, the path in the results
-and the format:
-
-    <!--=latency recompute/most .1f-->22.2<!--/-->
-
-and a table between <!--table NAME--> and <!--/table-->, where evals/lib/policy_tables.py makes it.
+plots at its end. An experiment makes the table between <!--table NAME--> and <!--/table-->.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +23,6 @@ from jaxkv.evals.training import plots as training_plots
 from jaxkv.models import pictures
 from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
-PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("pictures", "policies", "serving", "training")),
-    *(
-        ROOT / "docs" / "results" / f"{name}.md"
-        for name in (
-            "streaming",
-            "policies",
-            "tasks",
-            "sparse",
-            "compression",
-            "reservoir",
-            "balancekv",
-            "speed",
-        )
-    ),
-    ROOT / "docs" / "decisions" / "compilation.md",
-    ROOT / "evals" / "NEGATIVE.md",
-    *(ROOT / name for name in ("README.md", "ACCELERATOR.md")),
-)
 LEGENDS = {
     "sink_tables": "upper right",
     **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
@@ -70,7 +45,6 @@ SHAPES = {  # height in inches, and panels side by side
     "attention_maps": (2.4, 1),
 }
 TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
-MARK = re.compile(r"(<!--=(\w+) (.+?) (\S+?)-->).*?(<!--/-->)", re.DOTALL)
 
 
 def main() -> None:
@@ -78,29 +52,21 @@ def main() -> None:
     for name in dict.fromkeys(record for record, _ in FIGURES.values()):
         if (RESULTS / f"{name}.json").exists():
             print("drew", *draw(name))
-    for page in PAGES:
+    for page in pages():
         page.write_text(fill(page.read_text("utf-8")), "utf-8")
 
 
-def fill(text: str, folder: Path = RESULTS) -> str:
-    """The text with the current number of every mark."""
-
-    def figure(mark: re.Match) -> str:
-        opening, name, path, form, closing = mark.groups()
-        return opening + format(look_up(read(name, folder)["results"], path), form) + closing
-
-    filled = MARK.sub(figure, text)
-    if not TABLE.search(filled):
-        return filled
-    from jaxkv.evals.lib.policy_tables import TABLES
-
-    return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], filled)
+def pages() -> list[Path]:
+    """The pages with tables."""
+    written = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "evals").glob("*.md")]
+    return [page for page in sorted(written) if TABLE.search(page.read_text("utf-8"))]
 
 
-def look_up(results: Any, path: str) -> Any:
-    """The value at a path such as recompute/table/0/cache."""
-    step = lambda at, key: at[int(key)] if isinstance(at, list) else at[key]  # noqa: E731
-    return reduce(step, path.split("/"), results)
+def fill(text: str) -> str:
+    """The text with the current tables."""
+    from jaxkv.evals.lib.experiments import TABLES  # which import this module
+
+    return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], text)
 
 
 def draw(name: str) -> list[str]:

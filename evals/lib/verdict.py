@@ -40,7 +40,7 @@ class Value(NamedTuple):
 
 
 # Of the results: measurements by the name of their case.
-Measure = Callable[[Results], Mapping[str, Any]]
+Derived = Callable[[Results], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
@@ -52,24 +52,24 @@ class Comparison(NamedTuple):
     sure: whether the interval decides; otherwise the mean or median does.
     """
 
-    case: str | Measure
+    case: str | Derived
     direction: str
     base: str | float = 0.0
     by: float = 0.0
     sure: bool = True
 
 
-def above(case: str | Measure, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
+def above(case: str | Derived, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
     """The case is greater than the base by more than the margin."""
     return Comparison(case, ">", base, by, sure)
 
 
-def below(case: str | Measure, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
+def below(case: str | Derived, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
     """The case is less than the base by more than the margin."""
     return Comparison(case, "<", base, by, sure)
 
 
-def within(case: str | Measure, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
+def within(case: str | Derived, base: str | float = 0.0, by: float = 0.0, sure: bool = True):
     """The case differs from the base by at most the margin."""
     return Comparison(case, "=", base, by, sure)
 
@@ -116,7 +116,7 @@ class Statement(NamedTuple):
     comparisons: Sequence[Comparison]
 
 
-class Outcome(NamedTuple):
+class Decision(NamedTuple):
     """A comparison of one case: the value that is shown, and whether it is as claimed."""
 
     case: str
@@ -187,7 +187,7 @@ def matches(results: Any, path: str) -> Iterator[tuple[dict[str, str], Any]]:
     yield from walk(results, [part for part in path.split("/") if part], {})
 
 
-def outcomes(comparison: Comparison, results: Results) -> Iterator[Outcome]:
+def decisions(comparison: Comparison, results: Results) -> Iterator[Decision]:
     """Every case of a comparison."""
     case, direction, base, by, sure = comparison
     if callable(case):
@@ -206,7 +206,7 @@ def outcomes(comparison: Comparison, results: Results) -> Iterator[Outcome]:
             "<": high < reference - by,
             "=": reference - by <= low and high <= reference + by,
         }[direction]
-        yield Outcome(", ".join(keys.values()) or _row(case), value, holds)
+        yield Decision(", ".join(keys.values()) or _row(case), value, holds)
 
 
 def _row(path: str) -> str:
@@ -214,10 +214,10 @@ def _row(path: str) -> str:
     return path.partition("/rows/")[2].partition("/")[0]
 
 
-def decide(claim: Claim | Statement, results: Results) -> tuple[list[Outcome], str]:
-    """The outcomes of a claim's comparisons, and the verdict."""
-    cases = [x for comparison in claim.comparisons for x in outcomes(comparison, results)]
-    seen = [x for comparison in getattr(claim, "seen", ()) for x in outcomes(comparison, results)]
+def decide(claim: Claim | Statement, results: Results) -> tuple[list[Decision], str]:
+    """The decisions of a claim's comparisons, and the verdict."""
+    cases = [x for comparison in claim.comparisons for x in decisions(comparison, results)]
+    seen = [x for comparison in getattr(claim, "seen", ()) for x in decisions(comparison, results)]
     if not cases or (getattr(claim, "seen", ()) and not (seen and all(x.holds for x in seen))):
         return cases, UNSEEN
     return cases, grade([x.holds for x in cases])
@@ -253,7 +253,7 @@ def show(value: Value, unit: str) -> str:
     return middle + name
 
 
-def summary(cases: Sequence[Outcome], unit: str) -> str:
+def summary(cases: Sequence[Decision], unit: str) -> str:
     """What was measured: each of a few cases, or how many are as claimed, and their range."""
     if len(cases) <= SHOWN:
         several = len(cases) > 1  # a single case is what the claim names

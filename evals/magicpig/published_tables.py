@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.evals.lib.measured_on import SYNTHETIC
-from jaxkv.evals.lib.verdict import Claim, Measure, Results, above, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Results, above, within
 from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
 
 WITHIN_7, WITHIN_8 = 0.01, 0.2  # relative tolerance
@@ -105,7 +105,7 @@ def table_sizes(results: Results) -> dict[str, float]:
     }  # fmt: skip
 
 
-def table_8_shares(formula: str) -> Measure:
+def table_8_shares(formula: str) -> Derived:
     """Shares of Table 8 by a formula over the published ones, minus 1."""
     return lambda results: {
         f"{row['K']}, {row['L']}": row[formula] / row["published"] - 1

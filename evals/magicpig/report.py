@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import table_head, table_row
-from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches, outcomes
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, decisions, matches
 from jaxkv.evals.magicpig.sampling import UNCENTRED, error_path
 from jaxkv.evals.magicpig.sparse_losses import RECORDS, loss_path
 from jaxkv.state.memory import show
@@ -86,7 +86,7 @@ def more_than(method: str, share: str = "{share}") -> list[Any]:
 def more_than_topk(results: Results) -> dict[str, float]:
     """The share of budgets at which magicpig surely loses more than top-k."""
     (more,) = more_than("topk")
-    return {"all": float(np.mean([case.holds for case in outcomes(more, results)]))}
+    return {"all": float(np.mean([case.holds for case in decisions(more, results)]))}
 
 
 def oracle_ratios(results: Results) -> dict[str, float]:

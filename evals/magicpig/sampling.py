@@ -32,11 +32,11 @@ from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.lib.verdict import (
     Claim,
-    Measure,
+    Derived,
     Results,
     above,
     below,
-    outcomes,
+    decisions,
     within,
 )
 from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
@@ -271,10 +271,10 @@ def error_path(
     return f"models/{{model}}/{part}/{method}/{share}/layers/{layer}/error"
 
 
-def lower_than_topk(method: str, part: str = "captured", share: str = "{share}") -> Measure:
+def lower_than_topk(method: str, part: str = "captured", share: str = "{share}") -> Derived:
     """The share of layers and budgets in which a method's error is surely below top-k's."""
     lower = below(error_path(method, share, part), error_path("topk", share, part))
-    return lambda results: {part: mean(case.holds for case in outcomes(lower, results))}
+    return lambda results: {part: mean(case.holds for case in decisions(lower, results))}
 
 
 def over_best(results: Results) -> dict[str, float]:
@@ -306,7 +306,7 @@ def topk_errors(results: Results) -> dict[str, float]:
     }
 
 
-def in_sink_layers(name: str) -> Measure:
+def in_sink_layers(name: str) -> Derived:
     """A measure of the geometry of each layer that has a sink."""
 
     def cases(results: Results) -> dict[str, Any]:

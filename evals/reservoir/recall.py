@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import Recipe, read_recipe
@@ -182,14 +182,14 @@ def right_answers(
     ]
 
 
-def shares(policies: Sequence[str], distances: tuple[int, int], part: str = "within") -> Measure:
+def shares(policies: Sequence[str], distances: tuple[int, int], part: str = "within") -> Derived:
     """The right answers of each policy."""
     return lambda results: {
         policy: right_answers(results, policy, distances, part) for policy in policies
     }
 
 
-def gains(pairs: Sequence[tuple[str, str]], distances: tuple[int, int]) -> Measure:
+def gains(pairs: Sequence[tuple[str, str]], distances: tuple[int, int]) -> Derived:
     """The right answers of the first policy of each pair minus those of the second."""
 
     def measure(results: Results) -> dict[str, list[float]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.evals.lib.claim import ranged, table_head
 from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.table import ranged, table_head
 from jaxkv.state.memory import show
 
 

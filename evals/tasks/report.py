@@ -7,7 +7,7 @@ from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.lib.table import table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.tasks.budgets import NAMES
 from jaxkv.evals.tasks.score import GATE, wilson
 from jaxkv.state.memory import show
@@ -93,7 +93,7 @@ def solved_rows(results: Results) -> Iterator[tuple[str, Results, float, dict[st
                 yield f"{task}, {100 * float(share):g} %", case["full"], float(share), by_policy
 
 
-def full_scores(*tasks: str) -> Measure:
+def full_scores(*tasks: str) -> Derived:
     """Right answers of full attention, as a share, in these tasks or in all."""
     return lambda results: {
         f"{task}, {length}": case["full"]["score"]
@@ -102,7 +102,7 @@ def full_scores(*tasks: str) -> Measure:
     }
 
 
-def scores(policies: Sequence[str], tasks: Sequence[str] = tuple(ANSWERS)) -> Measure:
+def scores(policies: Sequence[str], tasks: Sequence[str] = tuple(ANSWERS)) -> Derived:
     """Right answers as a share, by policy and case."""
     return lambda results: {
         f"{policy}, {name}": by_policy[policy]["score"]
@@ -112,7 +112,7 @@ def scores(policies: Sequence[str], tasks: Sequence[str] = tuple(ANSWERS)) -> Me
     }
 
 
-def over_full(policy: str) -> Measure:
+def over_full(policy: str) -> Derived:
     """Right answers minus those of full attention, as shares."""
     return lambda results: {
         name: by_policy[policy]["score"] - full["score"]
@@ -121,7 +121,7 @@ def over_full(policy: str) -> Measure:
     }
 
 
-def evicted_scores(*policies: str) -> Measure:
+def evicted_scores(*policies: str) -> Derived:
     """Right answers about the parts of the context that a window of the budget has evicted."""
     return lambda results: {
         f"{policy}, {name}": mean(depths[: int(len(depths) * (1 - share))])
@@ -139,7 +139,7 @@ def keydiff_lead(results: Results) -> dict[str, float]:
     }
 
 
-def kl_over_window(*policies: str) -> Measure:
+def kl_over_window(*policies: str) -> Derived:
     """Divergence from full attention minus that of a window."""
     return lambda results: {
         f"{policy}, {name}": by_policy[policy]["kl"] - by_policy["window"]["kl"]

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import ranged, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Measure, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Statement, above, below, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
@@ -199,7 +199,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def over_four(kind: str, *sizes: str) -> Measure:
+def over_four(kind: str, *sizes: str) -> Derived:
     """The loss of a variant with fewer first tokens in the cache, minus that with four."""
     return lambda results: {
         f"{kind} {size}": results["variants"][kind]["summary"]["loss_over_base"][size]

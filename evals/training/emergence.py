@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import table_head, table_row
-from jaxkv.evals.lib.verdict import Measure, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
@@ -57,7 +57,7 @@ def sink_token_gains(results: Results) -> dict[str, float]:
     }
 
 
-def largest_attention(*sinks: str) -> Measure:
+def largest_attention(*sinks: str) -> Derived:
     """The largest attention of a head on the first token, at the end of the runs of these sinks."""
     return lambda results: {
         name: run["first_token_most"][-1]

@@ -34,7 +34,7 @@ from jaxkv.evals.lib.record import (
 )
 from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
@@ -319,7 +319,7 @@ def _score(
     return mean, jnp.all(hits, axis=1)
 
 
-def losses(kind: str, count: int) -> Measure:
+def losses(kind: str, count: int) -> Derived:
     """By model and text, the loss with so many first tokens in the cache minus that with four."""
     return lambda results: {
         f"{name}, {text}": row

@@ -27,7 +27,7 @@ from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.record import read as read_record
 from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts
-from jaxkv.evals.lib.verdict import Claim, Measure, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
@@ -190,12 +190,12 @@ def by_stretch(results: Results, name: str, sinks: int) -> np.ndarray:
     return np.mean([list(row["over_base_by_stretch"].values()) for row in rows], axis=0)
 
 
-def loss(name: str, sinks: int) -> Measure:
+def loss(name: str, sinks: int) -> Derived:
     """The loss of a variant minus that of the published model with four sinks."""
     return lambda results: {label(name, sinks): by_stretch(results, name, sinks).tolist()}
 
 
-def gap(name: str, sinks: int, base: str, base_sinks: int) -> Measure:
+def gap(name: str, sinks: int, base: str, base_sinks: int) -> Derived:
     """The loss of a variant minus that of another variant, or with other sinks."""
     return lambda results: {
         f"{label(name, sinks)} over {label(base, base_sinks)}": (

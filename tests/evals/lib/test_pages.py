@@ -1,4 +1,4 @@
-"""The numbers in CLAIMS.md, NEGATIVE.md and docs/ are those of the records."""
+"""CLAIMS.md, BARS.md, the list of records and the tables of pages are those of the records."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxkv.evals.lib import claims, figures, gallery, record, verdict
+from jaxkv.evals.lib.experiments import TABLES
 from jaxkv.evals.lib.measured_on import measured_on
 
 
@@ -27,19 +28,16 @@ def test_the_page_of_pictures_shows_all_with_titles():
     assert set(shown) & set(figures.FIGURES) == measured
 
 
-@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
-def test_the_numbers_of_a_page_are_current(page):
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_current(page):
     text = page.read_text("utf-8")
-    assert figures.MARK.search(text) or figures.TABLE.search(text)
     assert figures.fill(text) == text, "run python -m jaxkv.evals.lib.figures"
 
 
-def test_every_page_with_marks_is_filled():
-    folders = (record.ROOT, record.ROOT / "evals", record.ROOT / "docs")
-    pages = [page for folder in folders[:2] for page in folder.glob("*.md")]
-    pages += folders[2].rglob("*.md")
-    marked = {page for page in pages if figures.MARK.search(page.read_text("utf-8"))}
-    assert marked and not marked - set(figures.PAGES)
+def test_every_table_is_on_a_page():
+    texts = [page.read_text("utf-8") for page in figures.pages()]
+    names = {name for text in texts for _, name, _ in figures.TABLE.findall(text)}
+    assert names == set(TABLES)
 
 
 def test_no_cell_of_a_table_has_a_bar():
@@ -48,15 +46,6 @@ def test_no_cell_of_a_table_has_a_bar():
     rows = [line for text in pages for line in text.splitlines()]
     rows = [line for line in rows if line.startswith("| ")]
     assert rows and all(line.count("|") in (4, 7) for line in rows)
-
-
-def test_a_number_is_filled_in(tmp_path):
-    results = {"results": {"table": [{"times": {"median": 21.456}}]}}
-    (tmp_path / "trial.json").write_text(json.dumps(results))
-    text = "It is <!--=trial table/0/times/median .1f-->2.0<!--/--> times as fast."
-    done = figures.fill(text, tmp_path)
-    assert done == "It is <!--=trial table/0/times/median .1f-->21.5<!--/--> times as fast."
-    assert figures.fill(done, tmp_path) == done
 
 
 ABOUT = {

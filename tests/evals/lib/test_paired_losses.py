@@ -5,7 +5,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib import claim, paired_losses, parts, record
+from jaxkv.evals.lib import paired_losses, parts, record, table
 from jaxkv.evals.lib.paired_losses import BIN, Case
 from tests.tiny import write_tiny
 
@@ -117,7 +117,7 @@ def test_rows_compare_the_bins_that_all_cases_have():
 def test_one_text_has_no_interval():
     row = paired_losses.compare(by_text([9.0, 2.0]), ["base", "short"], "base", 0)["rows"]["short"]
     assert row["standard_error"] is None
-    assert claim.over_base(row) == "(+0.5000)"
+    assert table.over_base(row) == "+0.500"
 
 
 def test_texts_that_are_too_short_are_refused():

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from jaxkv.evals.lib import claims, record, verdict
+from jaxkv.evals.lib.experiments import STATEMENTS
 from jaxkv.evals.lib.verdict import (
     HOLDS,
     NOT,
@@ -55,27 +56,27 @@ def test_a_measurement_has_a_middle_and_an_interval(data, value):
     ],
 )
 def test_the_whole_interval_decides(comparison, holds):
-    (outcome,) = verdict.outcomes(comparison, {"row": ROW})
+    (outcome,) = verdict.decisions(comparison, {"row": ROW})
     assert outcome.holds == holds
 
 
 def test_names_in_a_path_stand_for_the_same_keys_on_both_sides():
     results = {"x": {"a": [1.0, 2.0], "b": [5.0, 5.5]}, "y": {"a": [0.5, 1.5], "b": [6.0, 6.5]}}
-    cases = list(verdict.outcomes(above("x/{case}", "y/{case}"), results))
+    cases = list(verdict.decisions(above("x/{case}", "y/{case}"), results))
     assert [(x.case, x.value.middle, x.holds) for x in cases] == [
         ("a", 0.5, True),
         ("b", -1, False),
     ]
     results = {"size": {"256": {"0+256": 1.0}, "512": {"0+512": 2.0}}}
-    (first, second) = verdict.outcomes(above("size/{n}/0+{n}"), results)
+    (first, second) = verdict.decisions(above("size/{n}/0+{n}"), results)
     assert (first.case, second.value.middle) == ("256", 2.0)
 
 
 def test_pairs_are_compared_as_pairs():
     """Differences of pairs vary less than the values."""
-    (outcome,) = verdict.outcomes(above("x", "y"), {"x": [1.0, 9.0], "y": [0.5, 8.4]})
+    (outcome,) = verdict.decisions(above("x", "y"), {"x": [1.0, 9.0], "y": [0.5, 8.4]})
     assert outcome.holds
-    (outcome,) = verdict.outcomes(above("x", "y"), {"x": [1.0, 9.0, 9.0], "y": [0.5, 8.4]})
+    (outcome,) = verdict.decisions(above("x", "y"), {"x": [1.0, 9.0, 9.0], "y": [0.5, 8.4]})
     assert not outcome.holds
 
 
@@ -95,9 +96,9 @@ def test_an_effect_that_did_not_occur_tells_nothing():
 
 
 def test_many_cases_are_summarised():
-    (few,) = verdict.outcomes(above("row"), {"row": ROW})
+    (few,) = verdict.decisions(above("row"), {"row": ROW})
     assert summary([few], "nats") == "+0.500 ± 0.200 nats"
-    many = list(verdict.outcomes(above("x/{n}"), {"x": {str(n): n - 1 for n in range(5)}}))
+    many = list(verdict.decisions(above("x/{n}"), {"x": {str(n): n - 1 for n in range(5)}}))
     assert summary(many, "count") == "as claimed in 3 of 5 cases; -1 to 3"
 
 
@@ -109,7 +110,7 @@ def test_every_row_of_claims_is_short():
     assert rows and not [row for row in rows if len(row.replace("|", " ").split()) > WORDS]
 
 
-@pytest.mark.parametrize("statement", claims.statements(), ids=lambda x: x.says[:60])
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda x: x.says[:60])
 def test_a_statement_of_a_page_holds(statement):
     page = (record.ROOT / statement.page).read_text("utf-8")
     assert statement.says in " ".join(page.split())

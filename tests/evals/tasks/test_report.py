@@ -36,5 +36,5 @@ def test_claims_read_only_tasks_that_full_attention_solves():
     assert report.over_full("quest")(RESULTS) == {}
     assert report.evicted_scores("snapkv")(RESULTS) == {"snapkv, needle, 25 %": 0.5 / 3}
     gate, *_ = report.CLAIMS
-    outcomes, outcome = verdict.decide(gate, RESULTS)
-    assert [x.holds for x in outcomes] == [True, False] and outcome == verdict.PART
+    decisions, outcome = verdict.decide(gate, RESULTS)
+    assert [x.holds for x in decisions] == [True, False] and outcome == verdict.PART

@@ -1,4 +1,4 @@
-"""The tables of docs/policies.md and docs/results."""
+"""The sections of docs/policies.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 
 import numpy as np
 
-from jaxkv.evals.lib import figures, policy_tables
+from jaxkv.evals.lib import figures, policy_sections
+from jaxkv.evals.lib.experiments import TABLES
 from jaxkv.evals.lib.record import read
 from jaxkv.policies import POLICIES
 
@@ -21,7 +22,7 @@ def test_every_policy_says_what_it_is_for_and_what_not():
 
 
 def test_every_policy_has_a_section_with_its_fields():
-    sections = policy_tables.policies().split("\n### ")[1:]
+    sections = policy_sections.policies().split("\n### ")[1:]
     assert [section.split("`")[1] for section in sections] == list(POLICIES)
     for section, policy in zip(sections, POLICIES.values(), strict=True):
         names = {f.name for f in dataclasses.fields(policy) if f.repr}
@@ -29,20 +30,20 @@ def test_every_policy_has_a_section_with_its_fields():
 
 
 def test_a_source_links_to_its_paper():
-    assert policy_tables.linked("X, arXiv 2410.16179, Definition 3.1") == (
+    assert policy_sections.linked("X, arXiv 2410.16179, Definition 3.1") == (
         "[X](https://arxiv.org/abs/2410.16179), Definition 3.1"
     )
-    assert policy_tables.linked("dense attention") == "dense attention"
+    assert policy_sections.linked("dense attention") == "dense attention"
 
 
 def test_tables_are_filled_in():
     done = figures.fill("a\n<!--table policies-->\nold\n<!--/table-->\nb\n")
-    assert done == f"a\n<!--table policies-->\n{policy_tables.policies()}<!--/table-->\nb\n"
+    assert done == f"a\n<!--table policies-->\n{policy_sections.policies()}<!--/table-->\nb\n"
 
 
 def test_the_record_has_every_policy():
     for name in ("predicted", "cost"):
-        rows = re.findall(r"^\| `([\w-]+)`", policy_tables.TABLES[name](), re.MULTILINE)
+        rows = re.findall(r"^\| `([\w-]+)`", TABLES[name](), re.MULTILINE)
         assert rows == list(POLICIES)
 
 

@@ -1,0 +1,98 @@
+"""The experiments that state something: claims of papers, sentences of pages, tables of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxkv.evals.balancekv import single_layer, tree_slots
+from jaxkv.evals.comparison import learned_memory, side_by_side_tables
+from jaxkv.evals.correctness import known_answers
+from jaxkv.evals.lib import gallery, policy_sections
+from jaxkv.evals.lib.verdict import Claim, Statement
+from jaxkv.evals.magicpig import (
+    lookup,
+    published_tables,
+    report,
+    sampling,
+    sparse_losses,
+    sparse_tokens,
+    tune_lsh,
+)
+from jaxkv.evals.peers import compare, llama_cpp, servers, transformers_rates
+from jaxkv.evals.peers import training as training_peers
+from jaxkv.evals.prefix_caching import tables as prefix_tables
+from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
+from jaxkv.evals.speed import (
+    cache_int8,
+    chat,
+    host_time,
+    kernels,
+    latency,
+    operations,
+    quantised_weights,
+    rates,
+    serving,
+    soak,
+    startup,
+    workarounds_table,
+)
+from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
+from jaxkv.evals.tasks import report as task_report
+from jaxkv.evals.training import backcopy, emergence, mfu, remat, sink_tables, sinks_in_front
+
+# Heading of a section of CLAIMS.md, its introduction, and its claims.
+SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
+    ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)",
+     "The novels may be part of what SmolLM2 was trained on, but every case reads the same ones.",
+     (*tables.CLAIMS, *attention_maps.CLAIMS, *endless.CLAIMS, *latency.CLAIMS, *questions.CLAIMS,
+      *stream_eval.CLAIMS)),
+    ("### Training with sinks",
+     "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
+     "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
+     "as no difference.",
+     (*sink_tables.CLAIMS, *backcopy.CLAIMS, *sinks_in_front.CLAIMS, *learned_memory.CLAIMS)),
+    ("### Long-context tasks on a real model",
+     "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
+     "budget is a share of the context. The question follows the end of prefill. A task is scored "
+     "only where full attention gives at least 90 % right answers. With 4 to 20 samples "
+     "intervals are wide, so in this section the shares decide, not their intervals.",
+     tuple(task_report.CLAIMS)),
+    ("## Reservoir sampling (Pan et al. 2024)", "",
+     (*known_answers.RESERVOIR, *recall.RESERVOIR, *stream_losses.CLAIMS, *sampled.CLAIMS)),
+    ("## BalanceKV (Han et al. 2025, arXiv 2502.07861)", "",
+     (*single_layer.CLAIMS, *known_answers.BALANCEKV, *tree_slots.CLAIMS, *recall.BALANCEKV)),
+    ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",
+     "Both sides have the same weights in float32, the same prompts and the same number of tokens "
+     "per KV head. A prompt is compressed without what follows it; then the following tokens are "
+     "scored by teacher forcing.", tuple(compare.CLAIMS)),
+    ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
+     (*sampling.CLAIMS, *published_tables.CLAIMS, *tune_lsh.CLAIMS, *lookup.CLAIMS,
+      *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
+    ("## Hash-table prefix caching (Lin 2024)",
+     "The report does not state its engine, model and block size. Its experiment is repeated with "
+     "its protocol. Records of jaxkv's engine use the default model.",
+     (*prefix_tables.CLAIMS, *soak.CLAIMS)),
+)  # fmt: skip
+STATEMENTS: tuple[Statement, ...] = tuple(
+    statement
+    for experiment in (
+        tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
+        attention_error, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
+        sinks_in_front, learned_memory, remat, training_peers, latency, report, rates, mfu,
+        host_time, chat, kernels, compare, llama_cpp, transformers_rates, servers, prefix_tables,
+        operations, quantised_weights, serving, startup,
+    )
+    for statement in experiment.STATEMENTS
+)  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {
+    "policies": policy_sections.policies,
+    "pictures": gallery.page,
+    "workarounds": workarounds_table.table,
+}
+for experiment in (
+    tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error,
+    sampled, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
+    sinks_in_front, learned_memory, report, rates, chat, compare, llama_cpp, transformers_rates,
+    servers, prefix_tables, operations, quantised_weights,
+):  # fmt: skip
+    TABLES |= experiment.TABLES
