@@ -250,7 +250,7 @@ def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> State:
     """Initial states of one layer, each from its own rng, so sequences are independent."""
-    single = jax.vmap(lambda one: policy.init(spec, 1, one))(rng)
+    single = jax.vmap(lambda sequence_rng: policy.init(spec, 1, sequence_rng))(rng)
     state = jax.tree.map(lambda leaf: leaf[:, 0], single)
     if mesh is None:
         return state

@@ -208,8 +208,8 @@ def text_coder(
 ) -> Callable[[str, bool, str], list[int]]:
     """The function `ids_of` of a tokenizer: the only one from text and added tokens to ids.
 
-    split: cuts a text, which begins or not, at its added tokens. ids: of the parts of one text, and
-    whether it begins.
+    split: cuts a text, which begins or not, at its added tokens. ids: gives the ids of the parts of
+    one text, and takes whether it begins.
     text_ids: a faster way for a text that begins and has no cuts.
     """
 
