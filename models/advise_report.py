@@ -103,9 +103,9 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
 
 
 def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
-    """Which policy to take: of those within noise of the lowest loss, else for endless text.
+    """Which policy to take, and another for endless text if the first one is not for it.
 
-    One for endless text if there is one among the first, because a chat has no length.
+    Within noise of the lowest loss, one for endless text is preferred: a chat has no length.
     """
     level = levels[0]
     endless = [row for row in level if row["endless"]] or level

@@ -89,8 +89,8 @@ class Config:
     """A decoder of the Llama family; equal descriptions hash alike.
 
     windows: the model's own sliding window of each layer, None for full attention; the window
-    includes the query's own key. dtype: that of the published weights. sink_logit: the extra term
-    in every softmax sum: none, exp(0), or exp of a learned logit per head.
+    includes the query's own key. dtype: the dtype of the published weights. sink_logit: the extra
+    term in every softmax sum: none, exp(0), or exp of a learned logit per head.
     """
 
     family: str

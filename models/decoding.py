@@ -138,7 +138,7 @@ run_donated = jax.jit(run_layer, static_argnums=(0, 1, 2), donate_argnums=(4, 5)
 
 @jax.jit
 def positions_of(position: UInt32[Array, " B"], valid: Bool[Array, "B T"]) -> UInt32[Array, "B T"]:
-    """The positions of a chunk's tokens; position: that of the first valid one."""
+    """The positions of a chunk's tokens. position: the position of its first valid token."""
     counts = valid.astype(jnp.uint32)
     return position[:, None] + jnp.cumsum(counts, axis=1) - counts
 

@@ -150,9 +150,9 @@ def encode(llm: Llm, text: str) -> list[int]:
 class Score:
     """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
 
-    losses: means over stretches where there are several; by_stretch: those of each, NaN for sink
-    tokens that no head predicts. seconds: without compile_seconds. chunk: tokens per chunk, None
-    where no cache was used.
+    losses: means over stretches where there are several. by_stretch: losses of each stretch, NaN
+    for sink tokens that no head predicts. seconds: time without compile_seconds. chunk: tokens per
+    chunk, None where no cache was used.
     """
 
     losses: Float[np.ndarray, " N"]

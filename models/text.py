@@ -31,7 +31,7 @@ class Answer:
     """The text of one sequence, and measurements.
 
     finish_reason: length, eos or stop. tokens: the new ids, including an eos. prefill_seconds and
-    decode_seconds exclude compile_seconds. tokens_per_second, state_bytes: of the whole batch.
+    decode_seconds exclude compile_seconds. tokens_per_second and state_bytes count the whole batch.
     """
 
     text: str

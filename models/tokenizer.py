@@ -44,9 +44,9 @@ class Tokenizer:
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
     expects before a text, most often its BOS. strip: the number of spaces removed at the
     beginning of a decoded text (SentencePiece adds one when it encodes). added: the added tokens,
-    each of which has its id in a text. sinks: those of `front` that begin every stream, also a
-    chat, whose template writes the BOS itself. backend: that of the `tokenizers` package, where it
-    is one. ids_of: the ids of a text, given with `start` and `separator` of `encode`.
+    each of which has its id in a text. sinks: the ids of `front` that begin every stream, also a
+    chat, whose template writes the BOS itself. backend: the tokenizer of the `tokenizers` package,
+    where it is one. ids_of: returns the ids of a text; takes `start` and `separator` of `encode`.
     """
 
     ids_of: Callable[[str, bool, str], list[int]] = field(repr=False)

@@ -1,8 +1,8 @@
 """What is cached after every token of a text, and where full attention goes, as a web page.
 
-The policy reads the text token by token, and its `cached` tells the cached tokens. The attention is
-exact: that of the model under full attention, so it shows what a query would want to attend to, and
-how much of that the cache has lost. The page is one file with its data inside; it needs no network.
+The policy reads the text token by token, and its `cached` tells the cached tokens. The attention
+shown is exact full attention: the keys that a query would attend to, and how many of them the cache
+has lost. The page is one file with its data inside; it needs no network.
 
 Arrays of the page are triangles: entry (n, t) of query n and token t <= n is at n (n + 1) / 2 + t.
 """
@@ -50,9 +50,9 @@ class View:
     """X: n (n + 1) / 2 entries of n tokens.
 
     cached: 0 where a token is not cached, else ONE + OCTAVE log2(weight). attention: the code c of
-    the probability (c / 255)^2. losses, full_losses: of tokens 1, 2, ... under the policy and under
-    full attention, NaN for sink tokens that no head predicts. prompt: tokens before the end of
-    prefill; None where it changes nothing.
+    the probability (c / 255)^2. losses, full_losses: losses of tokens 1, 2, ... under the policy
+    and under full attention, NaN for sink tokens that no head predicts. prompt: tokens before the
+    end of prefill; None where it changes nothing.
     """
 
     policy: str

@@ -52,7 +52,7 @@ BIASES = {
 }
 TOKENS = "tokenizer.ggml.tokens"
 NO_TOKEN = 2**32 - 1  # some converters write this id where a model has no such token
-# The ends of a text: of the document, of a turn, of a message (before a tool's answer).
+# Tokens that end a document, a turn or a message (before a tool's answer).
 ENDS = ("eos", "eot", "eom")
 
 
@@ -292,7 +292,7 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
 def _encoding(header: Header, architecture: str, fields: dict[str, Any], config: Config) -> Rotary:
     """The rotary encoding; a tensor of divisors multiplies with scaling, as in llama.cpp.
 
-    fields: those of config.json. The tensor comes with Llama 3.1 and later.
+    fields: fields of config.json. The tensor comes with Llama 3.1 and later.
     """
     scaling = dict(fields["rope_scaling"])
     scaling["kind"] = scaling.pop("rope_type", "default")
