@@ -105,7 +105,7 @@ def loss_after(prompt, rest, policy, seed):
 
 # %%
 losses = {
-    name: [loss_after(each[:-after], each[-after:], policy, i) for i, each in enumerate(stretches)]
+    name: [loss_after(text[:-after], text[-after:], policy, i) for i, text in enumerate(stretches)]
     for name, policy in list(POLICIES.items())[: runtime.size(6, 2)]
 }
 runtime.TextBox(captured.loss_table(losses, POLICIES))
@@ -137,12 +137,12 @@ print("layers", *layers)
 # %%
 rounds, seeds = runtime.size(([1, 2, 3], 10), ([2], 2))
 names = runtime.size(compression.ALL, compression.COMPARED[::2])
-found = compression.measure_layers(llm.spec, layers, rounds, seeds, names)
+measured = compression.measure_layers(llm.spec, layers, rounds, seeds, names)
 caption = (
     f"The Hound of the Baskervilles, {count} stretches of {length:,} tokens; by the share of the "
     "tokens between the ends that is kept. Median, minimum and maximum over the seeds."
 )
-compression.draw_errors(found, caption)
+compression.draw_errors(measured, caption)
 
 # %% [markdown]
 # **What to see.**
@@ -160,7 +160,7 @@ compression.draw_errors(found, caption)
 # other columns are ratios of errors at a quarter. If a ratio is below 1, balance has the lower error.
 
 # %%
-runtime.TextBox(compression.error_table(found, rounds=2))
+runtime.TextBox(compression.error_table(measured, rounds=2))
 
 # %% [markdown]
 # **What to see.** In the first layer, attention is spread over many keys, and balance has a lower error
@@ -213,7 +213,7 @@ compression.draw_synthetic(synthetic, caption)
 
 # %%
 sharp = runtime.size([0.5, 1, 2, 3, 4, 6, 8], [1, 8])
-by_sharpness = [compression.measure_synthetic("kinds, mixed", draws, each) for each in sharp]
+by_sharpness = [compression.measure_synthetic("kinds, mixed", draws, std) for std in sharp]
 deviations = ", ".join(map(str, sharp))
 caption = (
     f"32 kinds, mixed; a quarter kept; median, minimum and maximum of {draws}. Standard deviation "
@@ -236,7 +236,7 @@ compression.draw_by_concentration(by_sharpness, caption)
 
 # %%
 lengths = runtime.size([512, 2_048], [256])
-prompts = [runtime.passage(llm, each) for each in lengths]
+prompts = [runtime.passage(llm, tokens) for tokens in lengths]
 costs = {len(prompt): compression.measure_cost(llm, prompt) for prompt in prompts}
 
 # %%
@@ -274,65 +274,72 @@ import numpy as np
 
 
 def medians(errors):
-    return {name: np.median(each) for name, each in errors.items() if name != "heaviest"}
+    return {name: np.median(by_seed) for name, by_seed in errors.items() if name != "heaviest"}
 
 
 samples = ("uniform", "uniform, weighted", "stratified")
-chance, balanced = (np.median(each, axis=0) for each in points.lengths.values())
-by_layer = {n: {t: medians(of) for t, of in each["errors"].items()} for n, each in found.items()}
-bottom, *others = by_layer
+chance, balanced = (np.median(norms, axis=0) for norms in points.lengths.values())
+by_layer = {
+    n: {t: medians(errors) for t, errors in layer["errors"].items()}
+    for n, layer in measured.items()
+}
+bottom, *upper = by_layer
 near, kinds, apart, heavy = map(medians, synthetic.values())
-sharper = [medians(each) for each in by_sharpness]
-leads = [each["balance, pairs"] / each["uniform"] for each in sharper]
+sharper = [medians(errors) for errors in by_sharpness]
+leads = [errors["balance, pairs"] / errors["uniform"] for errors in sharper]
 longest = costs[max(costs)]
-tenth, sink = ([each[name] for each in found.values()] for name in ("tenth", "sink"))
+tenth, sink = ([layer[name] for layer in measured.values()] for name in ("tenth", "sink"))
 
 
 def higher(name, base):
     """How much higher one loss is than the other, in units of two standard errors."""
-    more = np.subtract(losses[name], losses[base])
-    return more.mean() / (2 * more.std(ddof=1) / len(more) ** 0.5)
+    gap = np.subtract(losses[name], losses[base])
+    return gap.mean() / (2 * gap.std(ddof=1) / len(gap) ** 0.5)
 
 
-ours = {}
+default_only = {}
 if not runtime.SMOKE and len(layers) == 4:
     over = {
-        n: {t: of["balance, pairs"] / min(of[name] for name in samples) for t, of in each.items()}
-        for n, each in by_layer.items()
+        n: {t: errors["balance, pairs"] / min(errors[name] for name in samples)
+            for t, errors in by_rounds.items()}
+        for n, by_rounds in by_layer.items()
     }  # fmt: skip
-    every = [of for each in by_layer.values() for of in each.values()]
-    walks = [of["balance, walk"] / of["balance, pairs"] for of in every]
-    ours = {
-        "every method raises the loss": min(higher(each, "full") for each in [*losses][1:]) > 1,
+    every = [errors for by_rounds in by_layer.values() for errors in by_rounds.values()]
+    walks = [errors["balance, walk"] / errors["balance, pairs"] for errors in every]
+    default_only = {
+        "every method raises the loss": min(higher(name, "full") for name in [*losses][1:]) > 1,
         "balance does not differ from a weighted sample, nor from snapkv": (
-            max(abs(higher("balance, pairs", each)) for each in ("uniform, weighted", "snapkv")) < 1
+            max(abs(higher("balance, pairs", name)) for name in ("uniform, weighted", "snapkv")) < 1
         ),
         "its loss is lower than that of a sample without weights": (
             higher("uniform", "balance, pairs") > 1
         ),
         "that of snapkv is lower than that of streaming": higher("streaming", "snapkv") > 1,
         "balance has a lower error than every sample at a half and a quarter": (
-            max(of[t] for of in over.values() for t in (1, 2)) < 1
+            max(ratios[t] for ratios in over.values() for t in (1, 2)) < 1
         ),
         "by a fifth or more in the first two layers, by little in the others": (
-            max(over[n][t] for n in (bottom, others[0]) for t in (1, 2)) < 0.8
-            and min(over[n][t] for n in others[1:] for t in (1, 2)) > 0.85
+            max(over[n][t] for n in (bottom, upper[0]) for t in (1, 2)) < 0.8
+            and min(over[n][t] for n in upper[1:] for t in (1, 2)) > 0.85
         ),
-        "at an eighth, nothing is left in the last layer": abs(over[others[-1]][3] - 1) < 0.03,
-        "pairs are as good as the walk": max(abs(each - 1) for each in walks) < 0.07,
-        "weights lower the error": all(of["uniform, weighted"] < of["uniform"] for of in every),
+        "at an eighth, nothing is left in the last layer": abs(over[upper[-1]][3] - 1) < 0.03,
+        "pairs are as good as the walk": max(abs(ratio - 1) for ratio in walks) < 0.07,
+        "weights lower the error": all(
+            errors["uniform, weighted"] < errors["uniform"] for errors in every
+        ),
         "snapkv has the lowest error in every layer but the first": all(
-            (min(of, key=of.get) == "snapkv") == (n != bottom)
-            for n, each in by_layer.items() for of in each.values()
+            (min(errors, key=errors.get) == "snapkv") == (n != bottom)
+            for n, by_rounds in by_layer.items() for errors in by_rounds.values()
         ),
         "in the first layer, balance has a lower error than snapkv": all(
-            of["balance, pairs"] < 0.85 * of["snapkv"] for of in by_layer[bottom].values()
+            errors["balance, pairs"] < 0.85 * errors["snapkv"]
+            for errors in by_layer[bottom].values()
         ),
         "there attention is spread, in the others it is concentrated": (
             tenth[0] < 0.5 and min(tenth[1:]) > 0.6
         ),
         "balance gains most where attention is most concentrated": (
-            min(over, key=lambda n: over[n][2]) == others[np.argmax(tenth[1:])]
+            min(over, key=lambda n: over[n][2]) == upper[np.argmax(tenth[1:])]
         ),
         "the last two layers have a sink": max(sink[:2]) < 0.05 and min(sink[2:]) > 0.2,
     }  # fmt: skip
@@ -360,7 +367,7 @@ always = {
         leads[0] < 0.8 and leads[-1] > leads[0] + 0.15
     ),
     "there, snapkv is no better than the other methods": (
-        all(each["snapkv"] > 0.9 * min(each[name] for name in samples) for each in sharper)
+        all(errors["snapkv"] > 0.9 * min(errors[name] for name in samples) for errors in sharper)
     ),
     "a quarter and both ends stay": (
         all(25 < cost["memory left (%)"] < 50 for cost in costs.values())
@@ -371,4 +378,4 @@ times = {
     < longest["compress: balance, walk (ms)"],
 }
 is_smollm2 = llm.name.startswith("SmolLM2")
-runtime.verify("" if is_smollm2 else "another model", always, ours, times)
+runtime.verify("" if is_smollm2 else "another model", always, default_only, times)

@@ -29,8 +29,8 @@ runtime.begin("05_train_a_sink")
 from jaxkv.evals.training import backcopy
 
 chain = backcopy.LetterChain(0)
-some = chain.letters(60, seed=1)
-print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in some))
+sample_letters = chain.letters(60, seed=1)
+print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in sample_letters))
 
 # %% [markdown]
 # ## Two variants
@@ -56,7 +56,8 @@ floor = chain.floor(chain.letters(200_000, 99))
 # %%
 def of_each(measure):
     return [
-        {name: measure(variant, letters) for name, variant in found.items()} for found in trained
+        {name: measure(variant, letters) for name, variant in variants.items()}
+        for variants in trained
     ]
 
 
@@ -71,8 +72,10 @@ sink_variants.draw_learning(by_position, on_first, floor)
 # third position on, both variants have the same task:
 
 # %%
-same = sink_variants.COMPARABLE_FROM
-late = [{name: loss[same:].mean() for name, loss in found.items()} for found in by_position]
+late_from = sink_variants.COMPARABLE_FROM
+late = [
+    {name: loss[late_from:].mean() for name, loss in variants.items()} for variants in by_position
+]
 for seed, loss in zip(SEEDS, late, strict=True):
     print(f"seed {seed}: none {loss['none']:.4f}, token {loss['token']:.4f}")
 
@@ -107,23 +110,23 @@ sink_variants.draw_maps(trained[0], letters, 15, start)
 CACHES = {"0 + 24": "window:window=24"}
 CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1, 2, 4)}
 count = runtime.size(20_000, 4_000)
-found = of_each(
-    lambda variant, of: sink_variants.losses(
-        variant, sink_variants.held_out(variant, of, count), CACHES
+losses = of_each(
+    lambda variant, letters: sink_variants.losses(
+        variant, sink_variants.held_out(variant, letters, count), CACHES
     )
 )
 
 # %%
 context = trained[0]["none"].config.context
 print(f"{count:,} letters, {count // context} times the length of a sample")
-named = [{f"{variant}, seed {seed}": loss for variant, loss in one.items()}
-         for seed, one in zip(SEEDS, found, strict=True)]  # fmt: skip
+named = [{f"{variant}, seed {seed}": loss for variant, loss in variants.items()}
+         for seed, variants in zip(SEEDS, losses, strict=True)]  # fmt: skip
 runtime.TextBox(
-    sink_variants.loss_table({name: loss for one in named for name, loss in one.items()})
+    sink_variants.loss_table({name: loss for table in named for name, loss in table.items()})
 )
 
 # %%
-sink_variants.draw_losses(found, floor)
+sink_variants.draw_losses(losses, floor)
 
 # %% [markdown]
 # **What to see.** A model trained with a sink token needs it in the cache, and one sink is enough:
@@ -159,15 +162,16 @@ NEAR = runtime.size(0.02, 0.05)  # nats; with half as many steps, the difference
 attention = of_each(sink_variants.mean_attention)
 
 
-def in_every_seed(of, holds):
-    return all(holds(*one.values()) for one in of)
+def in_every_seed(by_seed, holds):
+    return all(holds(*variants.values()) for variants in by_seed)
 
 
 runtime.verify(
     "",
     always={
         "with a sink token, the first two predictions have a higher loss":
-            in_every_seed(by_position, lambda none, token: bool((token > none + 0.3)[:same].all())),
+            in_every_seed(by_position,
+                          lambda none, token: bool((token > none + 0.3)[:late_from].all())),
         f"from the third on, the variants are within {NEAR} nats":
             in_every_seed(late, lambda none, token: bool(abs(token - none) < NEAR)),
         "some idle letter gives a sink token more than 0.2 of its attention":
@@ -179,12 +183,13 @@ runtime.verify(
         "other letters give themselves and the sink more than 0.8, on average":
             in_every_seed(attention, lambda none, token: min(none[1], token[1]) > 0.8),
         "a model that loses its sink token has a loss higher by more than 0.02 nats":
-            in_every_seed(found, lambda none, token: token["0 + 24"] > token["1 + 23"] + 0.02),
+            in_every_seed(losses, lambda none, token: token["0 + 24"] > token["1 + 23"] + 0.02),
         "one sink is enough: four first tokens change less than a fifth of that":
-            in_every_seed(found, lambda none, token: abs(token["4 + 20"] - token["1 + 23"])
+            in_every_seed(losses, lambda none, token: abs(token["4 + 20"] - token["1 + 23"])
                           < 0.2 * (token["0 + 24"] - token["1 + 23"])),
         "with plain softmax, all caches are within 0.01 nats":
-            in_every_seed(found, lambda none, token: max(none.values()) - min(none.values()) < 0.01),
+            in_every_seed(losses,
+                          lambda none, token: max(none.values()) - min(none.values()) < 0.01),
     },
-    ours={},
+    default_only={},
 )  # fmt: skip

@@ -40,11 +40,11 @@ print(f"{llm.name}: {llm.config.layers} layers, trained on {llm.config.context:,
 from jaxkv.prefix import BlockHasher, root_hash
 
 ids = runtime.passage(llm, 64)
-other = ids[:40] + ids[20:44]
+second = ids[:40] + ids[20:44]
 hasher, root = BlockHasher(16), root_hash(model=llm.name)
-hashes = [hasher.hash_prompt(prompt, root).hashes for prompt in (ids, other)]
+hashes = [hasher.hash_prompt(prompt, root).hashes for prompt in (ids, second)]
 for of_prompt in hashes:
-    print(*(one.hex()[:6] for one in of_prompt))
+    print(*(block_hash.hex()[:6] for block_hash in of_prompt))
 
 # %% [markdown]
 # ## A block that is only partly full
@@ -95,9 +95,9 @@ engine, outcomes = engine_of("full", 32, len(text) + 64), []
 answer(engine, [Request((1, 2, 3), 2)])  # compiles
 for ending in ENDINGS:
     prompt = (*text, *llm.tokenizer.encode(f"\n\n{ending}", bos=False))
-    (one,) = answer(engine, [Request(prompt, 16)])
-    outcomes.append(done := one.outcome)
-    words = ending + llm.tokenizer.decode(one.tokens)
+    (reply,) = answer(engine, [Request(prompt, 16)])
+    outcomes.append(done := reply.outcome)
+    words = ending + llm.tokenizer.decode(reply.tokens)
     print(f"{done.computed_tokens:5} tokens in {done.first_token_seconds:.2f} s: {words!r}")
 
 # %% [markdown]
@@ -120,9 +120,9 @@ said = conversations.make_turns(llm, users, turns)  # new tokens by turn and use
 def talk(engine):
     prompts, answers = [()] * users, []
     for new in said:
-        prompts = [(*prompt, *more) for prompt, more in zip(prompts, new, strict=True)]
+        prompts = [(*prompt, *new_tokens) for prompt, new_tokens in zip(prompts, new, strict=True)]
         last = answer(engine, [Request(prompt, conversations.ANSWER_TOKENS) for prompt in prompts])
-        prompts = [(*prompt, *one.tokens) for prompt, one in zip(prompts, last, strict=True)]
+        prompts = [(*prompt, *reply.tokens) for prompt, reply in zip(prompts, last, strict=True)]
         answers += last
     return answers
 
@@ -160,7 +160,7 @@ conversations.draw_first_token_by_turn(served, turns, caption)
 from jaxkv.evals.prefix_caching import traces
 
 trace = traces.read(conversations.TRACE)
-total = sum(one.tokens for one in trace.requests)
+total = sum(request.tokens for request in trace.requests)
 print(
     f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} on average"
 )
@@ -171,9 +171,9 @@ print(
 
 # %%
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-found = conversations.hit_rate_by_capacity(trace, shares)
+hit_rates = conversations.hit_rate_by_capacity(trace, shares)
 conversations.draw_capacity(
-    found, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
+    hit_rates, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
 )
 
 # %% [markdown]
@@ -214,39 +214,39 @@ conversations.draw_capacity(
 # @title Checks
 import numpy as np
 
-same, other_hashes = hashes
+first_hashes, second_hashes = hashes
 at_16, by_formula = (hits[name][1]["median"] for name in ("rekey", "formula"))
 pairs = [(pair[conversations.RECOMPUTED], pair[conversations.CACHED]) for pair in served.values()]
 (full, full_cached), (streaming, streaming_cached) = (
-    [np.median(one.first.reshape(-1, turns, users), axis=(0, 2)) for one in pair] for pair in pairs
+    [np.median(run.first.reshape(-1, turns, users), axis=(0, 2)) for run in pair] for pair in pairs
 )
 growing, evicting = (
-    (b.found / b.prompts).reshape(turns, users).mean(axis=1).tolist() for _, b in pairs
+    (b.cached / b.prompts).reshape(turns, users).mean(axis=1).tolist() for _, b in pairs
 )
 first, *later = outcomes
 runtime.verify(
     "" if llm.name.startswith("SmolLM2") else "another model",
     always={
-        "block hashes differ where the prompts do": same[:2] == other_hashes[:2]
-        and not {*same[2:]} & {*other_hashes[2:]},
+        "block hashes differ where the prompts do": first_hashes[:2] == second_hashes[:2]
+        and not {*first_hashes[2:]} & {*second_hashes[2:]},
         "a second hash for the prompt hits almost always": hits["alias"][1]["median"] > 95,
         "full blocks never hit for a short prompt": not any(x["max"] for x in hits["full"]),
         "the hit rate of a changing hash is that of the formula": abs(at_16 - by_formula) < 2.5,
         "only the first of several endings computes the text": first.cached_tokens == 0
-        and all(one.computed_tokens < 128 for one in later),
-        "few blocks of the recorded requests are found": found[-1] < 20,
+        and all(outcome.computed_tokens < 128 for outcome in later),
+        "few blocks of the recorded requests are found": hit_rates[-1] < 20,
         "prefix caching does not change an answer": all(a.tokens == b.tokens for a, b in pairs),
         "cached tokens are not computed": all(
-            (b.read + b.found == a.read).all() and b.found.any() for a, b in pairs
+            (b.read + b.cached == a.read).all() and b.cached.any() for a, b in pairs
         ),
         "pages and states take the same memory, within 5 %": abs(
             pairs[0][1].bytes / pairs[1][1].bytes - 1
         )
         < 0.05,
     },
-    ours={
+    default_only={
         "more than half of the conversations' tokens is cached": all(
-            b.found.sum() > 0.5 * b.prompts.sum() for _, b in pairs
+            b.cached.sum() > 0.5 * b.prompts.sum() for _, b in pairs
         ),
         "the growing cache runs out of pages in the last turn": runtime.SMOKE
         or growing[-1] < 0.8 * growing[-2],
@@ -254,7 +254,7 @@ runtime.verify(
     },
     times={
         "the later endings have a much lower time to first token": all(
-            one.first_token_seconds < 0.5 * first.first_token_seconds for one in later
+            outcome.first_token_seconds < 0.5 * first.first_token_seconds for outcome in later
         ),
         "without prefix caching, time to first token grows with the conversation": min(
             full[-1] / full[0], streaming[-1] / streaming[0]

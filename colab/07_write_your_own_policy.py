@@ -73,14 +73,14 @@ class Strided(jaxkv.Policy):
     def update(self, spec, state, chunk):
         is_far = chunk.positions % self.stride == 0
         shares = (~is_far, self.near * self.stride), (is_far, self.far * self.stride)
-        seen = [attend(spec, *each, chunk) for each in zip(state, shares, strict=True)]
-        own = [chunk._replace(valid=chunk.valid & mine) for mine, _ in shares]
-        after = [ring.write(spec, *both) for both in zip(state, own, strict=True)]
+        seen = [attend(spec, *pair, chunk) for pair in zip(state, shares, strict=True)]
+        chunks = [chunk._replace(valid=chunk.valid & mine) for mine, _ in shares]
+        after = [ring.write(spec, *pair) for pair in zip(state, chunks, strict=True)]
         return jaxkv.merge(*seen), Rings(*after)
 
     def cached(self, spec, state):
         leaves = zip(*map(ring.cached, state), strict=True)
-        return jaxkv.Cached(*(jnp.concatenate(both, axis=2) for both in leaves))
+        return jaxkv.Cached(*(jnp.concatenate(arrays, axis=2) for arrays in leaves))
 
     def bytes_per_sequence(self, spec, tokens=0):
         return sum(ring.nbytes(spec, size) for size in self.slots)
@@ -96,9 +96,9 @@ class Strided(jaxkv.Policy):
 # %%
 def attend(spec, cache, share, chunk):
     """Attention to a ring and to its own tokens of the chunk, fewer than `window` tokens back."""
-    own, window = share
+    mask, window = share
     before = ring.attend_ring(spec, cache, chunk, ring.RingSettings(window=window))
-    return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, window, hidden=~own))
+    return jaxkv.merge(before, jaxkv.local_attention(spec, chunk, window, hidden=~mask))
 
 
 # %% [markdown]
@@ -155,8 +155,8 @@ MODEL = ""  # @param {type: "string"}
 llm = models.load(MODEL or runtime.default_model())
 SLOTS = 32
 near = SLOTS // 8
-own = Strided(near, SLOTS - 3 * near, stride=4)
-print(f"{llm.name}; {own} caches tokens from up to {own.max_lookback} positions back")
+strided = Strided(near, SLOTS - 3 * near, stride=4)
+print(f"{llm.name}; {strided} caches tokens from up to {strided.max_lookback} positions back")
 
 # %%
 from jaxkv.models import compare
@@ -166,7 +166,7 @@ full, window, streaming = "full", f"window:window={SLOTS}", f"streaming:sinks=4,
 POLICIES = [full, window, streaming]
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)
 results = [compare.result(llm, name, scores[name], 250) for name in POLICIES]
-results.append(compare.result(llm, "strided", models.score(llm, ids, own), 250, own))
+results.append(compare.result(llm, "strided", models.score(llm, ids, strided), 250, strided))
 runtime.TextBox(compare.table(results))
 
 # %% [markdown]
@@ -212,13 +212,13 @@ class WithSinks(jaxkv.Policy):
         closer = chunk._replace(positions=jnp.minimum(chunk.positions, self.max_lookback))
         of_first = attend(spec, state.first, (is_first, None), closer)
         first = ring.write(spec, state.first, chunk._replace(valid=chunk.valid & is_first))
-        others = chunk._replace(valid=chunk.valid & ~is_first)
-        of_rest, rest = self.rest.update(spec, state.rest, others)
+        rest_chunk = chunk._replace(valid=chunk.valid & ~is_first)
+        of_rest, rest = self.rest.update(spec, state.rest, rest_chunk)
         return jaxkv.merge(of_first, of_rest), AndSinks(first, rest)
 
     def cached(self, spec, state):
         leaves = zip(ring.cached(state.first), self.rest.cached(spec, state.rest), strict=True)
-        return jaxkv.Cached(*(jnp.concatenate(both, axis=2) for both in leaves))
+        return jaxkv.Cached(*(jnp.concatenate(arrays, axis=2) for arrays in leaves))
 
     def bytes_per_sequence(self, spec, tokens=0):
         return ring.nbytes(spec, self.sinks) + self.rest.bytes_per_sequence(spec, tokens)
@@ -236,14 +236,14 @@ print(sum(law.holds for law in laws_with_sinks), "of", len(laws_with_sinks), "ch
 short = f"streaming:sinks=4,window={4 * near}"
 with_sinks = WithSinks(Strided(near, SLOTS - 4 - 3 * near, stride=4))
 results.append(compare.result(llm, short, models.score(llm, ids, short), 250))
-found = models.score(llm, ids, with_sinks)
-results.append(compare.result(llm, "strided:sinks=4", found, 250, with_sinks))
+score = models.score(llm, ids, with_sinks)
+results.append(compare.result(llm, "strided:sinks=4", score, 250, with_sinks))
 runtime.TextBox(compare.table(results))
 
 # %%
 losses = {row["policy"]: np.array([b["loss"] for b in row["blocks"]]) for row in results}
-more = {policy: each - losses["strided:sinks=4"] for policy, each in losses.items()}
-excess = {n: (each.mean(), 2 * each.std(ddof=1) / len(each) ** 0.5) for n, each in more.items()}
+gaps = {policy: loss - losses["strided:sinks=4"] for policy, loss in losses.items()}
+excess = {n: (gap.mean(), 2 * gap.std(ddof=1) / len(gap) ** 0.5) for n, gap in gaps.items()}
 for policy, (mean, error) in excess.items():
     print(f"{mean:+.3f} ± {error:.3f}  {policy}")
 
@@ -349,12 +349,14 @@ print(f"{count:,} tokens; the cache has {batch.nbytes(states):,} bytes, {before:
 # differ.
 
 # %%
-most = policy.rest.near * policy.rest.stride
-where = jnp.arange(2 * most, dtype=jnp.uint32)[None]
-plain, _ = jax.jit(decode, static_argnums=0)(dense, (None,) * LAYERS, text[None, : 2 * most], where)
-difference = jnp.abs(plain[0] - logits[: 2 * most]).max(axis=1)
-print(f"largest difference of logits: {difference[:most].max():.1e} up to token {most}, "
-      f"{difference[most:].max():.1e} in the next {most}")  # fmt: skip
+limit = policy.rest.near * policy.rest.stride
+where = jnp.arange(2 * limit, dtype=jnp.uint32)[None]
+plain, _ = jax.jit(decode, static_argnums=0)(
+    dense, (None,) * LAYERS, text[None, : 2 * limit], where
+)
+difference = jnp.abs(plain[0] - logits[: 2 * limit]).max(axis=1)
+print(f"largest difference of logits: {difference[:limit].max():.1e} up to token {limit}, "
+      f"{difference[limit:].max():.1e} in the next {limit}")  # fmt: skip
 
 # %% [markdown]
 # ## Next steps
@@ -371,10 +373,10 @@ print(f"largest difference of logits: {difference[:most].max():.1e} up to token 
 # %% cellView="form" jupyter={"source_hidden": true}
 # @title Checks
 APPLY = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19}
-numbers = [{law.number for law in each} for each in (laws, laws_with_sinks)]
+numbers = [{law.number for law in checks} for checks in (laws, laws_with_sinks)]
 failed = {law.number for law in broken if not law.holds}
 cached = np.asarray(policy.cached(spec, states[0]).positions)
-kept = {t for t in range(count) if t < policy.sinks or count - t <= most * (1 if t % 4 else 5)}
+kept = {t for t in range(count) if t < policy.sinks or count - t <= limit * (1 if t % 4 else 5)}
 loss = {row["policy"]: row["loss"] for row in results}
 sizes = [row["state_bytes"] for row in results if row["policy"] not in (full, short)]
 runtime.verify(
@@ -386,11 +388,11 @@ runtime.verify(
         "the broken policy fails laws 4, 15 and others": failed > {4, 15},
         "all with 32 slots have as many bytes, within 1 %": max(sizes) < 1.01 * min(sizes),
         "the model in plain JAX generates in constant memory": batch.nbytes(states) == before,
-        "its logits are those of dense attention at first": bool(difference[:most].max() < 1e-3),
-        "after tokens are evicted, they differ": bool(difference[most:].max() > 0.01),
+        "its logits are those of dense attention at first": bool(difference[:limit].max() < 1e-3),
+        "after tokens are evicted, they differ": bool(difference[limit:].max() > 0.01),
         "all logits are finite": bool(np.isfinite(logits).all()),
     },
-    ours={
+    default_only={
         "without sinks, both fail": min(loss[window], loss["strided"]) > loss[streaming] + 1,
         "with sinks, strided does not": loss["strided:sinks=4"] < loss["strided"] - 1,
         "far tokens help, beyond the error": excess[short][0] - excess[short][1] > 0.05,

@@ -77,8 +77,8 @@ import numpy as np
 best = min(results[1:], key=lambda row: row["loss"])["policy"]
 losses = {row["policy"]: np.array([b["loss"] for b in row["blocks"]]) for row in results}
 for policy, of_blocks in losses.items():
-    more = of_blocks - losses[best]
-    print(f"{more.mean():+.3f} ± {2 * more.std(ddof=1) / len(more) ** 0.5:.3f}  {policy}")
+    gap = of_blocks - losses[best]
+    print(f"{gap.mean():+.3f} ± {2 * gap.std(ddof=1) / len(gap) ** 0.5:.3f}  {policy}")
 print(f"\nchosen: {best}")
 
 # %% [markdown]
@@ -143,7 +143,7 @@ runtime.verify(
         "the server answered": answer["usage"]["completion_tokens"] > 0,
         "and ended": server.returncode == 0,
     },
-    ours={
+    default_only={
         "without sinks the loss jumps": window["loss"] > streaming["loss"] + 0.2,
         "with sinks it is near that of full attention": streaming["loss"] < full["loss"] + 0.2,
     },

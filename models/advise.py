@@ -51,8 +51,8 @@ NO_TIMES = np.zeros(0)
 class TimedReading:
     """A reading, and what it costs.
 
-    state_bytes: of the cached tokens after the last scored one. prompt_bytes: of those before the
-    end of prefill. milliseconds: per decoded token, of each round; empty if interrupted before.
+    state_bytes: bytes of the caches after the last scored token. prompt_bytes: their bytes before
+    the end of prefill. milliseconds: time per decoded token in each round; empty if interrupted.
     """
 
     reading: Reading
@@ -197,9 +197,9 @@ def _decode_times(
             if stopped():
                 return {}
             name = list(streams)[number % len(streams)]
-            begun = time.perf_counter()
+            start = time.perf_counter()
             streams[name].decode(Sampling(), ROUND, ())
-            times[name].append(1e3 * (time.perf_counter() - begun) / ROUND)
+            times[name].append(1e3 * (time.perf_counter() - start) / ROUND)
             progress((number + 1) * ROUND)
     return {name: np.array(of_rounds) for name, of_rounds in times.items()}
 
@@ -210,13 +210,13 @@ def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
     0 where these tokens did not occur before.
     """
     latest: dict[tuple[int, ...], int] = {}
-    found = np.zeros(len(ids) - 1, np.int32)
+    distances = np.zeros(len(ids) - 1, np.int32)
     for end in range(REPEAT - 1, len(ids)):
         words = tuple(int(token) for token in ids[end - REPEAT + 1 : end + 1])
         if words in latest:
-            found[end - 1] = end - latest[words]
+            distances[end - 1] = end - latest[words]
         latest[words] = end
-    return found
+    return distances
 
 
 def rank(
@@ -226,49 +226,49 @@ def rank(
 
     budget: bytes. block: tokens per block, from which errors are computed.
     """
-    losses = {one.policy: one.reading.losses for one in results}
+    losses = {result.policy: result.reading.losses for result in results}
     predicted = text.tokens[:, text.prompt + 1 :] < llm.config.vocab  # all but sink tokens
     mean = partial(paired, block=block)
-    full = [one for one in results if one.policy == FULL]
-    by_loss = sorted((one for one in results if one.policy != FULL),
-                     key=lambda one: losses[one.policy][predicted].mean())  # fmt: skip
-    within = [one for one in by_loss if one.state_bytes <= budget]
-    beyond = [one for one in by_loss if one.state_bytes > budget]
+    full = [result for result in results if result.policy == FULL]
+    by_loss = sorted((result for result in results if result.policy != FULL),
+                     key=lambda result: losses[result.policy][predicted].mean())  # fmt: skip
+    within = [result for result in by_loss if result.state_bytes <= budget]
+    beyond = [result for result in by_loss if result.state_bytes > budget]
     best = (within or by_loss or full)[0].policy if results else None
     distances = np.stack([repeat_distances(ids) for ids in text.tokens])[:, text.prompt :]
-    slots = [budgets.slots_of(llm, llm.policies(one.policy)) for one in within
-             if not budgets.acts_on_prompt(llm.policies(one.policy))]  # fmt: skip
+    slots = [budgets.slots_of(llm, llm.policies(result.policy)) for result in within
+             if not budgets.acts_on_prompt(llm.policies(result.policy))]  # fmt: skip
     min_slots = min(slots, default=0) or text.scored
     ends = _ends(min_slots, text.fed)
     rows = []
-    for one in [*full, *within, *beyond]:
-        values, policies = losses[one.policy], llm.policies(one.policy)
+    for result in [*full, *within, *beyond]:
+        values, policies = losses[result.policy], llm.policies(result.policy)
         over = values - losses[FULL] if full else np.full_like(values, np.nan)
         rows.append({
-            "policy": one.policy,
+            "policy": result.policy,
             "policy_string": format_policy(policies),
             "loss": float(values[predicted].mean()),
             "perplexity": float(np.exp(values[predicted].mean())),
             "over_full": mean(over, counted=predicted),
             "over_best": mean(values - losses[best], counted=predicted),
-            "kl": mean(one.reading.kl, counted=predicted),
-            "agreement": float(one.reading.same[predicted].mean()),
+            "kl": mean(result.reading.kl, counted=predicted),
+            "agreement": float(result.reading.agreement[predicted].mean()),
             "recall": [
                 {"from": start, "to": end}
                 | mean(over, counted=predicted & (distances >= start) & (distances < end))
                 for start, end in ends
             ],
             "far_recall": mean(over, counted=predicted & (distances >= min_slots)),
-            "milliseconds_per_token": _times(one.milliseconds),
-            "state_bytes": one.state_bytes,
-            "prompt_bytes": one.prompt_bytes,
-            "within_budget": one.state_bytes <= budget,
+            "milliseconds_per_token": _times(result.milliseconds),
+            "state_bytes": result.state_bytes,
+            "prompt_bytes": result.prompt_bytes,
+            "within_budget": result.state_bytes <= budget,
             "acts_on_prompt": budgets.acts_on_prompt(policies),
-            "endless": _is_endless(llm, one.policy),
-            "seconds": one.reading.seconds,
-            "compile_seconds": one.reading.compile_seconds,
+            "endless": _is_endless(llm, result.policy),
+            "seconds": result.reading.seconds,
+            "compile_seconds": result.reading.compile_seconds,
         })  # fmt: skip
-    names = [one.policy for one in within or by_loss]
+    names = [result.policy for result in within or by_loss]
     return {
         "budget": budget, "stretches": len(text.tokens), "prompt": text.prompt,
         "scored": text.scored, "block": block, "counted": int(predicted.sum()), "near": min_slots,
@@ -288,13 +288,13 @@ def _levels(
     policies: Sequence[str], losses: Mapping[str, np.ndarray], predicted: np.ndarray, block: int
 ) -> list[list[str]]:
     """Groups of policies by their loss; the others of a group are within noise of its first."""
-    left, levels = list(policies), []
-    while left:
-        first = losses[left[0]]
+    unranked, levels = list(policies), []
+    while unranked:
+        first = losses[unranked[0]]
         levels.append([
-            name for name in left if is_noise(paired(losses[name] - first, block, predicted))
+            name for name in unranked if is_noise(paired(losses[name] - first, block, predicted))
         ])  # fmt: skip
-        left = [name for name in left if name not in levels[-1]]
+        unranked = [name for name in unranked if name not in levels[-1]]
     return levels
 
 

@@ -89,12 +89,12 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
             "and save no memory."
         )
     by_name = {row["policy"]: row for row in rows}
-    for number, (name, *others) in enumerate(results["levels"]):
+    for number, (name, *ties) in enumerate(results["levels"]):
         line = f"{name} has the lowest loss"
         if number:
             line = f"Then {name}, which is worse by {_between(by_name[name]['over_best'])}"
-        if others:
-            line += f"; these are within noise of it: {'; '.join(others)}"
+        if ties:
+            line += f"; these are within noise of it: {'; '.join(ties)}"
         elif not number and len(rows) > 1:
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
@@ -103,9 +103,9 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
 
 
 def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
-    """Which policy to take: of those within noise of the lowest loss, else for endless text.
+    """Which policy to take, and another for endless text if the first one is not for it.
 
-    One for endless text if there is one among the first, because a chat has no length.
+    Within noise of the lowest loss, one for endless text is preferred: a chat has no length.
     """
     level = levels[0]
     endless = [row for row in level if row["endless"]] or level
@@ -114,7 +114,7 @@ def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
     told = [f'Take {policy}{use} ({reason}): {command} --policy "{policy}"']
     if choice is not level[0] and choice["over_best"]["two_errors"] is not None:
         told.append(
-            f"Its loss may be up to {_most(choice['over_best']):+.3f} above that of "
+            f"Its loss may be up to {_upper_end(choice['over_best']):+.3f} above that of "
             f"{level[0]['policy']} (the mean and two standard errors)."
         )
     if choice["acts_on_prompt"]:
@@ -141,8 +141,8 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     Without times, and where a difference has no error, it is the one with the lowest loss.
     """
     times = [row["milliseconds_per_token"] for row in level]
-    known = all(row["over_best"]["two_errors"] is not None for row in level)
-    if len(level) == 1 or not known or not all(times):
+    have_errors = all(row["over_best"]["two_errors"] is not None for row in level)
+    if len(level) == 1 or not have_errors or not all(times):
         return level[0], "by its loss"
     fastest = min(times, key=lambda time: time["median"])
     equal = [
@@ -157,7 +157,7 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     return chosen, f"{reason} of the {len(equal)} fastest, whose times overlap"
 
 
-def _most(difference: Mapping[str, Any]) -> float:
+def _upper_end(difference: Mapping[str, Any]) -> float:
     """The upper end of an interval."""
     return difference["mean"] + difference["two_errors"]
 
@@ -166,21 +166,21 @@ def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
     """Losses with their intervals, and the loss at repeats by their distance, as a PNG."""
     rows = [row for row in results["policies"] if row["policy"] != FULL]
     looks = palette.styles([row["policy"] for row in rows])
-    figure, (left, right) = pictures.begin(9.5, 3.4 + 0.22 * len(rows), columns=2)
-    found = [at for at, one in enumerate(rows[0]["recall"] if rows else ()) if one["count"]]
+    figure, (loss_axes, repeat_axes) = pictures.begin(9.5, 3.4 + 0.22 * len(rows), columns=2)
+    counted = [at for at, span in enumerate(rows[0]["recall"] if rows else ()) if span["count"]]
     for number, (row, look) in enumerate(zip(rows, looks, strict=True)):
-        _point(left, row["over_full"], -number, look["color"])
-        bins = [row["recall"][at] for at in found]
-        centres = [_label(one, results["near"]) for one in bins]
-        values = [(at, one) for at, one in enumerate(bins) if one["two_errors"]]
+        _point(loss_axes, row["over_full"], -number, look["color"])
+        bins = [row["recall"][at] for at in counted]
+        centres = [_label(span, results["near"]) for span in bins]
+        values = [(at, span) for at, span in enumerate(bins) if span["two_errors"]]
         shift = 0.06 * (number - (len(rows) - 1) / 2)
-        right.errorbar(
-            [at + shift for at, _ in values], [one["mean"] for _, one in values],
-            [one["two_errors"] for _, one in values], marker="o", ms=3, lw=1.2, elinewidth=0.8,
+        repeat_axes.errorbar(
+            [at + shift for at, _ in values], [span["mean"] for _, span in values],
+            [span["two_errors"] for _, span in values], marker="o", ms=3, lw=1.2, elinewidth=0.8,
             color=look["color"], ls=look["linestyle"], label=f"{number + 1}  {row['policy']}",
         )  # fmt: skip
-        right.set_xticks(range(len(centres)), centres, fontsize=7)
-    _label_axes(left, right, rows)
+        repeat_axes.set_xticks(range(len(centres)), centres, fontsize=7)
+    _label_axes(loss_axes, repeat_axes, rows)
     figure.legend(
         loc="outside upper left", frameon=False, fontsize=8, alignment="left", title_fontsize=8,
         title="Loss after a prompt: lower is better, bars are two standard errors.\n"
@@ -194,23 +194,23 @@ def _point(axes: Any, difference: Mapping[str, Any], at: float, colour: str) -> 
                   color=colour, capsize=3)  # fmt: skip
 
 
-def _label_axes(left: Any, right: Any, rows: Sequence[Row]) -> None:
-    left.set_yticks([-number for number in range(len(rows))],
-                    [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
-    left.axvline(0, color=pictures.INK, lw=0.8)
-    left.locator_params(axis="x", nbins=5)
-    left.margins(x=0.1)
-    left.grid(False)
-    left.grid(axis="x", color=pictures.RULE, lw=0.6)
-    left.set(xlabel="loss over full attention (nats)", ylabel="number in the legend")
-    left.set_title("all tokens", fontsize=9, loc="left")
-    right.axhline(0, color=pictures.INK, lw=0.8)
-    right.set(xlabel="distance to the earlier occurrence (tokens)",
-              ylabel="loss over full attention (nats)")  # fmt: skip
-    right.set_title("tokens that repeat earlier text", fontsize=9, loc="left")
+def _label_axes(loss_axes: Any, repeat_axes: Any, rows: Sequence[Row]) -> None:
+    loss_axes.set_yticks([-number for number in range(len(rows))],
+                         [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
+    loss_axes.axvline(0, color=pictures.INK, lw=0.8)
+    loss_axes.locator_params(axis="x", nbins=5)
+    loss_axes.margins(x=0.1)
+    loss_axes.grid(False)
+    loss_axes.grid(axis="x", color=pictures.RULE, lw=0.6)
+    loss_axes.set(xlabel="loss over full attention (nats)", ylabel="number in the legend")
+    loss_axes.set_title("all tokens", fontsize=9, loc="left")
+    repeat_axes.axhline(0, color=pictures.INK, lw=0.8)
+    repeat_axes.set(xlabel="distance to the earlier occurrence (tokens)",
+                    ylabel="loss over full attention (nats)")  # fmt: skip
+    repeat_axes.set_title("tokens that repeat earlier text", fontsize=9, loc="left")
 
 
-def _label(one: Mapping[str, Any], near: int) -> str:
+def _label(span: Mapping[str, Any], near: int) -> str:
     """Distances of a bin, and its number of tokens."""
-    end = f"< {one['to']:,}" if one["from"] < near else f"{one['from']:,} to {one['to'] - 1:,}"
-    return f"{end}\nn = {one['count']:,}"
+    end = f"< {span['to']:,}" if span["from"] < near else f"{span['from']:,} to {span['to'] - 1:,}"
+    return f"{end}\nn = {span['count']:,}"

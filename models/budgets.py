@@ -214,14 +214,15 @@ def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
     exact = replace(policy, start=prompt)
     after = shapes_after_prefill(exact, spec, prompt)
     row = rows.nbytes(spec, getattr(policy, "cache", "float"))
-    near, far = spec.kv_heads * row + 4, spec.kv_heads * (row + 8)  # far: position, log weight
+    exact_bytes = spec.kv_heads * row + 4
+    sampled_bytes = spec.kv_heads * (row + 8)  # with the position and the log weight
     empty = 0
     if isinstance(policy, CompressionPolicy):
         sample = jax.eval_shape(partial(exact.cached, spec), after).log_weight.shape[2]
         dense = min(max(policy.ends.max_tokens, 1), prompt)
         exact_tokens, sampled = _compressed(policy.ends, prompt, sample - dense)
-        empty = (dense - exact_tokens) * near + (sample - dense - sampled) * far
-    return nbytes(after) - empty + scored * near
+        empty = (dense - exact_tokens) * exact_bytes + (sample - dense - sampled) * sampled_bytes
+    return nbytes(after) - empty + scored * exact_bytes
 
 
 def _compressed(ends: ExactEnds, prompt: int, slots: int) -> tuple[int, int]:

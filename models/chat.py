@@ -105,9 +105,9 @@ class Chat:
         if not any(m["role"] == "assistant" for m in previous):
             return self.render([*previous, message])
         stand_in = {**previous[-1], "content": answer}
-        whole = self.render([*previous[:-1], stand_in, message])
-        if answer in whole:
-            return whole.rpartition(answer)[2]
+        rendering = self.render([*previous[:-1], stand_in, message])
+        if answer in rendering:
+            return rendering.rpartition(answer)[2]
         return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
 
 

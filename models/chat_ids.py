@@ -152,7 +152,7 @@ def _texts(tokenizer: Tokenizer) -> frozenset[str]:
 
 
 @lru_cache(maxsize=2)
-def _others(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
+def _plain_texts(tokenizer: Tokenizer, chat: Chat) -> frozenset[str]:
     """Texts without separators in an assistant's message."""
     return constants_of(chat.template) | (_texts(tokenizer) - role_marks(tokenizer, chat))
 
@@ -167,7 +167,7 @@ def _escaped(
     marks = role_marks(tokenizer, chat)
     single = [mark for mark in marks if len(mark) == 1 and mark.strip()]
     by_user = _escape(separator, _texts(tokenizer), constants_of(chat.template))
-    by_model = _escape(separator, marks, _others(tokenizer, chat))
+    by_model = _escape(separator, marks, _plain_texts(tokenizer, chat))
     escaped = []
     for message in messages:
         escape = by_model if message["role"] == "assistant" else by_user

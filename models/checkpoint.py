@@ -129,10 +129,10 @@ class Checkpoints:
             if about["run"] != self._run:
                 raise UserError(f"the checkpoint {where} is that of another run; {remedy}")
             state = ocp.args.StandardRestore(like._asdict())
-            found = Training(**restore(step, args=ocp.args.Composite(state=state)).state)
-            if about["checksum"] != int(checksum(found)):
+            restored = Training(**restore(step, args=ocp.args.Composite(state=state)).state)
+            if about["checksum"] != int(checksum(restored)):
                 raise ValueError("its checksum differs")
-            return found
+            return restored
         except (UserError, MemoryError):
             raise
         except Exception as error:  # a damaged file raises no specific exception

@@ -104,18 +104,19 @@ def compact(
     check(llm, document, slots)
     for name, value in (("steps", steps), ("batch", batch)):
         check_int(name, value)
-    known = read(llm, document, slots)
-    texts = training_texts(llm, document, known, seed)
-    hidden = [follow_full(llm, known, texts[at : at + batch]) for at in range(0, len(texts), batch)]
+    cached = read(llm, document, slots)
+    texts = training_texts(llm, document, cached, seed)
+    batches = (texts[at : at + batch] for at in range(0, len(texts), batch))
+    hidden = [follow_full(llm, cached, batch_texts) for batch_texts in batches]
     targets = jnp.concatenate(hidden, axis=1)
-    pairs = pairs_of(llm, known, slots)
+    pairs = pairs_of(llm, cached, slots)
     moments, rng = optimizer(lr, steps).init(pairs), np.random.default_rng(seed)
     for step in range(steps):
         if stopped():
             return None
         chosen = rng.choice(len(texts), min(batch, len(texts)), replace=False)
-        given = llm.weights, pairs, moments, texts[chosen], targets[:, chosen]
-        pairs, moments, loss = update(llm.config, llm.spec, (lr, steps), *given)
+        arguments = llm.weights, pairs, moments, texts[chosen], targets[:, chosen]
+        pairs, moments, loss = update(llm.config, llm.spec, (lr, steps), *arguments)
         if not np.isfinite(loss):
             raise UserError(f"step {step + 1} has a loss that is not finite at the rate {lr:g}; "
                             "give a lower one")  # fmt: skip
@@ -136,7 +137,7 @@ def read(llm: Llm, document: Sequence[int], slots: int) -> Document:
 
 
 def training_texts(
-    llm: Llm, document: Sequence[int], known: Document, seed: int
+    llm: Llm, document: Sequence[int], cached: Document, seed: int
 ) -> Int32[np.ndarray, "M T"]:
     """Spans of the document, evenly spaced, and texts that the model writes after it."""
     leads = [llm.tokenizer.encode(lead, bos=False) for lead in LEADS]
@@ -144,29 +145,30 @@ def training_texts(
     size = width - len(leads[0])
     starts = np.linspace(0, len(document) - size, -(-OVERLAP * len(document) // size)).astype(int)
     spans = [[*leads[0], *document[start : start + size]] for start in starts]
-    stream = Stream(llm, known.policies, WRITTEN, [seed + i for i in range(WRITTEN)])
-    stream.lengths = np.full(WRITTEN, known.length)
+    stream = Stream(llm, cached.policies, WRITTEN, [seed + i for i in range(WRITTEN)])
+    stream.lengths = np.full(WRITTEN, cached.length)
     stream.decoding = stream.decoding._replace(
-        states=repeat(known.states, WRITTEN),
-        position=jnp.full((WRITTEN,), known.length, jnp.uint32),
+        states=repeat(cached.states, WRITTEN),
+        position=jnp.full((WRITTEN,), cached.length, jnp.uint32),
     )
-    begun = [leads[i % len(leads)] for i in range(WRITTEN)]
-    stream.prefill(begun)
+    prompts = [leads[i % len(leads)] for i in range(WRITTEN)]
+    stream.prefill(prompts)
     out, _ = stream.decode(Sampling(temperature=1.0), SPAN, ())
-    written = [[*lead, *row] for lead, row in zip(begun, out.tolist(), strict=True)]
+    written = [[*lead, *row] for lead, row in zip(prompts, out.tolist(), strict=True)]
     return np.array([text[:width] for text in spans + written], np.int32)
 
 
-def pairs_of(llm: Llm, known: Document, slots: int) -> Pairs:
+def pairs_of(llm: Llm, cached: Document, slots: int) -> Pairs:
     """SnapKV's cache, with keys as they are before they are rotated to positions 0 to P - 1."""
     window = min(WINDOW, slots // 2)
-    both = [
+    joined = [
         [jnp.concatenate([a[0, :, : slots - window], b[0, :, :window]], axis=1)
-         for a, b in zip(one.sample[:2], one.dense[:2], strict=True)] for one in known.compressed
+         for a, b in zip(layer.sample[:2], layer.dense[:2], strict=True)]
+        for layer in cached.compressed
     ]  # fmt: skip
-    keys, values = (jnp.stack(arrays).astype(jnp.float32) for arrays in zip(*both, strict=True))
+    keys, values = (jnp.stack(arrays).astype(jnp.float32) for arrays in zip(*joined, strict=True))
     # From the token's position to one that is as far from `slots` as it was from the next token.
-    by = np.arange(slots - known.length, -known.length, -1).astype(np.uint32)
+    by = np.arange(slots - cached.length, -cached.length, -1).astype(np.uint32)
     heads = keys.reshape(-1, slots, 1, keys.shape[-1])
     keys = llm.spec.encoding.rerotate(heads, jnp.asarray(by)[None]).reshape(keys.shape)
     # A cached key has YaRN's factor, which it gets again when the pair is put into a cache.
@@ -194,10 +196,10 @@ def follow(
     return decoder, decoder(texts, positions, valid, policies, states)[0]
 
 
-def follow_full(llm: Llm, known: Document, texts: Int32[np.ndarray, "B T"]) -> Array:
+def follow_full(llm: Llm, cached: Document, texts: Int32[np.ndarray, "B T"]) -> Array:
     """The last hidden states [D,B,T] for texts that follow the whole document."""
-    return _followed(llm.config, known.policies, llm.weights, known.states,
-                     jnp.uint32(known.length), texts)  # fmt: skip
+    return _followed(llm.config, cached.policies, llm.weights, cached.states,
+                     jnp.uint32(cached.length), texts)  # fmt: skip
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -226,7 +228,7 @@ def update(
 ) -> tuple[Pairs, optax.OptState, Float32[Array, ""]]:
     """One step of Adam on the pairs alone; rates: the arguments of `optimizer`."""
     loss, gradient = jax.value_and_grad(
-        lambda some: divergence_of(config, spec, weights, some, texts, targets)
+        lambda trained: divergence_of(config, spec, weights, trained, texts, targets)
     )(pairs)
     changes, moments = optimizer(*rates).update(gradient, moments)
     return optax.apply_updates(pairs, changes), moments, loss

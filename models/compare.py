@@ -70,19 +70,22 @@ def compare(
             llm, text, cached, seed, watch, stopped, chunk=chunk, ahead=Ahead(stopped)
         )
         scores = {
-            one.policy: _score(llm, text, one.losses, one.state_bytes, one.seconds,
-                               one.compile_seconds, one.chunk) for one in readings
+            reading.policy: _score(
+                llm, text, reading.losses, reading.state_bytes, reading.seconds,
+                reading.compile_seconds, reading.chunk,
+            )
+            for reading in readings
         }  # fmt: skip
     for policy, window in windows.items():
         if window is not None and not (scores and stopped()):
             with watch(policy, text.fed, "tokens") as progress:
-                each = [
+                runs = [
                     gather(recompute.losses(llm, ids, window), progress, stopped)
                     for ids in text.tokens
                 ]
-            rows = [losses[text.prompt :] for losses, _, _ in each]
+            rows = [losses[text.prompt :] for losses, _, _ in runs]
             rows = np.stack([row for row in rows if len(row) == len(rows[0])])
-            seconds, compiling = (sum(one[at] for one in each) for at in (1, 2))
+            seconds, compiling = (sum(run[at] for run in runs) for at in (1, 2))
             scores[policy] = _score(llm, text, rows, 0, seconds, compiling)
     return {policy: scores[policy] for policy in policies if policy in scores}
 
@@ -111,27 +114,27 @@ def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, A
 
 
 def result(
-    llm: Llm, policy: str, found: Score, block: int, own: Policy | None = None,
+    llm: Llm, policy: str, score: Score, block: int, custom: Policy | None = None,
     over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The entry of one policy in compare.json.
 
-    own: a policy value that has no string. over: its entry in `over_first`.
+    custom: the policy itself, where no string describes it. over: its entry in `over_first`.
     """
     is_recompute = recompute.window_of(policy) is not None
     return {
         "policy": policy,
-        "policy_string": policy if is_recompute else format_policy(llm.policies(own or policy)),
-        "perplexity": found.perplexity,
-        "loss": found.loss,
-        "predictions": found.predictions,
+        "policy_string": policy if is_recompute else format_policy(llm.policies(custom or policy)),
+        "perplexity": score.perplexity,
+        "loss": score.loss,
+        "predictions": score.predictions,
         "over_first": over,
-        "state_bytes": found.state_bytes,
-        "chunk": found.chunk,
-        "seconds": found.seconds,
-        "compile_seconds": found.compile_seconds,
-        "tokens_per_second": found.predictions / max(found.seconds, 1e-9),
-        "blocks": found.blocks(block),
+        "state_bytes": score.state_bytes,
+        "chunk": score.chunk,
+        "seconds": score.seconds,
+        "compile_seconds": score.compile_seconds,
+        "tokens_per_second": score.predictions / max(score.seconds, 1e-9),
+        "blocks": score.blocks(block),
     }
 
 

@@ -118,11 +118,11 @@ def report_unusable_cache(*start: object) -> None:
     if not folder or set_by_user or events[CACHE_HIT] or not events[CACHE_MISS]:
         return
     jaxlib = version("jaxlib")
-    here = platform.node(), jax.__version__, jaxlib, __version__
-    same = here, start, jax.default_backend(), os.environ.get("XLA_FLAGS", "")
+    host = platform.node(), jax.__version__, jaxlib, __version__
+    equal_start = host, start, jax.default_backend(), os.environ.get("XLA_FLAGS", "")
     marker, told = (
-        Path(folder, f"jaxkv-{name}-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}")
-        for name, of in (("start", same), ("told", here))
+        Path(folder, f"jaxkv-{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}")
+        for name, identity in (("start", equal_start), ("told", host))
     )
     with contextlib.suppress(OSError):  # a cache without a folder on this machine, or read-only
         marked = marker.stat().st_mtime_ns if marker.exists() else 0
@@ -204,7 +204,7 @@ class Ahead:
     """
 
     # By this process: a program with its shapes, and its compilation until that ends.
-    begun: ClassVar[dict[tuple, Future | None]] = {}
+    compilations: ClassVar[dict[tuple, Future | None]] = {}
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._running: dict[str, list[Future]] = {}
@@ -213,23 +213,23 @@ class Ahead:
     def compile(self, name: str, program: Callable, *arguments: object) -> None:
         """Begin to compile a jitted program, unless this process has done so before.
 
-        arguments: of a call; shapes may stand for arrays.
+        arguments: those of a call; shapes may stand for arrays.
         """
         leaves, tree = jax.tree.flatten(jax.tree.map(_shape, arguments))
         key = (program, tree, *leaves)
-        if key not in self.begun:
+        if key not in self.compilations:
             shapes = jax.tree.unflatten(tree, leaves)
-            begun = _threads().submit(lambda: program.lower(*shapes).compile())
-            self.begun[key] = begun
-            begun.add_done_callback(partial(self._end, key))
-        if (future := self.begun.get(key)) is not None:
+            submitted = _threads().submit(lambda: program.lower(*shapes).compile())
+            self.compilations[key] = submitted
+            submitted.add_done_callback(partial(self._end, key))
+        if (future := self.compilations.get(key)) is not None:
             self._running.setdefault(name, []).append(future)
 
     def _end(self, key: tuple, done: Future) -> None:
         if done.cancelled():
-            self.begun.pop(key, None)
+            self.compilations.pop(key, None)
         else:
-            self.begun[key] = None
+            self.compilations[key] = None
 
     @property
     def count(self) -> int:
@@ -256,13 +256,13 @@ class Ahead:
 
         An error of a compilation is raised by the call of the program.
         """
-        running, begun = self._running.get(name, ()), time.perf_counter()
+        running, start = self._running.get(name, ()), time.perf_counter()
         if not running:
             return True
         while running and not self._stopped():
             _, running = wait(running, timeout=STOPPED_EVERY)
         now = time.perf_counter()
-        clock().add(now, now - begun)
+        clock().add(now, now - start)
         if running:  # they stay, so that `cancel` drops them
             return False
         del self._running[name]
@@ -271,7 +271,7 @@ class Ahead:
 
 def is_compiling() -> bool:
     """Whether another thread compiles a program, which cannot be ended."""
-    return any(future is not None and future.running() for future in Ahead.begun.values())
+    return any(future is not None and future.running() for future in Ahead.compilations.values())
 
 
 @functools.cache

@@ -89,8 +89,8 @@ class Config:
     """A decoder of the Llama family; equal descriptions hash alike.
 
     windows: the model's own sliding window of each layer, None for full attention; the window
-    includes the query's own key. dtype: that of the published weights. sink_logit: the extra term
-    in every softmax sum: none, exp(0), or exp of a learned logit per head.
+    includes the query's own key. dtype: the dtype of the published weights. sink_logit: the extra
+    term in every softmax sum: none, exp(0), or exp of a learned logit per head.
     """
 
     family: str
@@ -133,8 +133,8 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"no such folder: {folder}; name the folder of a model")
     where = folder / "config.json"
     if not where.is_file():
-        found = first_few(sorted(file.name for file in folder.glob("*.gguf")))
-        remedy = f"name a GGUF file: {found}" if found else "name the folder of a published model"
+        names = first_few(sorted(file.name for file in folder.glob("*.gguf")))
+        remedy = f"name a GGUF file: {names}" if names else "name the folder of a published model"
         if (folder / "hf").is_dir():
             remedy = f"a run of `jaxkv pretrain` has its model in {folder / 'hf'}; name that"
         raise UserError(f"no config.json in {folder}; {remedy}")
@@ -143,22 +143,22 @@ def read_config(folder: Path) -> Config:
             f"{folder} has an adapter, {adapter.name}, which is not applied; merge it into the "
             "weights, or move its files away"
         )
-    given = read_json(where)
+    fields = read_json(where)
     generation = read_json(folder / "generation_config.json")
-    config = config_of(_family(given, where), given, generation, where)
-    check_config(given, rope_fields(given, where), config, where)
+    config = config_of(_family(fields, where), fields, generation, where)
+    check_config(fields, rope_fields(fields, where), config, where)
     return config
 
 
 def config_of(
-    family: str, given: Mapping[str, Any], generation: Mapping[str, Any], where: Path
+    family: str, fields: Mapping[str, Any], generation: Mapping[str, Any], where: Path
 ) -> Config:
     """The description that the fields of a config.json give.
 
-    family: one of FAMILIES. generation: those of generation_config.json. where: the file, for
+    family: one of FAMILIES. generation: fields of generation_config.json. where: the file, for
     error messages. Raises UserError for a field that is missing, invalid or unsupported.
     """
-    raw = COMMON | DEFAULTS[family] | dict(given)
+    raw = COMMON | DEFAULTS[family] | dict(fields)
     if raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
     width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)
@@ -202,34 +202,34 @@ def config_of(
     )
 
 
-def _family(given: Mapping[str, Any], where: Path) -> str:
+def _family(fields: Mapping[str, Any], where: Path) -> str:
     """The family named by `architectures`, else by `model_type`; raises for every other model."""
-    names = given.get("architectures") or []
+    names = fields.get("architectures") or []
     names = [names] if isinstance(names, str) else names
-    kind = str(given.get("model_type", ""))
+    kind = str(fields.get("model_type", ""))
     named = str(names[0]) if isinstance(names, list) and names else kind
-    if given.get("quantization_config"):
-        method = _get(given["quantization_config"], "quant_method", "unknown method")
+    if fields.get("quantization_config"):
+        method = _get(fields["quantization_config"], "quant_method", "unknown method")
         raise UserError(
             f"{where}: quantized weights ({method}) are not supported; "
             "use the float32, bfloat16 or float16 version of the model"
         )
     if named in ARCHITECTURES or (not names and kind in FAMILIES):
         return ARCHITECTURES.get(named, kind)
-    if kind in LEARNED or given.get("position_embedding_type") == "absolute":
+    if kind in LEARNED or fields.get("position_embedding_type") == "absolute":
         raise UserError(
             f"{where}: {named} has learned absolute positions, which end at the trained length; "
             f"unbounded generation needs relative ones; supported: {SUPPORTED}"
         )
-    experts = " (a mixture of experts)" if _has_experts(named, given) else ""
+    experts = " (a mixture of experts)" if _has_experts(named, fields) else ""
     if not named:
         raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
     raise UserError(f"{where}: unsupported architecture {named}{experts}; supported: {SUPPORTED}")
 
 
-def _has_experts(name: str, given: Mapping[str, Any]) -> bool:
+def _has_experts(name: str, fields: Mapping[str, Any]) -> bool:
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    return "moe" in name.lower() or "mixtral" in name.lower() or any(given.get(k) for k in keys)
+    return "moe" in name.lower() or "mixtral" in name.lower() or any(fields.get(k) for k in keys)
 
 
 def _windows(
@@ -248,7 +248,7 @@ def _windows(
         return (window,) * layers
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = layers if window is None else _int(raw, "max_window_layers", where, least=0)
+        first = layers if window is None else _int(raw, "max_window_layers", where, minimum=0)
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise UserError(f"{where}: layer_types must name each of the {layers} layers, got {kinds}")
@@ -299,12 +299,12 @@ def _get(value: object, key: str, default: str) -> object:
     return value.get(key, default) if isinstance(value, dict) else default
 
 
-def _int(raw: Mapping[str, Any], key: str, where: Path, least: int = 1) -> int:
+def _int(raw: Mapping[str, Any], key: str, where: Path, minimum: int = 1) -> int:
     value = _required(raw, key, where)
-    most = MOST.get(key, 2**31 - 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    maximum = MOST.get(key, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise UserError(
-            f"{where}: {key} must be a whole number from {least} to {most}, got {value!r}; "
+            f"{where}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}; "
             "download the file again"
         )
     return value

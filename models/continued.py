@@ -82,12 +82,12 @@ class Base:
 
     def _check_tokenizer(self, tokens: DataFolder) -> None:
         """Raise UserError where the data have the ids of another tokenizer."""
-        mine, theirs = self.tokenizer, read_tokenizer(tokens.folder)
-        equal = theirs.table[: len(mine.table)] == mine.table
+        tokenizer, data_tokenizer = self.tokenizer, read_tokenizer(tokens.folder)
+        equal = data_tokenizer.table[: len(tokenizer.table)] == tokenizer.table
         if (
             not equal
-            or mine.ids_of(PROBE) != theirs.ids_of(PROBE)
-            or tokens.id_of(data.END) >= len(mine.table)
+            or tokenizer.ids_of(PROBE) != data_tokenizer.ids_of(PROBE)
+            or tokens.id_of(data.END) >= len(tokenizer.table)
         ):
             name = self.published.path
             raise UserError(
@@ -132,8 +132,8 @@ class Base:
         """A matrix with a row per id of the run's vocabulary; new sink tokens have `row`."""
         if setting.recipe.train != "all" or setting.front == self.tokenizer.front:
             return host
-        more = setting.config.vocab - host.shape[0]
-        host = np.concatenate([host, np.tile(row, (more, 1))])
+        added = setting.config.vocab - host.shape[0]
+        host = np.concatenate([host, np.tile(row, (added, 1))])
         host[list(setting.front)] = row
         return host
 
@@ -150,11 +150,11 @@ class Base:
             return sinks.write(path, weights, layers, self.fingerprint)
         front = [token for token in setting.front if token < setting.config.vocab]
         coder, fields = self._coder(setting), self._fields(setting.config)
-        whole = {**weights, **self._frozen(setting)}
-        export(path, setting.config, whole, coder, front, "float32", fields, self._named())
+        all_weights = {**weights, **self._frozen(setting)}
+        export(path, setting.config, all_weights, coder, front, "float32", fields, self._named())
         if SINK_TOKENS in weights:
-            of = open_published(path).fingerprint()
-            sinks.write(out / sinks.FILE, {SINK_TOKENS: weights[SINK_TOKENS]}, layers, of)
+            fingerprint = open_published(path).fingerprint()
+            sinks.write(out / sinks.FILE, {SINK_TOKENS: weights[SINK_TOKENS]}, layers, fingerprint)
         return path
 
     def _frozen(self, setting: TrainingSetting) -> dict[str, Any]:
@@ -192,8 +192,8 @@ class Base:
             fields |= named | {"sink_logit": config.sink_logit}
             family = "llama"
         ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
-        found = config_of(family, fields, ids, self.published.path)
-        if found != dataclasses.replace(config, dtype="float32"):
+        described = config_of(family, fields, ids, self.published.path)
+        if described != dataclasses.replace(config, dtype="float32"):
             raise UserError(
                 f"a model folder cannot describe {self.published.path} with these sinks: only "
                 "Llamas have sink logits there, and no scaling of positions by a tensor; set "
@@ -204,10 +204,10 @@ class Base:
     def _named(self) -> Mapping[str, Any]:
         """The fields of tokenizer_config.json that a run keeps: chat template and BOS."""
         template, bos = self.published.chat().template, self.tokenizer.bos
-        found = {} if template is None else {"chat_template": template}
+        fields = {} if template is None else {"chat_template": template}
         if bos is not None and not self.tokenizer.front:
-            found["bos_token"] = self.tokenizer.backend.id_to_token(bos)
-        return found
+            fields["bos_token"] = self.tokenizer.backend.id_to_token(bos)
+        return fields
 
 
 def kv_of(config: Config, weights: Weights, token: int) -> tuple[Array, Array]:
@@ -219,8 +219,8 @@ def kv_of(config: Config, weights: Weights, token: int) -> tuple[Array, Array]:
         return uncached.attend(None, spec, None, q, k, v, sink=rest[-1])[0], (k[0], v[0])
 
     ids = jnp.full((1, 1), token, jnp.int32)
-    _, _, both = uncached.forward(config, weights, ids, capture)
-    keys, values = (jnp.stack(arrays) for arrays in zip(*both, strict=True))
+    _, _, captured = uncached.forward(config, weights, ids, capture)
+    keys, values = (jnp.stack(arrays) for arrays in zip(*captured, strict=True))
     return tuple(a.swapaxes(1, 2).astype(jnp.float32) for a in (keys, values))
 
 

@@ -161,9 +161,9 @@ class Conversation:
         """The same blocks; adds the seconds of computing them to `seconds`."""
         jax.block_until_ready(self.stream.decoding.logits)
         while True:
-            begun, compiled = time.perf_counter(), clock().seconds
+            start, compiled = time.perf_counter(), clock().seconds
             block = next(blocks, None)
-            self.seconds += time.perf_counter() - begun - (clock().seconds - compiled)
+            self.seconds += time.perf_counter() - start - (clock().seconds - compiled)
             if block is None:
                 return
             yield block

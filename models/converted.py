@@ -115,8 +115,8 @@ def _array(mapped: np.ndarray, place: list[Any], leaf: jax.ShapeDtypeStruct) -> 
 def writing(path: Path | None, shapes: Shapes) -> Iterator[Write]:
     """Inside, the function writes one weight of an entry; the entry exists after a clean exit.
 
-    path: None writes nothing. shapes: of all weights. Where the entry cannot be written, a line on
-    standard error says so, and the rest is ignored.
+    path: None writes nothing. shapes: shapes of all weights. Where the entry cannot be written, a
+    line on standard error says so, and the rest is ignored.
     """
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(shapes)))
     if path is None or jax.process_index():

@@ -34,7 +34,7 @@ from jaxkv.models.data import (
     sha256_of,
     with_checksum,
 )
-from jaxkv.models.run_folder import check_owner, own, writing
+from jaxkv.models.run_folder import check_owner, lock_folder, writing
 from jaxkv.models.text_files import ReadSettings, TextFile
 from jaxkv.models.token_parts import PARTS, Count, Part, Tokenizing
 
@@ -100,7 +100,7 @@ def prepare(
     kind = data_tokenizer.dtype_for(size, dtype)
     special = {name: coder.token_to_id(name) for name in SPECIAL} | {END: coder.token_to_id(end)}
     how = Tokenizing(out, reading, kind.name, special[END])
-    with own(out, run), writing(out):
+    with lock_folder(out, run), writing(out):
         about = {"vocab": size, "dtype": kind.name, "removed": remove, "special": special}
         return _write(how, files, parts, coder, about, processes, progress)
 
@@ -129,8 +129,8 @@ def _training_texts(
     sections = [section for part in parts for section in part if section.split != "valid"]
     total, done = sum(section.size for section in sections), 0
     for section in sections:
-        found = text_files.read(section, reading)
-        yield from (text.text for text in found if text.split == "train" and text.text)
+        texts = text_files.read(section, reading)
+        yield from (text.text for text in texts if text.split == "train" and text.text)
         done += section.size
         report(done, total)
 
@@ -233,15 +233,15 @@ def _write_shard(
     how: Tokenizing, split: str, ends: np.ndarray, start: int, stop: int, path: Path
 ) -> None:
     """Write tokens start to stop of a split, which are in the files of several parts."""
-    kind, found = np.dtype(how.dtype), []
+    kind, arrays = np.dtype(how.dtype), []
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
         begin = int(ends[number - 1]) if number else 0
         count = min(stop, int(ends[number])) - start
         file = how.file(number, split)
-        found.append(np.fromfile(file, kind, count, offset=(start - begin) * kind.itemsize))
+        arrays.append(np.fromfile(file, kind, count, offset=(start - begin) * kind.itemsize))
         start, number = start + count, number + 1
     raw = io.BytesIO()
-    np.save(raw, np.concatenate(found))
+    np.save(raw, np.concatenate(arrays))
     with whole_file(path) as file:
         file.write(raw.getbuffer())

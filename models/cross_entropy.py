@@ -35,13 +35,13 @@ def cross_entropy(
     if mesh is None:
         return _of_samples(head, hidden, targets, share, z_loss)
 
-    def one(*arrays: Array) -> tuple[Array, Array]:
+    def shard_cost(*arrays: Array) -> tuple[Array, Array]:
         cost, losses = _of_samples(*arrays, z_loss)
         return cost[None], losses
 
     samples, replicated = PartitionSpec("data"), PartitionSpec()
     split = jax.shard_map(
-        one,
+        shard_cost,
         mesh=mesh,
         in_specs=(replicated, PartitionSpec(None, "data"), samples, samples),
         out_specs=samples,
@@ -96,7 +96,7 @@ def _in_blocks(
         cut = padded.reshape(*array.shape[:-1], count, size)
         return jnp.moveaxis(cut, -2, 0).reshape(count, *array.shape[:-2], batch * size)
 
-    def whole(parts: Array) -> Array:
+    def join_blocks(parts: Array) -> Array:
         """Undo `blocks`."""
         cut = parts.reshape(count, *parts.shape[1:-1], batch, size)
         return jnp.moveaxis(cut, 0, -2).reshape(*parts.shape[1:-1], batch, -1)[..., :tokens]
@@ -109,14 +109,14 @@ def _in_blocks(
         powers = jnp.exp(logits - top)
         total = jnp.sum(powers, axis=0, keepdims=True)
         log_z = top + jnp.log(total)
-        own = ids == target
+        is_target = ids == target
         # A sum over a mask: a gather would fetch its elements one at a time.
-        loss = log_z - jnp.sum(jnp.where(own, logits, 0), axis=0, keepdims=True)
+        loss = log_z - jnp.sum(jnp.where(is_target, logits, 0), axis=0, keepdims=True)
         cost = sums[0] + jnp.sum(of_loss * (loss + np.float32(z_loss) * log_z**2))
         if not with_gradient:
             return (cost,), (loss[0],)
         of_powers = of_loss * (1 + np.float32(2 * z_loss) * log_z) / total
-        d_logits = (powers * of_powers - jnp.where(own, of_loss, 0)).astype(x.dtype)
+        d_logits = (powers * of_powers - jnp.where(is_target, of_loss, 0)).astype(x.dtype)
         d_head = sums[1] + dot(d_logits, x, (1, 1), jnp.float32)
         return (cost, d_head), (loss[0], dot(cast, d_logits, (0, 0)))
 
@@ -124,5 +124,5 @@ def _in_blocks(
     if with_gradient:
         zeros += (jnp.zeros(head.shape, jnp.float32),)
     totals, parts = jax.lax.scan(one_block, zeros, tuple(map(blocks, (hidden, targets, share))))
-    gradients = (totals[1].astype(head.dtype), whole(parts[1])) if with_gradient else None
-    return totals[0], whole(parts[0]), gradients
+    gradients = (totals[1].astype(head.dtype), join_blocks(parts[1])) if with_gradient else None
+    return totals[0], join_blocks(parts[0]), gradients

@@ -34,8 +34,8 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     norm.set_ylabel("gradient norm, before clipping")
     norm.set_yscale("log")
     sinks.plot(seen, [line["first_token"] for line in evaluated], ".-", color=BLUE, label="mean")
-    most = [line["first_token_most"] for line in evaluated]
-    sinks.plot(seen, most, ".-", color=ORANGE, label="the head with the most")
+    first_token_max = [line["first_token_most"] for line in evaluated]
+    sinks.plot(seen, first_token_max, ".-", color=ORANGE, label="the head with the most")
     sinks.set_ylabel("attention on the first token")
     sinks.set_ylim(0, 1)
     sinks.legend()

@@ -70,12 +70,12 @@ class DataFolder:
     @cached_property
     def _maps(self) -> dict[str, tuple[list[np.ndarray], np.ndarray]]:
         """The memory-mapped shards of each split, and where each begins."""
-        found = {}
+        by_split = {}
         for split in SPLITS:
             shards = self.manifest["shards"][split]
             maps = [np.load(self.folder / shard["file"], mmap_mode="r") for shard in shards]
-            found[split] = maps, np.cumsum([0, *map(len, maps)])
-        return found
+            by_split[split] = maps, np.cumsum([0, *map(len, maps)])
+        return by_split
 
     def run(self, split: Split, start: int, length: int) -> Int32[np.ndarray, " T"]:
         """Tokens start .. start+length-1 of a split."""
@@ -143,8 +143,8 @@ def read(folder: Path | str) -> DataFolder:
     for entry in ({"file": TOKENIZER, "sha256": manifest["tokenizer"]}, *shards):
         path = folder / entry["file"]
         with reading(path):
-            same = path.is_file() and sha256_of(path) == entry["sha256"]
-        if not same:
+            matches = path.is_file() and sha256_of(path) == entry["sha256"]
+        if not matches:
             raise UserError(
                 f"{path} must be the file that {MANIFEST} describes, but is missing or another; "
                 + remedy

@@ -19,10 +19,10 @@ from jaxkv.models.published import open_published
 
 def train(texts: Iterator[str], vocab: int) -> Coder:
     """Train a byte-level BPE of `vocab` tokens, including 256 bytes and the special tokens."""
-    least = 256 + len(SPECIAL)
-    if vocab < least:
+    min_vocab = 256 + len(SPECIAL)
+    if vocab < min_vocab:
         raise UserError(
-            f"a vocabulary must hold at least {least} tokens, got {vocab}; choose a larger one"
+            f"a vocabulary must hold at least {min_vocab} tokens, got {vocab}; choose a larger one"
         )
     coder = Coder(BPE())
     coder.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -92,16 +92,16 @@ def can_cut(coder: Coder) -> bool:
     """
     decoder = "" if coder.decoder is None else coder.decoder.__getstate__().decode()
     pieces = ("The end", "\n\n  of line 1", "\r\nand")
-    whole, *parts = (
+    text_ids, *piece_ids = (
         coder.encode(p, add_special_tokens=False).ids for p in ("".join(pieces), *pieces)
     )
-    return "ByteLevel" in decoder and whole == [i for part in parts for i in part]
+    return "ByteLevel" in decoder and text_ids == [i for ids in piece_ids for i in ids]
 
 
-def dtype_for(vocab: int, wanted: str) -> np.dtype:
-    if wanted == "uint16" and vocab > 2**16:
+def dtype_for(vocab: int, dtype: str) -> np.dtype:
+    if dtype == "uint16" and vocab > 2**16:
         raise UserError(
             f"uint16 holds ids up to 65,535, the vocabulary has {vocab:,} tokens; use uint32"
         )
-    name = ("uint16" if vocab <= 2**16 else "uint32") if wanted == "auto" else wanted
+    name = ("uint16" if vocab <= 2**16 else "uint32") if dtype == "auto" else dtype
     return np.dtype(name)

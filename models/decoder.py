@@ -125,10 +125,10 @@ def run_layer(
 
 
 def _run_other(
-    config: Config, policy: object, run: Callable, weights: Weights, *given: object
+    config: Config, policy: object, run: Callable, weights: Weights, *arrays: object
 ) -> tuple[Float[Array, "D B T"], object]:
     """One layer with `run` in place of `jaxkv.step`."""
-    return Layer(config, weights)(given[0], policy, *given[1:], run)
+    return Layer(config, weights)(arrays[0], policy, *arrays[1:], run)
 
 
 # Within a program, equal layers are traced and lowered once.
@@ -175,23 +175,23 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
         x, new = self.embedded(tokens), []
         for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            given = layer.weights, x, state, positions, valid
+            arrays = layer.weights, x, state, positions, valid
             if self.run is None:
-                x, state = _run_shared(self.config, policy, self.mesh, *given)
+                x, state = _run_shared(self.config, policy, self.mesh, *arrays)
             else:
-                one = _run_other_again if self.remat else _run_other_shared
-                x, state = one(self.config, policy, self.run, *given)
+                run_other = _run_other_again if self.remat else _run_other_shared
+                x, state = run_other(self.config, policy, self.run, *arrays)
             new.append(state)
         return self.normed(x), tuple(new)
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
         """The input of the first layer."""
         embed, vocab = _value(self.embed), self.config.vocab
-        known = tokens if self.sink_tokens is None else jnp.minimum(tokens, vocab - 1)
+        vocabulary_ids = tokens if self.sink_tokens is None else jnp.minimum(tokens, vocab - 1)
         if isinstance(embed, Quantised):
-            x = quantised.rows(embed, known, self.dtype)
+            x = quantised.rows(embed, vocabulary_ids, self.dtype)
         else:  # in training the embedding is wider than the other matrices
-            x = jnp.take(embed, known, axis=0).astype(self.dtype)
+            x = jnp.take(embed, vocabulary_ids, axis=0).astype(self.dtype)
         if self.sink_tokens is not None:
             sinks = self.sink_tokens[...].astype(self.dtype)
             sinks = jnp.take(sinks, jnp.maximum(tokens - vocab, 0), axis=0, mode="clip")

@@ -138,7 +138,7 @@ run_donated = jax.jit(run_layer, static_argnums=(0, 1, 2), donate_argnums=(4, 5)
 
 @jax.jit
 def positions_of(position: UInt32[Array, " B"], valid: Bool[Array, "B T"]) -> UInt32[Array, "B T"]:
-    """The positions of a chunk's tokens; position: that of the first valid one."""
+    """The positions of a chunk's tokens. position: the position of its first valid token."""
     counts = valid.astype(jnp.uint32)
     return position[:, None] + jnp.cumsum(counts, axis=1) - counts
 
@@ -250,7 +250,7 @@ def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> State:
     """Initial states of one layer, each from its own rng, so sequences are independent."""
-    single = jax.vmap(lambda one: policy.init(spec, 1, one))(rng)
+    single = jax.vmap(lambda sequence_rng: policy.init(spec, 1, sequence_rng))(rng)
     state = jax.tree.map(lambda leaf: leaf[:, 0], single)
     if mesh is None:
         return state

@@ -50,9 +50,9 @@ def measured_peak(repeats: int = 3) -> float:
     product(a, a).block_until_ready()
     seconds = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
 

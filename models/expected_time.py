@@ -58,7 +58,7 @@ def flops() -> float:
 def _mean_seconds(work: Callable[[], object], repeats: int = 10) -> float:
     """The mean, which other work of the machine raises as it will raise the whole time."""
     work()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(repeats):
         work()
-    return (time.perf_counter() - begun) / repeats
+    return (time.perf_counter() - start) / repeats

@@ -50,19 +50,19 @@ def _text(line: bytes, column: str) -> str | None:
     """The text of a line. Raises ValueError with what is wrong with it, and the remedy."""
     remedy = "correct the line, or remove it"
     try:
-        found: Any = json.loads(line.decode("utf-8-sig"))
+        fields: Any = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start} of the line); {remedy}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg}, character {error.pos}); {remedy}") from None
     except RecursionError:
         raise ValueError(f"JSON that is nested too deeply; {remedy}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"must be an object, got {type(found).__name__}; {remedy}")
-    if column not in found:
-        known = first_few(map(repr, found)) or "none"
-        raise ValueError(f"no field {column!r}, its fields are {known}; name one with --column")
-    text = found[column]
+    if not isinstance(fields, dict):
+        raise ValueError(f"must be an object, got {type(fields).__name__}; {remedy}")
+    if column not in fields:
+        names = first_few(map(repr, fields)) or "none"
+        raise ValueError(f"no field {column!r}, its fields are {names}; name one with --column")
+    text = fields[column]
     if not isinstance(text, str | None):
         raise ValueError(
             f"field {column!r} must be a string, got {type(text).__name__}; name another with "

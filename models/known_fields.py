@@ -191,7 +191,7 @@ def check_config(
 ) -> None:
     """Raise UserError for a field of config.json that would change the model; warn of unknown ones.
 
-    fields: all of them. rope: its rope settings. config: the description they give.
+    fields: all fields of config.json. rope: its rope settings. config: the description they give.
     """
     windowed = all(window is not None for window in config.windows)
     neutral = NEUTRAL | {
@@ -214,7 +214,7 @@ def check_config(
 def check(
     fields: Mapping[str, Any],
     neutral: Mapping[str, tuple[Any, ...]],
-    known: Collection[str],
+    supported: Collection[str],
     where: Path,
 ) -> None:
     """Raise UserError for a value that is not neutral; warn of fields that are not known."""
@@ -225,30 +225,30 @@ def check(
                 f"{where}: {name} must be {values}, got {value!r:.60}: jaxkv does not compute "
                 "anything else; use another model"
             )
-    unknown = {name for name in fields if name not in neutral and name not in known}
+    unknown = {name for name in fields if name not in neutral and name not in supported}
     warn_of(f"{where}: these fields have no effect", fields, unknown)
 
 
 def warn_of_sampling(
     settings: Mapping[str, Any],
     neutral: Mapping[str, tuple[Any, ...]],
-    known: Collection[str],
+    supported: Collection[str],
     where: Path,
 ) -> None:
     """Warn of sampling settings that have no effect; as defaults, they refuse no model."""
     missing = {
         name
         for name, value in settings.items()
-        if (not _is_one(value, neutral[name]) if name in neutral else name not in known)
+        if (not _is_one(value, neutral[name]) if name in neutral else name not in supported)
     }
     warn_of(f"{where}: answers are sampled without", settings, missing)
 
 
-def warn_of(what: str, fields: Mapping[str, Any], names: Iterable[str]) -> None:
+def warn_of(message: str, fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Warn, in one line, of those fields whose value asks for something."""
     shown = [f"{n} {fields[n]!r:.40}" for n in fields if n in set(names) and fields[n] not in EMPTY]
     if shown:
-        warn(f"{what}: {first_few(shown)}")
+        warn(f"{message}: {first_few(shown)}")
 
 
 EMPTY = (None, False, 0, "", [], {})
@@ -259,6 +259,6 @@ def _is_one(value: Any, values: tuple[Any, ...]) -> bool:
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return any(type(value) is type(other) and value == other for other in values)
+        return any(type(value) is type(allowed) and value == allowed for allowed in values)
     numbers = (v for v in values if isinstance(v, int | float) and not isinstance(v, bool))
     return any(abs(value - number) <= 1e-6 * abs(number) for number in numbers)

@@ -39,8 +39,8 @@ DEFAULT = Path(__file__).with_name("default")  # the model in the package
 class Llm:
     """A model. weights: flat, by name (models/hf/names.py); shapes until they are loaded.
 
-    path: the folder or the GGUF file that the model is loaded from. dtype: of the cache, and of
-    weights that are not quantised. sampling: how tokens are drawn by default
+    path: the folder or the GGUF file that the model is loaded from. dtype: the dtype of the cache
+    and of weights that are not quantised. sampling: how tokens are drawn by default
     (models/sampling_settings.py).
     """
 
@@ -63,8 +63,8 @@ class Llm:
     @property
     def weight_format(self) -> str:
         """The format of the matrices, int8 or int4; empty if they are floats."""
-        found = {w.FORMAT for w in self.weights.values() if isinstance(w, Quantised)}
-        return min(found, default="")  # with int4 some are in int8
+        formats = {w.FORMAT for w in self.weights.values() if isinstance(w, Quantised)}
+        return min(formats, default="")  # with int4 some are in int8
 
     @property
     def name(self) -> str:
@@ -108,25 +108,27 @@ class Llm:
     def fingerprint(self) -> str:
         """A short hash of the settings, the sinks, and the first values of each row of a weight."""
         sinks = self.tokenizer.front
-        found = hashlib.sha256(
+        digest = hashlib.sha256(
             f"{self.config} {self.dtype} {bool(self.weight_format)} {sinks}".encode()
         )
         for leaf in jax.tree.leaves(self.weights):
-            found.update(_margin(leaf).tobytes())
-        return found.hexdigest()[:8]
+            digest.update(_margin(leaf).tobytes())
+        return digest.hexdigest()[:8]
 
-    def check_without_pairs(self, what: str) -> None:
-        """Raise UserError where learned keys and values begin every stream, which `what` lacks."""
+    def check_without_pairs(self, feature: str) -> None:
+        """Raise UserError if learned keys and values begin every stream; `feature` lacks them."""
         if self.sink_pairs:
             raise UserError(
-                f"{what} does not show learned keys and values; leave out their --sinks"
+                f"{feature} does not show learned keys and values; leave out their --sinks"
             )
 
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy per layer; raises UserError for anything that is none."""
-        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            if not isinstance(one, str | Policy):
-                raise UserError(f"a policy is a string or a value such as Streaming(), got {one!r}")
+        for policy in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            if not isinstance(policy, str | Policy):
+                raise UserError(
+                    f"a policy is a string or a value such as Streaming(), got {policy!r}"
+                )
         return by_layer(chosen, self.config.layers, self.config.windows)
 
 
@@ -142,8 +144,8 @@ def load(
 
     name: a folder, a GGUF file, a Hub id, or smollm2-135m (models/smollm2.py); the default is the
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
-    dtype: of weights and cache; None takes float32 on a CPU, whose bfloat16 products are ten
-    times slower, and the published dtype elsewhere. mesh: axes `data` (batch) and `model` (heads).
+    dtype: the dtype of weights and cache; None takes float32 on a CPU, whose bfloat16 products are
+    ten times slower, and the published dtype elsewhere. mesh: axes `data` (batch), `model` (heads).
     progress: called with (bytes read, all bytes). weights: int8 or int4 quantises the matrices
     while they are loaded (models/quantised.py); None keeps `dtype`. sinks: what begins every
     stream: a file of learned sinks, constant or constant:TOKEN (models/sinks.py).
@@ -184,7 +186,7 @@ def without_weights(
         raise UserError(
             f"weights in {weights} run on one device, got a mesh; leave one of them out"
         )
-    found = {
+    tensors = {
         name: quantised.shapes(name, shape, weights)
         if weights is not None and quantised.is_matrix(name)
         else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -192,10 +194,10 @@ def without_weights(
     }
     tokenizer, chat, sampling = published.tokenizer(), published.chat(), published.sampling()
     if sinks is not None:
-        config, tokenizer, more = with_sinks(sinks, published, tokenizer)
+        config, tokenizer, learned = with_sinks(sinks, published, tokenizer)
         place = None if mesh is None else _placement(mesh)
-        found |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in more.items()}
-    return Llm(config, found, tokenizer, chat, published.path, dtype, mesh, sampling)
+        tensors |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in learned.items()}
+    return Llm(config, tensors, tokenizer, chat, published.path, dtype, mesh, sampling)
 
 
 def load_weights(

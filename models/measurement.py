@@ -94,17 +94,18 @@ def cut(
 class Reading:
     """What one policy gives on each stretch.
 
-    losses: of the scored tokens, NaN for sink tokens, which no head predicts. kl, same: of the
-    prediction against that of full attention, NaN where it is not measured. state_bytes: of the
-    caches after the last token. seconds: without compile_seconds; a prompt that several policies
-    share counts for the first of them. chunk: tokens per chunk. An interrupted policy has fewer
-    stretches, or one with fewer tokens.
+    losses: losses of the scored tokens, NaN for sink tokens, which no head predicts. kl: KL of the
+    prediction from that of full attention. agreement: 1 where both have the same likeliest token.
+    Both are NaN where they are not measured. state_bytes: bytes of the caches after the last token.
+    seconds: time without compile_seconds; a prompt that several policies share counts for the first
+    of them. chunk: tokens per chunk. An interrupted policy has fewer stretches, or one with fewer
+    tokens.
     """
 
     policy: str
     losses: Float[np.ndarray, "S C"]
     kl: Float[np.ndarray, "S C"]
-    same: Float[np.ndarray, "S C"]
+    agreement: Float[np.ndarray, "S C"]
     state_bytes: int
     seconds: float
     compile_seconds: float
@@ -128,21 +129,22 @@ class _Run:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time inside."""
-        begun, compiled = time.perf_counter(), clock().seconds
+        start, compiled = time.perf_counter(), clock().seconds
         try:
             yield
         finally:
             compiled = clock().seconds - compiled
             self.compile_seconds += compiled
-            self.seconds += max(0.0, time.perf_counter() - begun - compiled)
+            self.seconds += max(0.0, time.perf_counter() - start - compiled)
 
     def reading(self, name: str) -> Reading:
         rows = [np.concatenate(parts) for parts in self.parts if parts]
         rows = [row for row in rows if len(row) == len(rows[0])]
-        losses, kl, same = np.moveaxis(np.stack(rows).astype(np.float64), 2, 0)
+        losses, kl, agreement = np.moveaxis(np.stack(rows).astype(np.float64), 2, 0)
         return Reading(
-            name, losses, kl, same, self.state_bytes, self.seconds, self.compile_seconds, self.chunk
-        )
+            name, losses, kl, agreement,
+            self.state_bytes, self.seconds, self.compile_seconds, self.chunk,
+        )  # fmt: skip
 
 
 def measure(
@@ -160,9 +162,9 @@ def measure(
 ) -> tuple[list[Reading], dict[str, Stream]]:
     """The readings of policies, in their order; with `room` also their last streams.
 
-    seed: of the first stretch; the next one counts up. stopped: asked after every chunk whether to
-    end there. full: the one of these policies with which predictions are compared. chunk: tokens
-    per chunk; None chooses by policy. ahead: compiles programs in other threads; None compiles each
+    seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
+    whether to end there. full: the policy with which predictions are compared. chunk: tokens per
+    chunk; None chooses by policy. ahead: compiles programs in other threads; None compiles each
     when it is first called. later: begins to compile what follows, from a stream whose caches are
     shapes. room: tokens after a stretch, for which growing caches have room.
     Raises UserError before anything runs if any policy cannot run.
@@ -172,9 +174,9 @@ def measure(
     # Those that read a prompt together are in memory at once, and all for work after the stretches.
     for names in [tuple(policies)] if room else [group.names for group in groups]:
         needed = sum(state_bytes(llm.policies(name), llm.spec, 1, final) for name in names)
-        what = f"the caches of {len(names)} policies for {final} tokens"
-        what = what if len(names) > 1 else f"the cache of {names[0]} for {final} tokens"
-        memory.check(needed, what, fewer="policies or tokens, or a smaller budget")
+        caches = f"the caches of {len(names)} policies for {final} tokens"
+        caches = caches if len(names) > 1 else f"the cache of {names[0]} for {final} tokens"
+        memory.check(needed, caches, fewer="policies or tokens, or a smaller budget")
     ahead, overlapped = ahead or Ahead(), ahead is not None and llm.mesh is None and text.prompt
     runs = {name: _Run() for name in policies}
     label = f"measuring {len(policies)} policies" if len(policies) > 1 else policies[0]
@@ -328,11 +330,11 @@ def compare(
         picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
         losses = jax.nn.logsumexp(logits, axis=0) - picked
         if full is None:
-            kl, same = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
+            kl, agreement = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
         else:
             of_full = decoder.logits(decoder.normed(full[:, :, block].astype(x.dtype)))
-            kl, same = divergence(of_full, logits)
-        parts.append(jnp.stack([losses[0], kl[0], same[0].astype(jnp.float32)], axis=1))
+            kl, agreement = divergence(of_full, logits)
+        parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
     return jnp.concatenate(parts)
 
 

@@ -40,14 +40,14 @@ def plan(setting: TrainingSetting) -> TrainingMemory:
     parts = (recipe.accumulate, recipe.rows // recipe.accumulate, recipe.context + 1)
     by = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
     batch = jax.ShapeDtypeStruct(parts, jnp.int32, sharding=by)
-    found = training.update.lower(setting, run, batch, frozen).compile().memory_analysis()
-    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    memory = training.update.lower(setting, run, batch, frozen).compile().memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return TrainingMemory(
         _bytes(run.weights),
         _bytes(run.moments),
         _bytes(frozen),
-        found.temp_size_in_bytes,
-        held + found.temp_size_in_bytes,
+        memory.temp_size_in_bytes,
+        held + memory.temp_size_in_bytes,
     )
 
 

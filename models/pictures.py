@@ -20,12 +20,12 @@ def begin(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Fi
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    made = figure.subplots(1, columns, squeeze=False)[0]
-    for axes in made:
+    all_axes = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=RULE, lw=0.6)
         axes.set_axisbelow(True)
-    return figure, made[0] if columns == 1 else made
+    return figure, all_axes[0] if columns == 1 else all_axes
 
 
 def mark(axes: Any, position: float, label: str) -> None:

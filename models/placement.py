@@ -22,8 +22,8 @@ Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding
 class Tensor:
     """The place of a tensor: its name in the file; `start` in bytes from the file's beginning.
 
-    type: the name of its safetensors dtype, or the number of its ggml type. shape: in row-major
-    order, so (out, in) for a matrix.
+    type: the name of its safetensors dtype, or the number of its ggml type. shape: its shape in
+    row-major order, so (out, in) for a matrix.
     """
 
     file: Path

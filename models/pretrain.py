@@ -39,7 +39,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import Llm
 from jaxkv.models.recipes import FROM, MAY_CHANGE, Recipe, config_of
-from jaxkv.models.run_folder import own, writing
+from jaxkv.models.run_folder import lock_folder, writing
 from jaxkv.models.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.text import generate
 from jaxkv.models.tokenizer import read_tokenizer
@@ -91,7 +91,7 @@ def pretrain(
     run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
     run |= {} if base is None else {"model": base.fingerprint}
     with contextlib.ExitStack() as stack:
-        in_first_process(lambda: stack.enter_context(own(out, run)))
+        in_first_process(lambda: stack.enter_context(lock_folder(out, run)))
         checkpoints = stack.enter_context(Checkpoints(out, run))
         weights, frozen = (
             (None, {}) if base is None else base.weights(setting, tokens.id_of(data.END))
@@ -104,7 +104,7 @@ def pretrain(
         if int(trained.step) < recipe.steps:
             tell(f"stopped at step {int(trained.step)}; the same command resumes")
             return None
-        weights = _whole(setting, frozen | trained.weights)
+        weights = _unsharded(setting, frozen | trained.weights)
         with writing(out):
             if base is not None:
                 return base.export(out, setting, weights, writes)
@@ -128,15 +128,19 @@ def train(
     """Run the remaining steps, or those until `stopped` returns True."""
     recipe, first = setting.recipe, int(trained.step)
     name = title(setting, trained)
-    used, there = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
+    used, available = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
     place = device.used_by(setting.mesh)
     tell(
         f"{name}, {setting.dtype}, {place}"
-        + (f" ({there - used} more are idle: --mesh data={there})" if used < there else "")
+        + (
+            f" ({available - used} more are idle: --mesh data={available})"
+            if used < available
+            else ""
+        )
         + (f"; resuming from step {first}" if first else "")
     )
-    left = first < recipe.steps
-    tell(f"compiling; a line every {recipe.log_every} steps" if left else "all steps are done")
+    finished = first >= recipe.steps
+    tell("all steps are done" if finished else f"compiling; a line every {recipe.log_every} steps")
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
@@ -232,8 +236,8 @@ def validation(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]
     """The validation samples, in parts of the training size; fewer if the split is small."""
     recipe = setting.recipe
     size = recipe.rows // recipe.accumulate
-    most = tokens.count("valid") // recipe.context // size - 1
-    parts = max(1, min(most, -(-recipe.valid_samples // size)))
+    max_parts = tokens.count("valid") // recipe.context // size - 1
+    parts = max(1, min(max_parts, -(-recipe.valid_samples // size)))
     return [data.batch(tokens, "valid", 0, part, size, recipe.context) for part in range(parts)]
 
 
@@ -250,11 +254,11 @@ def evaluate(
         float(training.mean_loss(setting, trained.weights, setting.place_samples(part), frozen))
         for part in valid
     ]
-    weights = _whole(setting, frozen | trained.weights)
+    weights = _unsharded(setting, frozen | trained.weights)
     alone = dataclasses.replace(setting, mesh=None)
-    some = valid[0][:ATTENTION_SAMPLES, : ATTENTION_LENGTH + 1]
+    samples = valid[0][:ATTENTION_SAMPLES, : ATTENTION_LENGTH + 1]
     mass = np.asarray(
-        training.first_token_mass(alone, weights, some, min(64, setting.recipe.context // 2))
+        training.first_token_mass(alone, weights, samples, min(64, setting.recipe.context // 2))
     )
     text = write(setting, weights, tokens)
     tell(f"  {PROMPT}{text}".replace("\n", " "))
@@ -278,12 +282,12 @@ def write(setting: TrainingSetting, weights: dict[str, Array], tokens: DataFolde
     return generate(llm, PROMPT, policy, SAMPLE, sampling=sampling, ignore_eos=True).text
 
 
-def _whole(setting: TrainingSetting, weights: dict[str, Array]) -> dict[str, Array]:
+def _unsharded(setting: TrainingSetting, weights: dict[str, Array]) -> dict[str, Array]:
     """The unsharded weights on this process's own device; all processes call it together."""
     if setting.mesh is None:
         return weights
-    same = _spread(NamedSharding(setting.mesh, PartitionSpec()))(weights)
-    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, same)
+    replicated = _spread(NamedSharding(setting.mesh, PartitionSpec()))(weights)
+    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, replicated)
 
 
 @functools.cache
@@ -293,8 +297,8 @@ def _spread(everywhere: NamedSharding) -> Callable:
 
 def shown(line: dict[str, Any], recipe: Recipe) -> str:
     """A logged step as a line of text."""
-    left = (recipe.steps - line["step"]) * recipe.rows * recipe.context
-    minutes = left / max(line["tokens_per_second"], 1e-9) / 60
+    tokens_left = (recipe.steps - line["step"]) * recipe.rows * recipe.context
+    minutes = tokens_left / max(line["tokens_per_second"], 1e-9) / 60
     text = (
         f"step {line['step']}/{recipe.steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
         f"grad {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s  "
@@ -312,6 +316,6 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
 def title(setting: TrainingSetting, trained: Training) -> str:
     recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
     every = sum(math.prod(shape) for shape in setting.shapes.values())
-    of = "" if count == every else f" of {every:,}"
+    total = "" if count == every else f" of {every:,}"
     batch = f"{recipe.rows} x {recipe.context} tokens a step"
-    return f"{count:,}{of} weights, sinks={recipe.sinks}, {batch}"
+    return f"{count:,}{total} weights, sinks={recipe.sinks}, {batch}"

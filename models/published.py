@@ -47,13 +47,13 @@ class Published:
     @reading()
     def fingerprint(self) -> str:
         """A hash of the shape and the first stored bytes of every weight, in any dtype loaded."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors().items()):
-            found.update(f"{name} {tensor.type} {tensor.shape} ".encode())
+            digest.update(f"{name} {tensor.type} {tensor.shape} ".encode())
             with tensor.file.open("rb") as stream:
                 stream.seek(tensor.start)
-                found.update(stream.read(min(FINGERPRINTED, tensor.bytes)))
-        return found.hexdigest()[:16]
+                digest.update(stream.read(min(FINGERPRINTED, tensor.bytes)))
+        return digest.hexdigest()[:16]
 
 
 @reading()

@@ -81,8 +81,8 @@ def quantise(
 ) -> Quantised:
     """Round a matrix to the nearest multiples.
 
-    name: of the weight; it decides, with the shape, whether int4 is possible. source: what error
-    messages call it, by default its name.
+    name: the weight's name; with the shape it decides whether int4 is possible. source: what error
+    messages call the weight, by default its name.
     Raises UserError for weights that are not finite, and for int4 beyond float16.
     """
     wide, source = np.asarray(weight, np.float32), source or name
@@ -103,13 +103,13 @@ def quantise(
 
 
 def _in_int8(weight: Float32[np.ndarray, "O I"]) -> Int8Matrix:
-    found = Int8Matrix(np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32))
+    matrix = Int8Matrix(np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32))
     # In blocks of rows: a copy of a whole embedding as floats would double the peak of loading.
     size = max(1, BLOCK // weight.shape[1])
     for at in range(0, len(weight), size):
         part = slice(at, at + size)
-        found.values[part], found.scale[part] = _rows_in_int8(weight[part])
-    return found
+        matrix.values[part], matrix.scale[part] = _rows_in_int8(weight[part])
+    return matrix
 
 
 def _rows_in_int8(
@@ -182,8 +182,8 @@ def _kind(name: str) -> str:
 
 def rows(weight: Int8Matrix, index: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
     """Rows of the matrix, as an embedding."""
-    found = jnp.take(weight.values, index, axis=0).astype(jnp.float32)
-    return (found * jnp.take(weight.scale, index)[..., None]).astype(dtype)
+    unscaled = jnp.take(weight.values, index, axis=0).astype(jnp.float32)
+    return (unscaled * jnp.take(weight.scale, index)[..., None]).astype(dtype)
 
 
 def matmul(weight: Quantised, x: Float[Array, "I B T"]) -> Float32[Array, "O B T"]:

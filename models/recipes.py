@@ -168,10 +168,12 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     than the model's, sinks that differ from the model's own, and sinks without a weight to train.
     """
     settings = list(settings)
-    own = {of_config: sinks for sinks, of_config in SINK_LOGIT.items()}.get(config.sink_logit)
+    sinks_of = {sink_logit: sinks for sinks, sink_logit in SINK_LOGIT.items()}
+    model_sinks = sinks_of.get(config.sink_logit)
     start = Recipe(
         layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
-        mlp=config.mlp, context=config.context, sinks=own or "none", warmup=0.05, z_loss=0.0,
+        mlp=config.mlp, context=config.context, sinks=model_sinks or "none",
+        warmup=0.05, z_loss=0.0,
     )  # fmt: skip
     recipe = _with_settings(start, settings)
     changed = [field for field in ARCHITECTURE if getattr(recipe, field) != getattr(start, field)]
@@ -185,9 +187,9 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
             f"context must be at most the model's {config.context}, got {recipe.context}; set a "
             "shorter one"
         )
-    if own is not None and recipe.sinks != own:
+    if model_sinks is not None and recipe.sinks != model_sinks:
         raise UserError(
-            f"this model was trained with sinks={own}, got {recipe.sinks}; keep its own"
+            f"this model was trained with sinks={model_sinks}, got {recipe.sinks}; keep its own"
         )
     if recipe.train == "sinks" and recipe.sinks in ("none", "zero"):
         raise UserError(
@@ -242,14 +244,14 @@ def _value(field: str, kind: Any, text: str) -> Any:
             names = ", ".join(typing.get_args(kind))
             raise UserError(f"{field} must be one of {names}, got {text!r}; choose one of them")
         return text
-    least = LEAST.get(field, 1 if kind is int else 1e-12)
-    most = MOST.get(field, float("inf"))
-    what = "a whole number" if kind is int else "a number"
-    span = f"of at least {least:g}" if most == float("inf") else f"from {least:g} to {most:g}"
+    low = LEAST.get(field, 1 if kind is int else 1e-12)
+    high = MOST.get(field, float("inf"))
+    noun = "a whole number" if kind is int else "a number"
+    span = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not least <= value <= most or value == float("inf"):
-        raise UserError(f"{field} must be {what} {span}, got {text!r}; choose another")
+    if value is None or not low <= value <= high or value == float("inf"):
+        raise UserError(f"{field} must be {noun} {span}, got {text!r}; choose another")
     return value

@@ -58,12 +58,12 @@ def losses(
     count, texts = len(texts), texts[every - 1 :: every]
     batch = max(1, TOKENS // window)
     for start in range(0, len(texts), batch):
-        some = texts[start : start + batch]
-        padded = np.pad(some, ((0, min(batch, len(texts)) - len(some)), (0, 0)))
-        computed = np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(some), 0]
-        found = np.full((len(some), every), np.nan, np.float32)
-        found[:, -1] = computed
-        yield found.reshape(-1)
+        windows = texts[start : start + batch]
+        padded = np.pad(windows, ((0, min(batch, len(texts)) - len(windows)), (0, 0)))
+        computed = np.asarray(_losses(llm.config, llm.weights, padded, 1))[: len(windows), 0]
+        with_gaps = np.full((len(windows), every), np.nan, np.float32)
+        with_gaps[:, -1] = computed
+        yield with_gaps.reshape(-1)
     if count % every:
         yield np.full(count % every, np.nan, np.float32)
 

@@ -24,7 +24,7 @@ RUN, LOCK = "run.json", "lock"
 
 
 @contextlib.contextmanager
-def own(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
+def lock_folder(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
     """Lock a folder for one run, where the system has file locks.
 
     Raises UserError where another process has the lock, where the folder belongs to another run, or
@@ -73,11 +73,11 @@ def check_owner(folder: Path, run: Mapping[str, Any]) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if RUN not in names:
         # A run that was killed while writing run.json leaves a partial file beside it.
-        others = {n for n in names if n != LOCK and not n.startswith(f".{RUN}.")}
-        if others:
+        other_files = {n for n in names if n != LOCK and not n.startswith(f".{RUN}.")}
+        if other_files:
             raise UserError(
                 f"--out must be a new folder or that of a run to resume: {folder} holds "
-                f"other files ({min(others)}); choose another"
+                f"other files ({min(other_files)}); choose another"
             )
         return
     before = _flat(read_json(folder / RUN, "start the run again in another folder"))

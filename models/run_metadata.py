@@ -25,7 +25,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 def run_metadata(name: str, data: Iterable[Path], seeds: Sequence[int]) -> dict[str, Any]:
     """Describe the run that begins now.
 
-    name: of the experiment or command. data: files whose SHA-256 is noted. seeds: of the run.
+    name: the experiment or command. data: files whose SHA-256 is noted. seeds: the run's seeds.
     `commit` is empty where neither git nor JAXKV_COMMIT tells it.
     """
     import jax
@@ -64,8 +64,8 @@ def command() -> str:
 def portable(path: Path) -> str:
     """A path relative to the repository, or its last two parts if it is far from it."""
     relative = Path(os.path.relpath(path, ROOT))
-    far = relative.parts[:2] == ("..", "..") or relative.is_absolute()
-    return "/".join(Path(path).parts[-2:]) if far else relative.as_posix()
+    is_outside = relative.parts[:2] == ("..", "..") or relative.is_absolute()
+    return "/".join(Path(path).parts[-2:]) if is_outside else relative.as_posix()
 
 
 def sha256(path: Path) -> str:
@@ -87,10 +87,10 @@ def _git(*words: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -15,8 +15,8 @@ from jaxkv.sampling import TEMPERATURE, Sampling
 FILE, PREFIX = "generation_config.json", "general.sampling."
 # Field of Sampling -> field of a GGUF header.
 GGUF = {
-    name: PREFIX + theirs
-    for name, theirs in {
+    name: PREFIX + key
+    for name, key in {
         "temperature": "temp",
         "top_k": "top_k",
         "top_p": "top_p",
@@ -57,22 +57,22 @@ def sampling_of_gguf(header: Header) -> Sampling:
         settings, known_fields.GGUF_NEUTRAL_SAMPLING,
         known_fields.GGUF_SAMPLED | known_fields.GGUF_HARMLESS_SAMPLING, header.path,
     )  # fmt: skip
-    found = {}
-    for name, theirs in GGUF.items():
-        value, kind = header.fields.get(theirs), int if name == "top_k" else float
+    fields = {}
+    for name, key in GGUF.items():
+        value, kind = header.fields.get(key), int if name == "top_k" else float
         # Some files store 1 as a temperature, or 50.0 as top_k.
         if type(value) is int or (type(value) is float and value.is_integer()):
             value = kind(value)
-        found[name] = None if value is None else header.checked(theirs, value, kind)
-    return _sampling(found, header.path)
+        fields[name] = None if value is None else header.checked(key, value, kind)
+    return _sampling(fields, header.path)
 
 
-def _sampling(found: Mapping[str, Any], where: Path) -> Sampling:
-    given = {name: value for name, value in found.items() if value is not None}
-    top_k = given.get("top_k")
+def _sampling(fields: Mapping[str, Any], where: Path) -> Sampling:
+    settings = {name: value for name, value in fields.items() if value is not None}
+    top_k = settings.get("top_k")
     if (isinstance(top_k, float) and top_k.is_integer()) or top_k == -1:
-        given["top_k"] = max(0, int(top_k))  # some models publish 50.0, or -1 for no limit
+        settings["top_k"] = max(0, int(top_k))  # some models publish 50.0, or -1 for no limit
     try:
-        return Sampling(**{"temperature": TEMPERATURE} | given)
+        return Sampling(**{"temperature": TEMPERATURE} | settings)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None

@@ -150,9 +150,9 @@ def encode(llm: Llm, text: str) -> list[int]:
 class Score:
     """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
 
-    losses: means over stretches where there are several; by_stretch: those of each, NaN for sink
-    tokens that no head predicts. seconds: without compile_seconds. chunk: tokens per chunk, None
-    where no cache was used.
+    losses: means over stretches where there are several. by_stretch: losses of each stretch, NaN
+    for sink tokens that no head predicts. seconds: time without compile_seconds. chunk: tokens per
+    chunk, None where no cache was used.
     """
 
     losses: Float[np.ndarray, " N"]
@@ -211,11 +211,12 @@ def score(
     # This raises before the warning.
     parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
     warn_beyond_context(llm, stream.policies, len(tokens))
-    found, seconds, compiling = gather(parts, progress, stopped)
-    found = found[np.asarray(tokens)[prompt + 1 :][: len(found)] < llm.config.vocab]
-    if not np.isfinite(found).all():
+    text_losses, seconds, compiling = gather(parts, progress, stopped)
+    targets = np.asarray(tokens)[prompt + 1 :][: len(text_losses)]
+    text_losses = text_losses[targets < llm.config.vocab]
+    if not np.isfinite(text_losses).all():
         raise not_finite(llm)
-    return Score(found, stream.state_bytes, seconds, compiling, chunk, prompt)
+    return Score(text_losses, stream.state_bytes, seconds, compiling, chunk, prompt)
 
 
 def gather(
@@ -227,14 +228,14 @@ def gather(
 
     Returns the result and the seconds of computing and of compiling.
     """
-    begun, compiled, found, done = time.perf_counter(), clock().seconds, [], 0
+    start, compiled, gathered, done = time.perf_counter(), clock().seconds, [], 0
     for part in parts:
-        found.append(part)
+        gathered.append(part)
         done += len(part)
         if progress:
             progress(done)
         if stopped and stopped():
             break
     compiled = clock().seconds - compiled
-    seconds = max(0.0, time.perf_counter() - begun - compiled)
-    return np.concatenate(found), seconds, compiled
+    seconds = max(0.0, time.perf_counter() - start - compiled)
+    return np.concatenate(gathered), seconds, compiled

@@ -152,7 +152,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any, bytes]]:
     """Number, value and bytes of each field; the value of a message or text is its bytes."""
     at = 0
     while at < len(message):
-        begun = at
+        start = at
         tag, at = _read_varint(message, at)
         field, wire = tag >> 3, tag & 7
         if wire == VARINT:
@@ -160,7 +160,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any, bytes]]:
         else:
             size, at = _read_varint(message, at) if wire == LENGTH else (SIZES[wire], at)
             value, at = message[at : at + size], at + size
-        yield field, value, message[begun:at]
+        yield field, value, message[start:at]
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:

@@ -36,9 +36,9 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
             "the engine runs on one device, got a model over a mesh; load it without mesh"
         )
     if SINK_TOKENS in llm.weights or SINK_KEYS in llm.weights:
-        what = "sink tokens" if SINK_TOKENS in llm.weights else "keys and values"
+        kind = "sink tokens" if SINK_TOKENS in llm.weights else "keys and values"
         raise UserError(
-            f"the engine takes constant sinks and sink logits, got learned {what} from a file; "
+            f"the engine takes constant sinks and sink logits, got learned {kind} from a file; "
             "give --sinks constant, or a model trained with --train all"
         )
     policies = llm.policies(policy)

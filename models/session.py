@@ -52,8 +52,8 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     """
     path = _expanded(path)
     if not os.path.isfile(path):
-        what = "this is a folder" if os.path.isdir(path) else "no such file"
-        raise UserError(f"{what}: {path}; name a file that /save wrote")
+        reason = "this is a folder" if os.path.isdir(path) else "no such file"
+        raise UserError(f"{reason}: {path}; name a file that /save wrote")
     with reading(path):
         path.open("rb").close()
     try:
@@ -65,10 +65,10 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     checksum = notes.pop("checksum", None)  # older files have none
     wrong = [name for name, is_valid in NOTES.items() if not is_valid(notes.get(name))]
     if wrong or checksum not in (None, _checksum(notes)):
-        what = f": {wrong[0]} is {notes.get(wrong[0])!r:.60}" if wrong else ""
+        reason = f": {wrong[0]} is {notes.get(wrong[0])!r:.60}" if wrong else ""
         raise UserError(
             f"the notes of a session must be as they were written, and those of {path} are not"
-            f"{what}; name an older copy of it"
+            f"{reason}; name an older copy of it"
         )
     _compare(path, notes, {"version": VERSION.format(__version__)})
     return notes
@@ -119,8 +119,8 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     model, policy or version.
     """
     path, notes = _expanded(path), read_notes(path)
-    for name, ours in _belongs_to(talk.llm, talk.stream.policies).items():
-        _compare(path, notes, {name: ours} if name in notes else {})
+    for name, expected in _belongs_to(talk.llm, talk.stream.policies).items():
+        _compare(path, notes, {name: expected} if name in notes else {})
     restored = Conversation(talk.llm, talk.policy)
     stream = restored.stream
     try:

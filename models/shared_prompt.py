@@ -49,8 +49,8 @@ def attends_exactly(policies: Sequence[Policy]) -> bool:
 def read(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
     """Prefill new streams of one sequence with the same prompt and finish prefill, layer by layer.
 
-    streams: of one model without a mesh, under policies that attend exactly. Yields each layer
-    that is done; the streams are prefilled when the iterator ends.
+    streams: streams of one model without a mesh, under policies that attend exactly. Yields each
+    layer that is done; the streams are prefilled when the iterator ends.
     """
     leader, ids = streams[0], np.asarray([prompt], np.int32)
     llm, size = leader.llm, len(prompt)
@@ -100,7 +100,7 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         places = shape(jnp.uint32), shape(jnp.bool_)
         yield embed, (leader.static.of_model, llm.weights, shape(jnp.int32))
         x = jax.ShapeDtypeStruct((llm.config.width, 1, width), llm.weights["norm"].dtype)
-        known = set()
+        listed = set()
         for layer, of_layer in enumerate(zip(*states, strict=True)):
             weights = layer_weights(llm.weights, layer)
             static = llm.config, leader.policies[layer]
@@ -108,9 +108,9 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
             seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
             for number, stream in enumerate(streams):
                 policy = stream.policies[layer]
-                if (number, policy) in known:
+                if (number, policy) in listed:
                     continue
-                known.add((number, policy))
+                listed.add((number, policy))
                 if number == 0:
                     yield run_recorded, (*static, *arrays)
                 else:

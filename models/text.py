@@ -31,7 +31,7 @@ class Answer:
     """The text of one sequence, and measurements.
 
     finish_reason: length, eos or stop. tokens: the new ids, including an eos. prefill_seconds and
-    decode_seconds exclude compile_seconds. tokens_per_second, state_bytes: of the whole batch.
+    decode_seconds exclude compile_seconds. tokens_per_second and state_bytes count the whole batch.
     """
 
     text: str
@@ -102,12 +102,12 @@ class OutputText:
     def _release(self, new: str, last: bool = False) -> str:
         text = self._pending + new
         stops = self.stops if self.count > self._min_new_tokens else ()
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.reason, cut = "stop", min(found)
+        stop_positions = [at for stop in stops if (at := text.find(stop)) >= 0]
+        if stop_positions:
+            self.reason, cut = "stop", min(stop_positions)
         else:
             cut = len(text) if last or not stops else len(text) - self._possible_stop(text)
-        piece, self._pending = text[:cut], "" if found else text[cut:]
+        piece, self._pending = text[:cut], "" if stop_positions else text[cut:]
         if self.keep and piece:
             self._shown.append(piece)
         return piece
@@ -311,11 +311,11 @@ class _Timed:
         self.run, self.phase = run, phase
 
     def __enter__(self) -> None:
-        self.begun, self.compiled = time.perf_counter(), clock().seconds
+        self.start, self.compiled = time.perf_counter(), clock().seconds
 
     def __exit__(self, *_: object) -> None:
         compiled = clock().seconds - self.compiled
-        seconds = max(0.0, time.perf_counter() - self.begun - compiled)
+        seconds = max(0.0, time.perf_counter() - self.start - compiled)
         self.run.compiled += compiled
         setattr(self.run, self.phase, getattr(self.run, self.phase) + seconds)
 
@@ -335,8 +335,8 @@ def sampling_for(
         return sampling
     unknown = [name for name in knobs if name not in Sampling.__dataclass_fields__]
     if unknown:
-        known = ", ".join(Sampling.__dataclass_fields__)
-        raise UserError(f"unknown argument {unknown[0]!r}; sampling has {known}")
+        names = ", ".join(Sampling.__dataclass_fields__)
+        raise UserError(f"unknown argument {unknown[0]!r}; sampling has {names}")
     return dataclasses.replace(llm.sampling, **knobs)
 
 
@@ -344,7 +344,7 @@ def check_prompt_within_context(llm: Llm, policies: Sequence[Policy], tokens: in
     """Raise UserError for a prompt beyond the trained context under a growing cache.
 
     Positions would be outside those of training, so the answer would have no sense. Policies with a
-    bounded lookback may grow. tokens: of the prompt, with the conversation before it.
+    bounded lookback may grow. tokens: tokens of the prompt and of the conversation before it.
     """
     context = llm.config.context
     for policy in policies:
@@ -380,11 +380,11 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
             continue
         furthest = max_lookback(policy, tokens)
         if furthest > llm.config.context:
-            far = "without limit" if furthest == math.inf else f"{furthest} tokens"
+            distance = "without limit" if furthest == math.inf else f"{furthest} tokens"
             name = format_policy(policy)
             if policy.grows:  # its fields name a maximum, which is not what is used
                 name = name.partition(":")[0]
             warn(
-                f"{name} looks back {far}, beyond the trained context of "
+                f"{name} looks back {distance}, beyond the trained context of "
                 f"{llm.config.context}: the text usually degrades there"
             )

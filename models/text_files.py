@@ -44,7 +44,7 @@ class TextFile(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Bytes or row groups `start` to `stop` of a file; `end`: of all. size: in bytes of text."""
+    """Bytes or row groups `start` to `stop` of the `end` in a file. size: bytes of text."""
 
     file: int
     path: Path
@@ -60,8 +60,8 @@ class ReadSettings(NamedTuple):
     """How documents are read.
 
     column: the field or column with the text. remove: a regular expression whose matches are
-    removed. share: of the documents in the valid split. cuts: whether the tokens of a text do not
-    change where it is cut at line ends (data_tokenizer.can_cut).
+    removed. share: the fraction of documents in the valid split. cuts: whether the tokens of a text
+    do not change where it is cut at line ends (data_tokenizer.can_cut).
     """
 
     column: str
@@ -100,7 +100,7 @@ def find(
     paths = [*train, *validation]
     names = train | validation
     sizes = [path.stat().st_size for path in paths]
-    found: list[TextFile] = []
+    text_files: list[TextFile] = []
     done = 0
     with ThreadPoolExecutor(processes) as threads:  # hashing does not hold Python's lock
         for path, size, digest in zip(paths, sizes, threads.map(_digest, paths), strict=True):
@@ -108,18 +108,18 @@ def find(
             split = ("valid" if path in validation else "train") if valid else None
             if not valid and kind == "text":
                 split = split_of(digest, share)
-            found.append(TextFile(path, names[path], kind, size, digest.hex(), split))
+            text_files.append(TextFile(path, names[path], kind, size, digest.hex(), split))
             done += size
             report(done, sum(sizes))
-    if None not in {one.split for one in found}:
-        check_splits({one.split for one in found})
-    return found
+    if None not in {file.split for file in text_files}:
+        check_splits({file.split for file in text_files})
+    return text_files
 
 
-def check_splits(found: set[str]) -> None:
+def check_splits(splits: set[str]) -> None:
     """Raise UserError unless both splits have a document."""
     for split in SPLITS:
-        if split not in found:
+        if split not in splits:
             raise UserError(
                 f"the {split} split has no document: files of --valid are not in the train split; "
                 "give more texts"
@@ -128,28 +128,28 @@ def check_splits(found: set[str]) -> None:
 
 def files_in(paths: Iterable[Path]) -> dict[Path, str]:
     """The files that are named, and those in the folders that are named, sorted by name."""
-    found: dict[Path, str] = {}
-    known = ", ".join(ENDINGS)
+    name_of_file: dict[Path, str] = {}
+    endings = ", ".join(ENDINGS)
     for path in map(Path, paths):
         if path.is_dir():
             every = [p for p in sorted(path.rglob("*")) if p.is_file() and p.name[0] != "."]
             inside = [p for p in every if _kind(p)]
             if not inside:
                 raise UserError(
-                    f"the folder {path} has no file that ends with {known}; name files, or "
+                    f"the folder {path} has no file that ends with {endings}; name files, or "
                     "another folder"
                 )
             if len(inside) < len(every):
                 names = first_few(p.relative_to(path).as_posix() for p in every if not _kind(p))
-                warn(f"not read: {names} in {path}, without the ending {known}")
-            found |= {p: p.relative_to(path).as_posix() for p in inside}
+                warn(f"not read: {names} in {path}, without the ending {endings}")
+            name_of_file |= {p: p.relative_to(path).as_posix() for p in inside}
         elif not path.is_file():
             raise UserError(f"no such text: {path}; name a file or a folder")
         elif not _kind(path):
-            raise UserError(f"{path} must end with {known}; convert it, or rename it")
+            raise UserError(f"{path} must end with {endings}; convert it, or rename it")
         else:
-            found[path] = path.name
-    return found
+            name_of_file[path] = path.name
+    return name_of_file
 
 
 def _kind(path: Path) -> str | None:
@@ -235,9 +235,9 @@ def _documents(section: Section, column: str) -> Iterator[str]:
 def _pieces(text: str) -> list[str]:
     """A long text in pieces, cut where no token crosses."""
     pieces, start = [], 0
-    while found := _CUT.search(text, start + BLOCK):
-        pieces.append(text[start : found.start()])
-        start = found.start()
+    while cut := _CUT.search(text, start + BLOCK):
+        pieces.append(text[start : cut.start()])
+        start = cut.start()
     return [*pieces, text[start:]]
 
 
@@ -260,10 +260,11 @@ def _next_cut(path: Path, first: int, end: int) -> int:
     while 0 < at < end:
         begin = max(at - 5, 0)  # the longest character before a cut, and a carriage return after it
         window = _bytes(path, begin, begin + _WINDOW)
-        for found in _LINE_END.finditer(window):
-            before = window[max(found.start() - 4, 0) : found.start()].decode("utf-8", "ignore")
-            if begin + found.start() >= first and before[-1:].isalnum():
-                return begin + found.start()
+        for line_end in _LINE_END.finditer(window):
+            cut = line_end.start()
+            before = window[max(cut - 4, 0) : cut].decode("utf-8", "ignore")
+            if begin + cut >= first and before[-1:].isalnum():
+                return begin + cut
         if begin + len(window) <= at:
             break  # the file has become shorter
         at = begin + len(window)

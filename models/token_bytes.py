@@ -46,9 +46,9 @@ def table_of(tokens: Mapping[int, str], bytes_of: Callable[[str], bytes]) -> tup
 def _byte_letters() -> dict[str, int]:
     """GPT-2's alphabet: a printable character for each byte, the unprintable ones from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return letters | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 LETTERS = _byte_letters()

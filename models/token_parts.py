@@ -96,12 +96,12 @@ def _tokenize_part(coder: Coder, how: Tokenizing, number: int, part: Part) -> No
             # The fast variant keeps no offsets: half the time and half the memory.
             texts = [text.text for _, text in batch]
             encoded = coder.encode_batch_fast(texts, add_special_tokens=False)
-            for (file, text), found in zip(batch, encoded, strict=True):
-                ids = [*found.ids, how.end] if text.last else found.ids
+            for (file, text), encoding in zip(batch, encoded, strict=True):
+                ids = [*encoding.ids, how.end] if text.last else encoding.ids
                 files[text.split].write(np.asarray(ids, how.dtype).tobytes())
                 documents[file, text.split] += text.last
                 tokens[file, text.split] += len(ids)
-    counts = [[*of, documents[of], tokens[of]] for of in tokens]
+    counts = [[file, split, documents[file, split], tokens[file, split]] for file, split in tokens]
     with whole_file(how.file(number, "json")) as file:
         file.write(json.dumps(counts).encode())
 
@@ -134,11 +134,11 @@ def _workers(how: Tokenizing, count: int) -> Iterator[list[connection.Connection
     processes, ends = [], []
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            ends.append(ours)
-            processes.append(context.Process(target=_work, args=(how, theirs), daemon=True))
+            parent_end, child_end = context.Pipe()
+            ends.append(parent_end)
+            processes.append(context.Process(target=_work, args=(how, child_end), daemon=True))
             processes[-1].start()
-            theirs.close()  # so that `ours` ends with the process
+            child_end.close()  # so that `parent_end` ends with the process
         yield ends
     finally:
         for process, end in zip(processes, ends, strict=False):

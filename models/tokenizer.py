@@ -44,9 +44,9 @@ class Tokenizer:
     table: the bytes of each id. special: ids that decode to nothing. front: ids that the model
     expects before a text, most often its BOS. strip: the number of spaces removed at the
     beginning of a decoded text (SentencePiece adds one when it encodes). added: the added tokens,
-    each of which has its id in a text. sinks: those of `front` that begin every stream, also a
-    chat, whose template writes the BOS itself. backend: that of the `tokenizers` package, where it
-    is one. ids_of: the ids of a text, given with `start` and `separator` of `encode`.
+    each of which has its id in a text. sinks: the ids of `front` that begin every stream, also a
+    chat, whose template writes the BOS itself. backend: the tokenizer of the `tokenizers` package,
+    where it is one. ids_of: returns the ids of a text; takes `start` and `separator` of `encode`.
     """
 
     ids_of: Callable[[str, bool, str], list[int]] = field(repr=False)
@@ -208,8 +208,8 @@ def text_coder(
 ) -> Callable[[str, bool, str], list[int]]:
     """The function `ids_of` of a tokenizer: the only one from text and added tokens to ids.
 
-    split: cuts a text, which begins or not, at its added tokens. ids: of the parts of one text, and
-    whether it begins.
+    split: cuts a text, which begins or not, at its added tokens. ids: gives the ids of the parts of
+    one text, and takes whether it begins.
     text_ids: a faster way for a text that begins and has no cuts.
     """
 

@@ -62,8 +62,8 @@ class TrainingSetting:
     """The static arguments of a compiled step.
 
     front: the sink tokens before every sample; ids beyond the vocabulary are rows of SINK_TOKENS.
-    dtype: of the computation and of frozen weights; trained weights and moments are float32. mesh:
-    its axis `data` splits samples, weights and moments.
+    dtype: the dtype of the computation and of frozen weights; trained weights and moments are
+    float32. mesh: its axis `data` splits samples, weights and moments.
     """
 
     recipe: Recipe
@@ -83,12 +83,12 @@ class TrainingSetting:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight, frozen ones included."""
-        found = {name: shape for name, (_, shape) in shapes(self.config).items()}
+        weight_shapes = {name: shape for name, (_, shape) in shapes(self.config).items()}
         rows = sum(token >= self.config.vocab for token in self.front)
         if self.recipe.sinks == "kv":
             pair = (self.config.layers, self.config.kv_heads, 1, self.config.head_dim)
-            found |= {SINK_KEYS: pair, SINK_VALUES: pair}
-        return found | ({SINK_TOKENS: (rows, self.config.width)} if rows else {})
+            weight_shapes |= {SINK_KEYS: pair, SINK_VALUES: pair}
+        return weight_shapes | ({SINK_TOKENS: (rows, self.config.width)} if rows else {})
 
     def trains(self, name: str) -> bool:
         """Whether the run updates a weight."""
@@ -184,10 +184,10 @@ def begin(setting: TrainingSetting, weights: Weights | None = None) -> Training:
 def shape(setting: TrainingSetting) -> Training:
     """The shape and the sharding of every leaf of a run."""
     training = jax.eval_shape(partial(_fresh, setting))
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    local = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=setting.place(leaf.shape) or here
+            leaf.shape, leaf.dtype, sharding=setting.place(leaf.shape) or local
         ),
         training,
     )
@@ -272,8 +272,9 @@ def losses(
     remat = setting.recipe.remat == "layers"
     decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, run, remat)
     share = counts / jnp.sum(counts)
-    cost, found = cross_entropy(decoder.unembedding(), hidden, targets, share, z_loss, setting.mesh)
-    return cost, found, share
+    head = decoder.unembedding()
+    cost, of_targets = cross_entropy(head, hidden, targets, share, z_loss, setting.mesh)
+    return cost, of_targets, share
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -305,11 +306,11 @@ _gather.defvjp(lambda setting, weights: (_gather(setting, weights), None), _scat
 
 def _with_frozen(setting: TrainingSetting, weights: Weights, frozen: Weights | None) -> Weights:
     """All weights in the computation's dtype, on every device; only `weights` have gradients."""
-    whole = dict(frozen or {})
-    if setting.mesh is not None and whole:
+    all_weights = dict(frozen or {})
+    if setting.mesh is not None and all_weights:
         everywhere = NamedSharding(setting.mesh, PartitionSpec())
-        whole = jax.lax.with_sharding_constraint(whole, everywhere)
-    return whole | _gather(setting, weights)
+        all_weights = jax.lax.with_sharding_constraint(all_weights, everywhere)
+    return all_weights | _gather(setting, weights)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -327,12 +328,12 @@ def update(
 
     def cost_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
         gathered = _with_frozen(setting, weights, frozen)
-        cost, found, share = losses(setting, gathered, runs, setting.recipe.z_loss)
-        return cost, jnp.sum(share * found)
+        cost, target_losses, share = losses(setting, gathered, runs, setting.recipe.z_loss)
+        return cost, jnp.sum(share * target_losses)
 
     def gradient(runs: Array) -> tuple[Array, Weights]:
-        (_, loss), found = jax.value_and_grad(cost_of, has_aux=True)(training.weights, runs)
-        return loss, found
+        (_, loss), gradients = jax.value_and_grad(cost_of, has_aux=True)(training.weights, runs)
+        return loss, gradients
 
     if len(parts) == 1:
         loss, gradients = gradient(parts[0])

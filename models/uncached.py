@@ -107,9 +107,11 @@ def cudnn_lacks(
         return f"in bfloat16 or float16, got {q.dtype}"
     if softcap is not None or (sink is not None and window is not None):
         return "without a softcap, and without a window where there is a sink logit"
-    head_dim, most = q.shape[-1] + (_SINK_DIMS if is_learned(sink) else 0), 128
-    if head_dim % 8 or head_dim > (most if capability < 9 else 2 * most):
-        return f"with a head dim of eights, up to {most} (256 from capability 9.0), got {head_dim}"
+    head_dim, max_dim = q.shape[-1] + (_SINK_DIMS if is_learned(sink) else 0), 128
+    if head_dim % 8 or head_dim > (max_dim if capability < 9 else 2 * max_dim):
+        return (
+            f"with a head dim of eights, up to {max_dim} (256 from capability 9.0), got {head_dim}"
+        )
     return ""
 
 
@@ -142,11 +144,11 @@ def attend_on(mesh: Mesh) -> Callable:
     ) -> tuple[Array, object]:  # fmt: skip
         learned = (sink,) if is_learned(sink) else ()
 
-        def one(q: Array, k: Array, v: Array, *given: Array) -> Array:
-            return attend(window, spec, None, q, k, v, sink=given[0] if given else sink)[0]
+        def attend_shard(q: Array, k: Array, v: Array, *logits: Array) -> Array:
+            return attend(window, spec, None, q, k, v, sink=logits[0] if logits else sink)[0]
 
         split = jax.shard_map(
-            one,
+            attend_shard,
             mesh=mesh,
             in_specs=(PartitionSpec("data"),) * 3 + (PartitionSpec(),) * len(learned),
             out_specs=PartitionSpec("data"),
@@ -190,7 +192,7 @@ def _blocks(
     transpose of a matrix of logits.
     """
 
-    def one(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def attend_sample(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         parts = []
         for start, end, first in _spans(q.shape[2], window):
             logits, _ = _logits(q, k, start, end, first, scale, softcap, window)
@@ -203,7 +205,7 @@ def _blocks(
         out, lse = (jnp.concatenate(leaves, axis=2) for leaves in zip(*parts, strict=True))
         return out, lse[..., 0]
 
-    return xla_cpu.map_samples(one, q, k, v)
+    return xla_cpu.map_samples(attend_sample, q, k, v)
 
 
 def _blocks_forward(
@@ -225,7 +227,7 @@ def _blocks_backward(
     delta = jnp.sum(d_out * out, axis=-1) - d_lse
     d_out = d_out.astype(v.dtype)
 
-    def one(
+    def sample_gradients(
         q: Array, k: Array, v: Array, d_out: Array, lse: Array, delta: Array
     ) -> tuple[Array, Array, Array]:
         d_q, d_k, d_v = [], 0, 0
@@ -244,7 +246,7 @@ def _blocks_backward(
         d_q = jnp.concatenate(d_q, axis=2)
         return d_q.astype(q.dtype), *(d.transpose(0, 2, 1).astype(v.dtype) for d in (d_k, d_v))
 
-    return xla_cpu.map_samples(one, q, k, v, d_out, lse, delta)
+    return xla_cpu.map_samples(sample_gradients, q, k, v, d_out, lse, delta)
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)
@@ -308,11 +310,11 @@ def fused_attention(
     if is_learned(sink):
         logits = jnp.broadcast_to(sink.astype(jnp.float32) / np.float32(scale), q.shape[:3])
         terms = _split(logits, q.dtype)
-        one = np.zeros((1, k.shape[1], 1, _SINK_DIMS), np.float32)
-        one[:, 0, :, :_SINK_TERMS] = 1
+        marks = np.zeros((1, k.shape[1], 1, _SINK_DIMS), np.float32)
+        marks[:, 0, :, :_SINK_TERMS] = 1
         q = jnp.concatenate([q, terms], axis=-1)
-        k = jnp.concatenate([k, jnp.broadcast_to(one, (*k.shape[:3], _SINK_DIMS)).astype(k.dtype)],
-                            axis=-1)  # fmt: skip
+        marks = jnp.broadcast_to(marks, (*k.shape[:3], _SINK_DIMS)).astype(k.dtype)
+        k = jnp.concatenate([k, marks], axis=-1)
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, _SINK_DIMS)))
     out = attention(q, k, v, scale=scale, is_causal=True, implementation=implementation)
     return out[:, 1 : 1 + tokens, :, :head_dim]
@@ -349,11 +351,11 @@ def attend_with_probabilities(
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
     visible = _visible(0, tokens, 0, window)[None, None]
     logits = jnp.where(visible, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
-    whole = blend(logits, v.transpose(0, 2, 1, 3))
-    whole = whole if sink is None else merge(whole, sink_logit(sink, whole))
+    attention = blend(logits, v.transpose(0, 2, 1, 3))
+    attention = attention if sink is None else merge(attention, sink_logit(sink, attention))
     logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
-    probabilities = jnp.exp(logits - whole.lse.transpose(0, 2, 1)[..., None])
-    return whole.out[:, count:], probabilities[:, :, count:]
+    probabilities = jnp.exp(logits - attention.lse.transpose(0, 2, 1)[..., None])
+    return attention.out[:, count:], probabilities[:, :, count:]
 
 
 def _visible(

@@ -1,8 +1,8 @@
 """What is cached after every token of a text, and where full attention goes, as a web page.
 
-The policy reads the text token by token, and its `cached` tells the cached tokens. The attention is
-exact: that of the model under full attention, so it shows what a query would want to attend to, and
-how much of that the cache has lost. The page is one file with its data inside; it needs no network.
+The policy reads the text token by token, and its `cached` tells the cached tokens. The attention
+shown is exact full attention: the keys that a query would attend to, and how many of them the cache
+has lost. The page is one file with its data inside; it needs no network.
 
 Arrays of the page are triangles: entry (n, t) of query n and token t <= n is at n (n + 1) / 2 + t.
 """
@@ -50,9 +50,9 @@ class View:
     """X: n (n + 1) / 2 entries of n tokens.
 
     cached: 0 where a token is not cached, else ONE + OCTAVE log2(weight). attention: the code c of
-    the probability (c / 255)^2. losses, full_losses: of tokens 1, 2, ... under the policy and under
-    full attention, NaN for sink tokens that no head predicts. prompt: tokens before the end of
-    prefill; None where it changes nothing.
+    the probability (c / 255)^2. losses, full_losses: losses of tokens 1, 2, ... under the policy
+    and under full attention, NaN for sink tokens that no head predicts. prompt: tokens before the
+    end of prefill; None where it changes nothing.
     """
 
     policy: str
@@ -90,7 +90,7 @@ def check(
             f"{tokens} tokens in {len(shown)} layers are {memory.show(size)} of data, and a page "
             f"has room for {memory.show(MAX_BYTES)}; give fewer --max-tokens, or fewer --layers"
         )
-    acting = [one.min_prompt for one in policies if one.min_prompt is not None]
+    acting = [layer.min_prompt for layer in policies if layer.min_prompt is not None]
     if acting and prompt < min(acting):
         raise UserError(
             f"{policy} compresses or indexes prompts of at least {min(acting)} tokens, got a "
@@ -123,7 +123,7 @@ def record(
     """
     layers = check(llm, policy, len(ids), prompt, layers)
     stream = Stream(llm, policy, seed=seed, tokens=len(ids))
-    acts = any(one.min_prompt is not None for one in stream.policies)
+    acts = any(chosen.min_prompt is not None for chosen in stream.policies)
     rows: list[list[np.ndarray]] = [[] for _ in layers]
     losses = []
     for number, token in enumerate(ids, start=1):
@@ -134,8 +134,8 @@ def record(
             stream.finish_prefill()
         for row, layer in zip(rows, layers, strict=True):
             chosen = stream.policies[layer]
-            found = _cached(chosen, llm.spec, stream.decoding.states[layer])
-            row.append(_codes_of_weights(weights_of_layer(*found, number)))
+            cached_tokens = _cached(chosen, llm.spec, stream.decoding.states[layer])
+            row.append(_codes_of_weights(weights_of_layer(*cached_tokens, number)))
         if number < len(ids):
             losses.append(_loss(stream, ids[number]))
         progress(number)
@@ -169,11 +169,11 @@ def weights_of_layer(
 ) -> Float32[np.ndarray, "K T"]:
     """Weights in a batch of one sequence; a token in two slots has the sum of both."""
     positions, weight = np.asarray(positions)[0], np.exp(np.asarray(log_weight)[0])
-    made = np.zeros((len(weight), tokens), np.float32)
+    token_weights = np.zeros((len(weight), tokens), np.float32)
     heads = np.arange(len(weight))[:, None]
     cached = weight > 0
-    np.add.at(made, (heads, np.where(cached, positions, 0)), np.where(cached, weight, 0))
-    return made
+    np.add.at(token_weights, (heads, np.where(cached, positions, 0)), np.where(cached, weight, 0))
+    return token_weights
 
 
 def _codes_of_weights(weights: Float32[np.ndarray, "K T"]) -> UInt8[np.ndarray, "K T"]:
@@ -189,7 +189,7 @@ def attention_of(
 
     One layer at a time, because the probabilities of all of them are large.
     """
-    config, found = llm.config, []
+    config, codes_of_layers = llm.config, []
     tokens = jnp.asarray(ids, jnp.int32)[None]
     x = _embed(config, llm.weights, tokens)
     lower = np.tril_indices(len(ids))
@@ -197,8 +197,8 @@ def attention_of(
         of_layer = layer_weights(llm.weights, layer)
         x, codes = _attend(config, config.windows[layer], of_layer, x)
         if layer in layers:
-            found.append((layer, np.asarray(codes)[:, *lower]))
-    by_layer = dict(found)
+            codes_of_layers.append((layer, np.asarray(codes)[:, *lower]))
+    by_layer = dict(codes_of_layers)
     static = Static(config, llm.policies("full"), llm.mesh)
     losses = losses_of_chunk(static, llm.weights, x[:, :, :-1], tokens[:, 1:])
     return np.stack([by_layer[layer] for layer in layers]), np.asarray(losses)

@@ -48,8 +48,8 @@ def matmul(
     read less of the weight than others.
     Record workarounds, row matmul.
     """
-    one = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
-    if not one or weight.size < _LARGE or weight.shape[0] % _PARTS:
+    is_one_token = x.shape[1:] == (1, 1) and x.dtype == jnp.float32
+    if not is_one_token or weight.size < _LARGE or weight.shape[0] % _PARTS:
         return plain(weight, x)
     in_parts = partial(_matmul_in_parts, dtype=dtype)
     return jax.lax.platform_dependent(weight, x, cpu=in_parts, default=plain)
@@ -111,8 +111,8 @@ def matmul_widened(
 
     def by_block(rows: Any, x: Array) -> Array:
         split = jax.tree.map(lambda a: a.reshape(blocks, -1, *a.shape[1:]), rows)
-        found = jax.lax.map(lambda one: plain(one, x.astype(jnp.float32)), split)
-        return found.reshape(-1, *found.shape[2:])
+        products = jax.lax.map(lambda block: plain(block, x.astype(jnp.float32)), split)
+        return products.reshape(-1, *products.shape[2:])
 
     return jax.lax.platform_dependent(rows, x, cpu=by_block, default=plain)
 
@@ -153,12 +153,12 @@ def _dot_backward(
     )
     ct = ct.astype(a.dtype).reshape(a.size // arrays[0].shape[contract[0]], -1)
 
-    def gradient(of: int, other: Array, other_free: int) -> Array:
-        first, second = (other, other_free), (ct, 1 - of)
-        if contract[of] != 0:
+    def gradient(operand: int, partner: Array, partner_free: int) -> Array:
+        first, second = (partner, partner_free), (ct, 1 - operand)
+        if contract[operand] != 0:
             first, second = second, first
-        found = dot(first[0], second[0], (first[1], second[1]))
-        return found.reshape(arrays[of].shape)
+        product = dot(first[0], second[0], (first[1], second[1]))
+        return product.reshape(arrays[operand].shape)
 
     return gradient(0, b, int(contract[1] == 0)), gradient(1, a, int(contract[0] == 0))
 
@@ -215,11 +215,11 @@ def query_block_edges(tokens: int) -> list[int]:
     return [tokens * i // count for i in range(count + 1)]
 
 
-def map_samples(one: Callable, *arrays: Array) -> tuple[Array, ...]:
-    """`one` of every sample: one after another on a CPU, whose cache holds the logits of one.
+def map_samples(function: Callable, *arrays: Array) -> tuple[Array, ...]:
+    """`function` of every sample: one after another on a CPU, whose cache holds the logits of one.
 
     Record workarounds, row map_samples.
     """
     if jax.default_backend() == "cpu":
-        return jax.lax.map(lambda sample: one(*sample), arrays)
-    return jax.vmap(one)(*arrays)
+        return jax.lax.map(lambda sample: function(*sample), arrays)
+    return jax.vmap(function)(*arrays)

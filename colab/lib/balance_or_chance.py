@@ -69,13 +69,13 @@ def halve_points(draws: int, seed: int = 0) -> Halves:
     points = CENTRES[group] + NOISE * random.normal(size=(len(group), 2))
     uniforms = jnp.asarray(random.random((draws, len(points))), jnp.float32)
     keys = jnp.broadcast_to(jnp.asarray(points, jnp.float32), (draws, *points.shape))
-    values, there = jnp.ones((*uniforms.shape, 1), jnp.float32), jnp.ones(uniforms.shape, bool)
+    values, valid = jnp.ones((*uniforms.shape, 1), jnp.float32), jnp.ones(uniforms.shape, bool)
     signs = {
         "random": np.where(random.random(uniforms.shape) < 0.5, 1, -1),
-        "balanced": np.asarray(walk(PLANE, 1.0, keys, values, uniforms, there)[1]),
+        "balanced": np.asarray(walk(PLANE, 1.0, keys, values, uniforms, valid)[1]),
     }
-    lengths = {name: signed_lengths(points, each) for name, each in signs.items()}
-    middle = {name: np.argsort(each[:, -1])[draws // 2] for name, each in lengths.items()}
+    lengths = {name: signed_lengths(points, sign) for name, sign in signs.items()}
+    middle = {name: np.argsort(norms[:, -1])[draws // 2] for name, norms in lengths.items()}
     return Halves(points, group, {name: signs[name][at] for name, at in middle.items()}, lengths)
 
 
@@ -92,21 +92,21 @@ def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(squares, 0) / np.diag(products).mean())
 
 
-def draw_halves(found: Halves, caption: str) -> runtime.Picture:
+def draw_halves(halves: Halves, caption: str) -> runtime.Picture:
     """Both halves in the plane, with kept and dropped keys per cluster, and the norms."""
     figure, (*planes, right) = pictures.begin(7.0, 3.2, columns=3)
     colours = [COMPRESSION[name]["color"] for name in ("uniform, weighted", "balance, walk")]
-    for axes, colour, (name, signs) in zip(planes, colours, found.signs.items(), strict=True):
+    for axes, colour, (name, signs) in zip(planes, colours, halves.signs.items(), strict=True):
         fill = np.where(signs > 0, colour, "white")
-        axes.scatter(*found.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
+        axes.scatter(*halves.points.T, s=16, c=fill, edgecolors=colour, linewidths=0.7)
         for number, at in enumerate(0.55 * CENTRES):
-            of_group = signs[found.group == number]
+            of_group = signs[halves.group == number]
             reported = f"{(of_group > 0).sum()}:{(of_group < 0).sum()}"
             axes.annotate(reported, at, ha="center", va="center", fontsize=8)
         axes.set_title(f"{name},\nkept : dropped", fontsize=9)
         axes.set(xlabel="key, 1st coordinate", ylabel="key, 2nd coordinate", aspect="equal",
                  xticks=[-2, 0, 2], yticks=[-2, 0, 2])  # fmt: skip
-        lengths = found.lengths[name]
+        lengths = halves.lengths[name]
         at = np.arange(1, lengths.shape[1] + 1)
         right.fill_between(at, *np.quantile(lengths, [0.1, 0.9], axis=0), color=colour, alpha=0.25)
         right.plot(at, np.median(lengths, axis=0), color=colour, label=name)
@@ -125,12 +125,13 @@ def compare(
     2^rounds stays. `snapkv` is deterministic, so it has one error.
     """
     exact = attend(spec, q, k, v, parse_policy("full"))
-    between, found = len(k) - QUERIES - sum(ends), {}
+    between, errors = len(k) - QUERIES - sum(ends), {}
     for name in names:
         chosen = parse_policy(policy_string(name, rounds, between, *ends))
         draws = seeds[:1] if name == "snapkv" else seeds
-        found[name] = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in draws]
-    return found
+        outputs = (attend(spec, q, k, v, chosen, seed) for seed in draws)
+        errors[name] = [relative_error(output, exact) for output in outputs]
+    return errors
 
 
 def policy_string(name: str, rounds: int, between: int, sinks: int, window: int) -> str:
@@ -167,32 +168,32 @@ def measure_layers(
     `tenth`, the share of the attention between the ends on its heaviest tenth of keys; and `sink`,
     the share of all attention on the first token.
     """
-    found: dict[int, dict[str, Any]] = {}
+    by_layer: dict[int, dict[str, Any]] = {}
     for place, (layer, captured) in enumerate(layers.items()):
-        each = []
+        per_stretch = []
         for number, seen in enumerate(zip(*map(np.asarray, captured), strict=True)):
             first = seeds * (place + len(layers) * number)  # no seed is used twice
             draws = range(first, first + seeds)
             errors = {t: compare(spec, *seen, (ENDS, ENDS), t, draws, names) for t in rounds}
-            given = partial(attend, spec, *seen, parse_policy("full"))
-            alone = [relative_error(given(between=False), given())]
+            attention = partial(attend, spec, *seen, parse_policy("full"))
+            alone = [relative_error(attention(between=False), attention())]
             between = slice(ENDS, len(seen[0]) - QUERIES - ENDS)
-            each.append({
+            per_stretch.append({
                 "errors": {t: of_t | {"ends alone": alone} for t, of_t in errors.items()},
                 "tenth": attention_on_heaviest(spec, *seen, between, 0.1),
             })  # fmt: skip
-        means = jax.tree.map(lambda *all_of: float(np.mean(all_of)), *each)
-        found[layer] = means | {"sink": sink_weight(spec, captured)}
-    return found
+        means = jax.tree.map(lambda *all_of: float(np.mean(all_of)), *per_stretch)
+        by_layer[layer] = means | {"sink": sink_weight(spec, captured)}
+    return by_layer
 
 
-def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
+def draw_errors(by_layer: Mapping[int, Mapping[str, Any]], caption: str) -> runtime.Picture:
     """Errors by the share of tokens kept, one panel per layer."""
-    figure, panels = pictures.begin(7.4, 3.9, columns=len(found))
-    for axes, (layer, measured) in zip(panels, found.items(), strict=True):
+    figure, panels = pictures.begin(7.4, 3.9, columns=len(by_layer))
+    for axes, (layer, measured) in zip(panels, by_layer.items(), strict=True):
         names = next(iter(measured["errors"].values()))
         for place, name in enumerate(names):
-            lines = {t: spread(each[name]) for t, each in measured["errors"].items()}
+            lines = {t: spread(errors[name]) for t, errors in measured["errors"].items()}
             # Offset, so that the ranges do not overlap.
             at = np.arange(len(lines)) + 0.05 * (place - (len(names) - 1) / 2)
             label = name if axes is panels[0] else None
@@ -208,16 +209,16 @@ def draw_errors(found: Mapping[int, Mapping[str, Any]], caption: str) -> runtime
     return runtime.picture(figure, caption, dpi=80, colours=96)
 
 
-def error_table(found: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
+def error_table(by_layer: Mapping[int, Mapping[str, Any]], rounds: int) -> str:
     """By layer: where attention goes, and the error of balanced pairs over each method's."""
-    measured = next(iter(found.values()))["errors"][rounds]
-    others = [name for name in COMPARED[1:] if name in measured]
+    methods = next(iter(by_layer.values()))["errors"][rounds]
+    baselines = [name for name in COMPARED[1:] if name in methods]
     lines = ["          attention on the      error of balance, pairs over that of"]
-    lines.append("layer   1st   heaviest 10%" + "".join(f"   {name:>6}" for name in others))
-    for layer, each in found.items():
-        errors = {name: np.median(line) for name, line in each["errors"][rounds].items()}
-        ratios = (f"{errors[COMPARED[0]] / errors[n]:{3 + max(6, len(n))}.2f}" for n in others)
-        lines.append(f"{layer:5}{each['sink']:6.0%}{each['tenth']:15.0%}" + "".join(ratios))
+    lines.append("layer   1st   heaviest 10%" + "".join(f"   {name:>6}" for name in baselines))
+    for layer, measured in by_layer.items():
+        errors = {name: np.median(line) for name, line in measured["errors"][rounds].items()}
+        ratios = (f"{errors[COMPARED[0]] / errors[n]:{3 + max(6, len(n))}.2f}" for n in baselines)
+        lines.append(f"{layer:5}{measured['sink']:6.0%}{measured['tenth']:15.0%}" + "".join(ratios))
     return "\n".join(lines)
 
 
@@ -230,15 +231,15 @@ def synthetic_prompt(
     """
     random = np.random.default_rng(seed)
     tokens = BETWEEN + WINDOW + QUERIES
-    q, *own = random.normal(size=(3, tokens, HEADS, DIM))
-    q, (k, v) = sharp * q, own
+    q, *noise = random.normal(size=(3, tokens, HEADS, DIM))
+    q, (k, v) = sharp * q, noise
     if name == "neighbours alike":
         for i in range(1, tokens):
             k[i], v[i] = (0.95 * a[i - 1] + (1 - 0.95**2) ** 0.5 * a[i] for a in (k, v))
     elif name == "kinds, mixed":
         kind = random.integers(0, KINDS, tokens)
         of_kind = random.normal(size=(2, KINDS, HEADS, DIM))[:, kind]
-        k, v = (0.96 * of_kind[i] + 0.28 * own[i] for i in (0, 1))
+        k, v = (0.96 * of_kind[i] + 0.28 * noise[i] for i in (0, 1))
     elif name == "a few heavy keys":  # all queries share a direction with these keys
         q = q + 1.0
         k[random.choice(BETWEEN, HEAVY, replace=False)] += LEAD / DIM**0.5
@@ -248,38 +249,38 @@ def synthetic_prompt(
 def measure_synthetic(name: str, seeds: int, sharp: float = 1.0, rounds: int = 2) -> Errors:
     """The errors of each method, one synthetic prompt per seed; and `heaviest`, the share of the
     attention on the heaviest hundredth of the keys."""
-    found: Errors = {each: [] for each in ("heaviest", *COMPARED)}
+    by_method: Errors = {method: [] for method in ("heaviest", *COMPARED)}
     for seed in range(seeds):
-        made = synthetic_prompt(name, seed, sharp)
-        found["heaviest"].append(attention_on_heaviest(SPEC, *made, slice(BETWEEN), 0.01))
-        for method, errors in compare(SPEC, *made, (0, WINDOW), rounds, [seed]).items():
-            found[method] += errors
-    return found
+        prompt = synthetic_prompt(name, seed, sharp)
+        by_method["heaviest"].append(attention_on_heaviest(SPEC, *prompt, slice(BETWEEN), 0.01))
+        for method, errors in compare(SPEC, *prompt, (0, WINDOW), rounds, [seed]).items():
+            by_method[method] += errors
+    return by_method
 
 
-def draw_synthetic(found: Mapping[str, Errors], caption: str) -> runtime.Picture:
+def draw_synthetic(by_prompt: Mapping[str, Errors], caption: str) -> runtime.Picture:
     """Errors of each method on each kind of synthetic prompt, on a log scale."""
     figure, axes = pictures.begin(7.0, 3.8)
     for place, (name, mark) in enumerate(zip(COMPARED, "osD^v", strict=True)):
-        at = np.arange(len(found)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
-        lines = {which: spread(each[name]) for which, each in found.items()}
+        at = np.arange(len(by_prompt)) + 0.14 * (place - (len(COMPARED) - 1) / 2)
+        lines = {which: spread(errors[name]) for which, errors in by_prompt.items()}
         draw_spreads(axes, at, lines, fmt=mark, ms=5, label=name, color=COMPRESSION[name]["color"],
                      mfc="white" if name == "uniform" else None)  # fmt: skip
     axes.axhline(1, color=pictures.INK, lw=0.8, linestyle="dotted")
     axes.set(yscale="log", ylabel="relative error of attention")
-    axes.set_xticks(range(len(found)), found)
+    axes.set_xticks(range(len(by_prompt)), by_prompt)
     axes.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_yticks([], minor=True)
     pictures.legend(figure, 5)
     return runtime.picture(figure, caption)
 
 
-def draw_by_concentration(found: Sequence[Errors], caption: str) -> runtime.Picture:
+def draw_by_concentration(measured: Sequence[Errors], caption: str) -> runtime.Picture:
     """Errors by concentration of attention."""
     figure, axes = pictures.begin(6.4, 3.4)
-    at = [100 * np.mean(each["heaviest"]) for each in found]
+    at = [100 * np.mean(errors["heaviest"]) for errors in measured]
     for name in COMPARED:
-        lines = {str(i): spread(each[name]) for i, each in enumerate(found)}
+        lines = {str(i): spread(errors[name]) for i, errors in enumerate(measured)}
         draw_spreads(axes, at, lines, label=name, marker="o", ms=3, **COMPRESSION[name])
     axes.set(xlabel="attention on the heaviest hundredth of the keys (%)", xlim=(0, None),
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
@@ -298,14 +299,14 @@ def measure_cost(llm: Llm, ids: Sequence[int], rounds: int = 2, count: int = 5) 
 
     def compress(name: str) -> tuple[Any, ...]:
         chosen = parse_policy(policy_string(name, rounds, len(ids), sinks=32, window=32))
-        made = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
-        return jax.block_until_ready(tuple(made))
+        caches = (finish_prefill_layer(chosen, llm.spec, llm.mesh, state) for state in states)
+        return jax.block_until_ready(tuple(caches))
 
     states = read()  # the same for every method; compiles
     names = ("stratified", "uniform, weighted", "balance, pairs", "balance, walk")
     variants = {f"compress: {name} (ms)": timing.timed(partial(compress, name)) for name in names}
-    found = {"prefill (ms)": 1e3 * timing.timed(read)()}
+    costs = {"prefill (ms)": 1e3 * timing.timed(read)()}
     seconds = timing.time_rounds(variants, count, f"compressing {len(ids):,} tokens")
-    size = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))  # noqa: E731
-    found |= {name: 1e3 * float(np.median(each)) for name, each in seconds.items()}
-    return found | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}
+    size = lambda caches: sum(leaf.nbytes for leaf in jax.tree.leaves(caches))  # noqa: E731
+    costs |= {name: 1e3 * float(np.median(times)) for name, times in seconds.items()}
+    return costs | {"memory left (%)": 100 * size(compress("uniform, weighted")) / size(states)}

@@ -46,7 +46,7 @@ def measure_coverage(
     llm: Llm, ids: Sequence[int], settings: Mapping[str, str]
 ) -> dict[str, Coverage]:
     """The tokens that each policy caches at the end of prefill."""
-    found = {}
+    coverages = {}
     for name, setting in settings.items():
         stream = models.Stream(llm, setting, tokens=len(ids))
         stream.prefill([ids])
@@ -55,25 +55,25 @@ def measure_coverage(
             weights_of_layer(*policy.cached(llm.spec, state), len(ids))
             for policy, state in zip(stream.policies, stream.decoding.states, strict=True)
         ]
-        found[name] = Coverage(np.stack(layers), stream.state_bytes)
-    return found
+        coverages[name] = Coverage(np.stack(layers), stream.state_bytes)
+    return coverages
 
 
-def draw_strips(found: Mapping[str, Coverage]) -> runtime.Picture:
+def draw_strips(coverages: Mapping[str, Coverage]) -> runtime.Picture:
     """One strip per policy, the text from left to right."""
-    figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(found))
-    means = np.stack([coverage.mean for coverage in found.values()])
+    figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(coverages))
+    means = np.stack([coverage.mean for coverage in coverages.values()])
     image = axes.imshow(
         means, aspect="auto", cmap="Blues", vmin=0, vmax=MAX_WEIGHT, interpolation="nearest"
     )
-    axes.set_yticks(range(len(found)), found, fontsize=9)
-    axes.set_yticks(np.arange(len(found) - 1) + 0.5, minor=True)
+    axes.set_yticks(range(len(coverages)), coverages, fontsize=9)
+    axes.set_yticks(np.arange(len(coverages) - 1) + 0.5, minor=True)
     axes.grid(False)
     axes.grid(axis="y", which="minor", color="white", lw=3)
     axes.tick_params(which="minor", length=0)
     axes.set(xlabel="position in the text (tokens)")
     figure.colorbar(image, ax=axes, label="weight", extend="max", ticks=range(int(MAX_WEIGHT) + 1))
-    layers, heads, tokens = next(iter(found.values())).weights.shape
+    layers, heads, tokens = next(iter(coverages.values())).weights.shape
     caption = f"{tokens} tokens of a novel; mean weight over {layers} layers of {heads} KV heads"
     return runtime.picture(figure, caption, colours=256)
 
@@ -90,43 +90,43 @@ def find_tokens(llm: Llm, ids: Sequence[int], words: str) -> slice | None:
         for letter in pieces.push(token).casefold()
         if not letter.isspace()
     ]
-    wanted = "".join(words.split()).casefold()
-    begin = "".join(letter for letter, _ in letters).find(wanted)
+    phrase = "".join(words.split()).casefold()
+    begin = "".join(letter for letter, _ in letters).find(phrase)
     if begin < 0:
         return None
-    return slice(letters[begin][1], letters[begin + len(wanted) - 1][1] + 1)
+    return slice(letters[begin][1], letters[begin + len(phrase) - 1][1] + 1)
 
 
 def locate_phrases(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> dict[str, slice]:
     """The tokens of each phrase; a phrase that does not occur is printed and left out."""
-    found = {name: find_tokens(llm, ids, some) for name, some in words.items()}
-    for name, place in found.items():
+    places = {name: find_tokens(llm, ids, phrase) for name, phrase in words.items()}
+    for name, place in places.items():
         if place is None:
             print(f"{name}: not among the first {len(ids)} tokens of this model")
-    return {name: place for name, place in found.items() if place is not None}
+    return {name: place for name, place in places.items() if place is not None}
 
 
-def size_table(found: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.TextBox:
+def size_table(coverages: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.TextBox:
     """By policy: cached tokens per KV head, bytes, and the policy string."""
     lines = [f"{'tokens per KV head:':16}{'mean':>6}{'least':>7}{'most':>6}{'bytes':>12}  setting"]
-    for name, coverage in found.items():
-        of, size = coverage.counts, show(coverage.state_bytes)
-        counts = f"{of.mean():10.0f}{of.min():7}{of.max():6}"
+    for name, coverage in coverages.items():
+        per_head, size = coverage.counts, show(coverage.state_bytes)
+        counts = f"{per_head.mean():10.0f}{per_head.min():7}{per_head.max():6}"
         lines.append(f"{name:16}{counts}{size:>12}  {settings[name]}")
     return runtime.TextBox("\n".join(lines))
 
 
-def share_table(found: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.TextBox:
+def share_table(coverages: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.TextBox:
     """By policy: the fraction of heads that cache the tokens of each place, and bytes."""
     lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
-    for name, coverage in found.items():
+    for name, coverage in coverages.items():
         cells = "".join(f"{coverage.share(place):22.0%}" for place in places.values())
         lines.append(f"{name:16}{cells}{show(coverage.state_bytes):>12}")
     return runtime.TextBox("\n".join(lines))
 
 
 def highlight(
-    llm: Llm, ids: Sequence[int], found: Mapping[str, Coverage], names: Sequence[str]
+    llm: Llm, ids: Sequence[int], coverages: Mapping[str, Coverage], names: Sequence[str]
 ) -> runtime.Page:
     """A text once per policy, each token on a background as dark as its weight.
 
@@ -141,7 +141,7 @@ def highlight(
     parts = [f"<style>.kept i{{font-style:normal}}.kept{{line-height:1.5;max-width:60em}}{rules}"
              "</style>"]  # fmt: skip
     for name in names:
-        weights = np.minimum(found[name].mean[: len(ids)], MAX_WEIGHT) / MAX_WEIGHT
+        weights = np.minimum(coverages[name].mean[: len(ids)], MAX_WEIGHT) / MAX_WEIGHT
         # The square root, because most cached tokens have weight 1 of 4.
         shades = np.ceil(SHADES * np.sqrt(weights) - 1e-6).astype(int)
         text = "".join(

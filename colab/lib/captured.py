@@ -50,10 +50,10 @@ def loss_table(losses: Mapping[str, Sequence[float]], notes: Mapping[str, str]) 
 
     notes: what stands after the loss of each policy.
     """
-    base, *others = losses
+    base, *compared = losses
     lines = [f"{'':18} loss minus that of {base} ± two standard errors"]
-    for name in others:
-        more = np.subtract(losses[name], losses[base])
-        error = 2 * more.std(ddof=1) / len(more) ** 0.5
-        lines.append(f"{name:18}{more.mean():+8.3f} ± {error:.3f}   {notes[name]}")
+    for name in compared:
+        gap = np.subtract(losses[name], losses[base])
+        error = 2 * gap.std(ddof=1) / len(gap) ** 0.5
+        lines.append(f"{name:18}{gap.mean():+8.3f} ± {error:.3f}   {notes[name]}")
     return "\n".join(lines)

@@ -45,28 +45,28 @@ class Served(NamedTuple):
     @property
     def tokens(self) -> list[list[list[int]]]:
         """All answers of every round."""
-        return [[one.tokens for one in each] for each in self.rounds]
+        return [[reply.tokens for reply in replies] for replies in self.rounds]
 
     @property
     def prompts(self) -> np.ndarray:
         """Tokens per prompt."""
-        return np.array([one.outcome.prompt_tokens for one in self.rounds[0]])
+        return np.array([reply.outcome.prompt_tokens for reply in self.rounds[0]])
 
     @property
-    def found(self) -> np.ndarray:
+    def cached(self) -> np.ndarray:
         """Cached tokens per prompt."""
-        return np.array([one.outcome.cached_tokens for one in self.rounds[0]])
+        return np.array([reply.outcome.cached_tokens for reply in self.rounds[0]])
 
     @property
     def read(self) -> np.ndarray:
         """Computed tokens per prompt."""
-        return np.array([one.outcome.computed_tokens for one in self.rounds[0]])
+        return np.array([reply.outcome.computed_tokens for reply in self.rounds[0]])
 
     @property
     def first(self) -> np.ndarray:
         """Milliseconds from a free slot to the first token, by round and request."""
-        outcomes = [[one.outcome for one in each] for each in self.rounds]
-        times = [[o.first_token_seconds - o.queue_seconds for o in each] for each in outcomes]
+        outcomes = [[reply.outcome for reply in replies] for replies in self.rounds]
+        times = [[o.first_token_seconds - o.queue_seconds for o in row] for row in outcomes]
         return 1e3 * np.array(times)
 
 
@@ -113,36 +113,36 @@ def measure_hit_rates(
     `formula` predicts it if only requests of one step share blocks.
     """
     settings = [
-        replace(report.ONE_PROMPT, concurrent=each, requests=requests) for each in concurrent
+        replace(report.ONE_PROMPT, concurrent=number, requests=requests) for number in concurrent
     ]
-    found = {
+    rates = {
         mode: [
-            spread([report.hits(replace(one, mode=mode), seed) for seed in range(count)])
-            for one in settings
+            spread([report.hits(replace(setting, mode=mode), seed) for seed in range(count)])
+            for setting in settings
         ]
         for mode, count in (("alias", 1), ("rekey", seeds), ("full", 1))
     }
-    formula = [spread([report.closed_form(one.concurrent, one)]) for one in settings]
-    return found | {"formula": formula}
+    formula = [spread([report.closed_form(setting.concurrent, setting)]) for setting in settings]
+    return rates | {"formula": formula}
 
 
 def hit_rate_by_capacity(trace: traces.Trace, shares: Sequence[float]) -> list[float]:
     """Hit rate in percent of an index that has room for a share of all distinct blocks."""
-    distinct = len({key for one in trace.requests for key in one.keys})
-    found = [traces.replay(trace, round(share * distinct)) for share in shares]
-    return [100 * one.blocks_hit / one.blocks for one in found]
+    distinct = len({key for request in trace.requests for key in request.keys})
+    replays = [traces.replay(trace, round(share * distinct)) for share in shares]
+    return [100 * replay.blocks_hit / replay.blocks for replay in replays]
 
 
 def draw_hit_rates(
-    found: Mapping[str, Sequence[Mapping[str, float]]], concurrent: Sequence[int]
+    rates: Mapping[str, Sequence[Mapping[str, float]]], concurrent: Sequence[int]
 ) -> runtime.Picture:
     """Hit rate by the number of concurrent requests."""
     figure, axes = pictures.begin(height=3.2)
     at = np.arange(len(concurrent))
     for mode, colour in MODES.items():
-        lines = dict(zip(concurrent, found[mode], strict=True))
+        lines = dict(zip(concurrent, rates[mode], strict=True))
         draw_spreads(axes, at, lines, label=mode, color=colour, marker="o", ms=3)
-    axes.plot(at, [one["median"] for one in found["formula"]], color=pictures.INK, lw=1.2,
+    axes.plot(at, [rate["median"] for rate in rates["formula"]], color=pictures.INK, lw=1.2,
               ls="dotted", zorder=3, label="rekey, formula")  # fmt: skip
     axes.set_xticks(at, concurrent)
     axes.set(xlabel="concurrent requests", ylabel="hit rate (% of blocks)", ylim=(-2, 102))
@@ -152,10 +152,10 @@ def draw_hit_rates(
     )
 
 
-def draw_capacity(found: Sequence[float], shares: Sequence[float], caption: str) -> runtime.Picture:
+def draw_capacity(rates: Sequence[float], shares: Sequence[float], caption: str) -> runtime.Picture:
     """Hit rate by the capacity of an index."""
     figure, axes = pictures.begin(height=3.0)
-    axes.plot(100 * np.array(shares), found, "o-", ms=3, color=COLOURS["streaming"])
+    axes.plot(100 * np.array(shares), rates, "o-", ms=3, color=COLOURS["streaming"])
     axes.set(xlabel="capacity (% of distinct blocks)", ylabel="hit rate (% of blocks)",
              xlim=(0, None), ylim=(0, None))  # fmt: skip
     return runtime.picture(figure, caption)
@@ -185,7 +185,7 @@ def reuse_table(served: Mapping[str, Mapping[str, Served]]) -> str:
     lines = [f"{'':12}{'prompt tokens':>18}{'cached':>12}{'hit rate':>10}{'memory':>14}"]
     for policy, pair in served.items():
         kept = pair[CACHED]
-        total, found = kept.prompts.sum(), kept.found.sum()
-        lines.append(f"{policy.split(':')[0]:12}{total:18,}{found:12,}{found / total:10.0%}"
+        total, cached = kept.prompts.sum(), kept.cached.sum()
+        lines.append(f"{policy.split(':')[0]:12}{total:18,}{cached:12,}{cached / total:10.0%}"
                      f"{show(kept.bytes):>14}")  # fmt: skip
     return "\n".join(lines)

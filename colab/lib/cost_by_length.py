@@ -57,18 +57,18 @@ def measure(
     }
 
 
-def draw(found: dict[str, list[Cost]], caption: str) -> runtime.Picture:
+def draw(by_policy: dict[str, list[Cost]], caption: str) -> runtime.Picture:
     """Time and memory by the length of the text."""
-    figure, (left, right) = pictures.begin(7.5, 3.4, columns=2)
-    for (policy, costs), look in zip(found.items(), styles(list(found)), strict=True):
+    figure, (time_axes, memory_axes) = pictures.begin(7.5, 3.4, columns=2)
+    for (policy, costs), look in zip(by_policy.items(), styles(list(by_policy)), strict=True):
         lengths, line = [cost.tokens for cost in costs], {"marker": "o", "ms": 3, **look}
-        left.plot(lengths, [cost.microseconds for cost in costs], label=policy, **line)
-        right.plot(lengths, [cost.state_bytes / 2**20 for cost in costs], **line)
-    left.set(ylabel="time of the next token (µs)")
-    right.set(ylabel="memory of the cache (MiB)")
-    for one in (left, right):
-        one.set(xlabel="tokens before it", ylim=(0, None))
-        one.locator_params(axis="x", nbins=4)
-        one.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        time_axes.plot(lengths, [cost.microseconds for cost in costs], label=policy, **line)
+        memory_axes.plot(lengths, [cost.state_bytes / 2**20 for cost in costs], **line)
+    time_axes.set(ylabel="time of the next token (µs)")
+    memory_axes.set(ylabel="memory of the cache (MiB)")
+    for axes in (time_axes, memory_axes):
+        axes.set(xlabel="tokens before it", ylim=(0, None))
+        axes.locator_params(axis="x", nbins=4)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     pictures.legend(figure, 2)
     return runtime.picture(figure, caption)

@@ -96,44 +96,44 @@ def measure_heads(
             attended = [
                 heads.estimate(make_policy(kind, share), spec, layer, seed) for seed in range(seeds)
             ]
-            each = [heads.errors_by_head(one.out, exact) for one in attended]
-            line.append(np.mean(each, axis=(0, 1)))
+            errors = [heads.errors_by_head(estimate.out, exact) for estimate in attended]
+            line.append(np.mean(errors, axis=(0, 1)))
     return Heads(
-        np.repeat(list(fifth), [len(each) for each in fifth.values()]),
-        np.concatenate([np.arange(len(each)) for each in fifth.values()]),
+        np.repeat(list(fifth), [len(weights) for weights in fifth.values()]),
+        np.concatenate([np.arange(len(weights)) for weights in fifth.values()]),
         np.concatenate(list(fifth.values())),
         {kind: np.concatenate(line) for kind, line in error.items()},
     )
 
 
-def oracle_over_best(found: Heads) -> np.ndarray:
+def oracle_over_best(measured: Heads) -> np.ndarray:
     """The error of `oracle` over that of the better of `topk` and `uniform` [M]."""
-    return found.error["oracle"] / np.minimum(found.error["topk"], found.error["uniform"])
+    return measured.error["oracle"] / np.minimum(measured.error["topk"], measured.error["uniform"])
 
 
-def pick_heads(found: Heads) -> dict[str, int]:
+def pick_heads(measured: Heads) -> dict[str, int]:
     """The flattest head, the head after the first layer in which `oracle` gains most, and the most
     peaked head."""
-    later = np.where(found.layer > found.layer.min(), oracle_over_best(found), np.inf)
-    at = {"flattest": found.fifth.argmin(), "sample gains most": later.argmin(),
-          "most peaked": found.fifth.argmax()}  # fmt: skip
+    later = np.where(measured.layer > measured.layer.min(), oracle_over_best(measured), np.inf)
+    at = {"flattest": measured.fifth.argmin(), "sample gains most": later.argmin(),
+          "most peaked": measured.fifth.argmax()}  # fmt: skip
     return {name: int(number) for name, number in at.items()}
 
 
 def single_head(spec: Spec, layer: CapturedLayer, head: int) -> tuple[Spec, CapturedLayer]:
     """One query head of a layer, with the keys that it reads."""
-    own = slice(head, head + 1), slice(head // spec.group, head // spec.group + 1)
-    cut = CapturedLayer(layer.q[:, :, own[0]], layer.k[:, :, own[1]], layer.v[:, :, own[1]])
+    span = slice(head, head + 1), slice(head // spec.group, head // spec.group + 1)
+    cut = CapturedLayer(layer.q[:, :, span[0]], layer.k[:, :, span[1]], layer.v[:, :, span[1]])
     return replace(spec, kv_heads=1, group=1), cut
 
 
 def errors_by_budget(
-    spec: Spec, layer: CapturedLayer, wanted: Sequence[float], seeds: int
+    spec: Spec, layer: CapturedLayer, shares: Sequence[float], seeds: int
 ) -> dict[str, list[Measured]]:
     """The error of a layer's attention by share of the keys, for each of KINDS."""
     exact = heads.exact_attention(spec, layer, "by budget")
     return {
-        kind: [measure(make_policy(kind, share), spec, layer, exact, seeds) for share in wanted]
+        kind: [measure(make_policy(kind, share), spec, layer, exact, seeds) for share in shares]
         for kind in KINDS
     }
 
@@ -143,8 +143,8 @@ def measure(
 ) -> Measured:
     """Means over stretches, heads and seeds."""
     attended = [heads.estimate(policy, spec, layer, seed) for seed in range(seeds)]
-    error = np.mean([heads.errors(one.out, exact) for one in attended])
-    return Measured(float(np.mean([one.share for one in attended])), float(error))
+    error = np.mean([heads.errors(estimate.out, exact) for estimate in attended])
+    return Measured(float(np.mean([estimate.share for estimate in attended])), float(error))
 
 
 def measure_synthetic(
@@ -170,14 +170,14 @@ def measure_with_sink(
     pair: K and L of the hash tables.
     """
     exact = heads.exact_attention(spec, layer, "a layer with a sink")
-    found: dict[str, dict[str, Measured]] = {}
+    by_sink: dict[str, dict[str, Measured]] = {}
     for name, sinks in (("selected", 0), ("always read", SINK)):
         ways: dict[str, Policy] = {kind: make_policy(kind, share, sinks) for kind in KINDS}
         ways[CENTRED] = hash_tables(pair, sinks, center=True)
         if sinks:
             ways[UNCENTRED] = hash_tables(pair, sinks, center=False)
-        found[name] = {way: measure(p, spec, layer, exact, seeds) for way, p in ways.items()}
-    return found
+        by_sink[name] = {way: measure(p, spec, layer, exact, seeds) for way, p in ways.items()}
+    return by_sink
 
 
 def hash_tables(pair: tuple[int, int], sinks: int, center: bool) -> MagicPIG:
@@ -188,14 +188,14 @@ def hash_tables(pair: tuple[int, int], sinks: int, center: bool) -> MagicPIG:
 def cosines(spec: Spec, layer: CapturedLayer, center: bool) -> np.ndarray:
     """Cosines of queries and the keys after the sink; center: with the mean key subtracted."""
     if center:
-        _, found = heads.centred(spec, layer, SINK, 1)
+        _, products = heads.centred(spec, layer, SINK, 1)
     else:
         q, k = (np.asarray(x, np.float64) for x in heads.rotate_queries_and_keys(spec, layer))
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1])
-        found = np.einsum("bqkgh,bkth->bkgqt", q, k)
-    between = np.broadcast_to(heads.last_queries(spec, layer, SINK, 1).selectable, found.shape)
-    return np.asarray(found)[between].clip(-1, 1)
+        products = np.einsum("bqkgh,bkth->bkgqt", q, k)
+    between = np.broadcast_to(heads.last_queries(spec, layer, SINK, 1).selectable, products.shape)
+    return np.asarray(products)[between].clip(-1, 1)
 
 
 def measure_tables(
@@ -203,34 +203,34 @@ def measure_tables(
 ) -> dict[tuple[int, int, bool], Measured]:
     """Share read and error of hash tables beside the sink, by K, L and whether keys are centred."""
     exact = {n: heads.exact_attention(spec, layer, "hash tables") for n, layer in layers.items()}
-    found = {}
+    tables = {}
     for bits, count in pairs:
         for center in (True, False):
             policy = hash_tables((bits, count), SINK, center)
-            each = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
-            found[bits, count, center] = Measured(*np.mean(each, axis=0).tolist())
-    return found
+            by_layer = [measure(policy, spec, x, exact[n], seeds) for n, x in layers.items()]
+            tables[bits, count, center] = Measured(*np.mean(by_layer, axis=0).tolist())
+    return tables
 
 
 def measure_shares(
     spec: Spec, layers: Mapping[int, CapturedLayer], policies: Mapping[str, Policy]
 ) -> dict[str, float]:
     """The mean share of the keys between the ends that the last queries read."""
-    each = {
+    shares = {
         name: [np.mean(heads.estimate(policy, spec, layer, n).share) for n, layer in layers.items()]
         for name, policy in policies.items()
     }
-    return {name: float(np.mean(line)) for name, line in each.items()}
+    return {name: float(np.mean(line)) for name, line in shares.items()}
 
 
-def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], found: Heads) -> str:
+def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], measured: Heads) -> str:
     """By layer: tails of its heads, and the number of heads in which each of KINDS is best."""
-    best = np.array(KINDS)[np.argmin([found.error[kind] for kind in KINDS], axis=0)]
+    best = np.array(KINDS)[np.argmin([measured.error[kind] for kind in KINDS], axis=0)]
     lines = ["        weight of the     of the     heads with the lowest error for"]
     lines.append(f"layer   heaviest fifth   1st token{KINDS[0]:>8}{KINDS[1]:>9}{KINDS[2]:>10}")
     for number, layer in layers.items():
-        own = found.layer == number
-        fifth, counts = found.fifth[own], [(best[own] == kind).sum() for kind in KINDS]
+        in_layer = measured.layer == number
+        fifth, counts = measured.fifth[in_layer], [(best[in_layer] == kind).sum() for kind in KINDS]
         lines.append(
             f"{number:5}{fifth.min():9.0%} to {fifth.max():4.0%}{sink_weight(spec, layer):12.1%}"
             f"{counts[0]:8}{counts[1]:9}{counts[2]:10}"
@@ -239,7 +239,7 @@ def heads_table(spec: Spec, layers: Mapping[int, CapturedLayer], found: Heads) -
 
 
 def geometry_table(
-    spec: Spec, layers: Mapping[int, CapturedLayer], found: Mapping[int, Mapping[str, Any]]
+    spec: Spec, layers: Mapping[int, CapturedLayer], geometry: Mapping[int, Mapping[str, Any]]
 ) -> str:
     """By layer: weight of the first token, cosines of its key, and the length of its value."""
     columns = ("sink key with mean key", "query with sink key", "query with mean key",
@@ -247,32 +247,32 @@ def geometry_table(
     lines = ["         weight of      cosine of the first key     query and   length of the first"]
     lines.append("layer    1st token    and mean key   and query     mean key    value over others")
     for number, layer in layers.items():
-        means = [found[number][name]["mean"] for name in columns]
+        means = [geometry[number][name]["mean"] for name in columns]
         cells = (f"{x:{width}.2f}" for x, width in zip(means, (14, 13, 13, 18), strict=True))
         lines.append(f"{number:5}{sink_weight(spec, layer):12.0%}" + "".join(cells))
     return "\n".join(lines)
 
 
-def sink_table(found: Mapping[str, Mapping[str, Measured]]) -> str:
+def sink_table(by_sink: Mapping[str, Mapping[str, Measured]]) -> str:
     """Share read and error by policy, with the sink selected or always read."""
-    lines = [f"{'':23}" + "".join(f"{'sink ' + name:>21}" for name in found)]
-    lines.append(f"{'':23}" + f"{'read':>12}{'error':>9}" * len(found))
-    for way in list(found.values())[-1]:
+    lines = [f"{'':23}" + "".join(f"{'sink ' + name:>21}" for name in by_sink)]
+    lines.append(f"{'':23}" + f"{'read':>12}{'error':>9}" * len(by_sink))
+    for way in list(by_sink.values())[-1]:
         cells = (
-            f"{each[way].share:12.2%}{each[way].error:9.3f}" if way in each else " " * 21
-            for each in found.values()
+            f"{ways[way].share:12.2%}{ways[way].error:9.3f}" if way in ways else " " * 21
+            for ways in by_sink.values()
         )  # fmt: skip
         lines.append(f"{way:23}" + "".join(cells))
     return "\n".join(lines)
 
 
-def lsh_table(found: Mapping[tuple[int, int, bool], Measured]) -> str:
+def lsh_table(tables: Mapping[tuple[int, int, bool], Measured]) -> str:
     """Share read and error by K and L, with and without centring."""
     lines = [f"{'':8}{'centred keys':>22}{'uncentred keys':>22}"]
     lines.append(f"{'K':>3}{'L':>5}" + f"{'read':>13}{'error':>9}" * 2)
-    for bits, count, center in found:
+    for bits, count, center in tables:
         if center:
-            both = (found[bits, count, each] for each in (True, False))
-            cells = (f"{one.share:13.1%}{one.error:9.3f}" for one in both)
+            pair = (tables[bits, count, centred] for centred in (True, False))
+            cells = (f"{measured.share:13.1%}{measured.error:9.3f}" for measured in pair)
             lines.append(f"{bits:3}{count:5}" + "".join(cells))
     return "\n".join(lines)

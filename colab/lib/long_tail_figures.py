@@ -19,10 +19,10 @@ from jaxkv.models.palette import COLOURS, LINES, OTHERS
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 
 
-def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
+def draw_tails(tails: Mapping[int, np.ndarray]) -> runtime.Picture:
     """The cumulative weight of the heaviest keys, one line per query head [N,S] of each layer."""
     figure, axes = pictures.begin(6.0, 3.4)
-    for (number, sums), colour in zip(found.items(), cycle(OTHERS), strict=False):
+    for (number, sums), colour in zip(tails.items(), cycle(OTHERS), strict=False):
         at = 100 * (np.arange(sums.shape[1]) + 1) / sums.shape[1]
         first, *_ = axes.plot(at, 100 * sums.T, color=colour, lw=0.9)
         first.set_label(f"layer {number}")
@@ -30,50 +30,52 @@ def draw_tails(found: Mapping[int, np.ndarray]) -> runtime.Picture:
     axes.plot([0, 100], [0, 100], color=pictures.INK, lw=0.8, ls=":")
     axes.set(xlabel="heaviest keys (%)", ylabel="their weight (%)", xlim=(0, 100), ylim=(0, 100))
     caption = "dashed: a fifth of the keys; dotted: all keys with equal weight"
-    pictures.legend(figure, len(found))
+    pictures.legend(figure, len(tails))
     return runtime.picture(figure, f"one line per query head; {caption}", dpi=80, colours=32)
 
 
 def draw_error_ratio(
-    found: Heads, worlds: Mapping[str, Synthetic], share: float, caption: str
+    measured: Heads, worlds: Mapping[str, Synthetic], share: float, caption: str
 ) -> runtime.Picture:
     """Errors over top-k's by the weight of the heaviest fifth of the keys: heads of a model, and
     synthetic attention with one line per setting."""
     figure, panels = pictures.begin(7.0, 4.0, columns=2)
-    left, right = panels
+    model_axes, synthetic_axes = panels
     for kind in ("uniform", "oracle"):
-        left.plot(100 * found.fifth, found.error[kind] / found.error["topk"], MARKS[kind], ms=3.5,
-                  color=COLOURS[kind])  # fmt: skip
+        over = measured.error[kind] / measured.error["topk"]
+        model_axes.plot(100 * measured.fifth, over, MARKS[kind], ms=3.5, color=COLOURS[kind])
     for line, world in zip(LINES, worlds.values(), strict=False):
         for kind in world.error.keys() - {"topk"}:
             over = world.error[kind] / world.error["topk"]
-            right.plot(100 * world.fifth, over, linestyle=line, lw=1.3, color=COLOURS[kind])
+            synthetic_axes.plot(
+                100 * world.fifth, over, linestyle=line, lw=1.3, color=COLOURS[kind]
+            )
     for kind in ("oracle", "uniform", "magicpig"):
-        right.plot([], [], color=COLOURS[kind], marker=MARKS.get(kind), ms=3.5, label=kind)
+        synthetic_axes.plot([], [], color=COLOURS[kind], marker=MARKS.get(kind), ms=3.5, label=kind)
     for line, name in zip(LINES, worlds, strict=False):
-        right.plot([], [], linestyle=line, color=pictures.INK, label=name)
+        synthetic_axes.plot([], [], linestyle=line, color=pictures.INK, label=name)
     lowest, highest = (f(getattr(axes.dataLim, end) for axes in panels)
                        for f, end in ((min, "y0"), (max, "y1")))  # fmt: skip
-    for axes, title in ((left, "heads of the model"), (right, "synthetic keys")):
-        axes.axhline(1, color=COLOURS["topk"], lw=1.2, label="topk" if axes is left else None)
+    for axes, title in ((model_axes, "heads of the model"), (synthetic_axes, "synthetic keys")):
+        axes.axhline(1, color=COLOURS["topk"], lw=1.2, label="topk" if axes is model_axes else None)
         axes.set(xlabel="weight of the heaviest fifth (%)", title=title, xlim=(15, 102),
                  yscale="log", ylim=(lowest / 1.2, 1.2 * highest))  # fmt: skip
         format_log_axis(axes)
-    left.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
+    model_axes.set_ylabel(f"error over top-k's, {share:.0%} of the keys")
     pictures.legend(figure, 4)
     return runtime.picture(figure, caption, colours=96, dpi=80)
 
 
 def draw_budgets(
-    found: Mapping[str, Mapping[str, Sequence[Measured]]], wanted: Sequence[float]
+    by_head: Mapping[str, Mapping[str, Sequence[Measured]]], budgets: Sequence[float]
 ) -> runtime.Picture:
     """The error by budget, one panel per head."""
-    figure, panels = pictures.begin(7.0, 3.4, columns=len(found))
-    at = 100 * np.array(wanted)
-    for axes, (name, kinds) in zip(np.ravel(panels), found.items(), strict=True):
+    figure, panels = pictures.begin(7.0, 3.4, columns=len(by_head))
+    at = 100 * np.array(budgets)
+    for axes, (name, kinds) in zip(np.ravel(panels), by_head.items(), strict=True):
         for kind, line in kinds.items():
             label = kind if axes is np.ravel(panels)[0] else None
-            axes.plot(at, [one.error for one in line], marker=MARKS[kind], ms=3.5,
+            axes.plot(at, [point.error for point in line], marker=MARKS[kind], ms=3.5,
                       color=COLOURS[kind], label=label)  # fmt: skip
         axes.set(xlabel="budget (% of the keys)", xscale="log", yscale="log")
         axes.set_title(name, fontsize=9)

@@ -55,31 +55,31 @@ def main() -> None:
     ask.add_argument("--smoke", action="store_true", help="small sizes; save nothing")
     ask.add_argument("--model", default="", help="with --smoke: replaces the default model")
     ask.add_argument("--install", action="store_true", help="with --smoke: run the install cell")
-    given = ask.parse_args()
-    known = [path.stem for path in sources()]
-    unknown = [name for name in given.names if name not in known]
+    arguments = ask.parse_args()
+    names = [path.stem for path in sources()]
+    unknown = [name for name in arguments.names if name not in names]
     if unknown:
-        ask.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]!r}")
-    chosen = given.names or list(known)
-    if given.install and not given.smoke:
+        ask.error(f"NAME must be one of {', '.join(names)}, got {unknown[0]!r}")
+    chosen = arguments.names or list(names)
+    if arguments.install and not arguments.smoke:
         ask.error("--install needs --smoke: saved outputs are those of this checkout")
-    if given.model and not given.smoke:
+    if arguments.model and not arguments.smoke:
         ask.error("--model needs --smoke: saved outputs are those of the default model")
-    if given.model:
-        if fixed := [name for name in given.names if not takes_model(name)]:
+    if arguments.model:
+        if fixed := [name for name in arguments.names if not takes_model(name)]:
             ask.error(f"--model is for notebooks that take one, got {fixed[0]}")
         chosen = [name for name in chosen if takes_model(name)]
-    if not given.smoke:
+    if not arguments.smoke:
         run_and_save(chosen)
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        if given.install:
+        if arguments.install:
             installed = threading.Event()
-            first = pool.submit(run_smoke_test, chosen.pop(0), given.model, installed)
+            first = pool.submit(run_smoke_test, chosen.pop(0), arguments.model, installed)
             first.add_done_callback(lambda _: installed.set())  # it may fail before
             installed.wait()
-        list(pool.map(lambda name: run_smoke_test(name, given.model), chosen))
-    if given.install:
+        list(pool.map(lambda name: run_smoke_test(name, arguments.model), chosen))
+    if arguments.install:
         first.result()
 
 
@@ -119,10 +119,10 @@ def run_and_save(names: list[str]) -> None:
     from jaxkv.colab.runtime import device
     from jaxkv.evals.lib.record import RESULTS, Record, read
 
-    known = record_name(jax.default_backend(), jax.devices()[0].device_kind)
-    there = (RESULTS / f"{known}.json").exists()
-    notebooks = read(known)["results"]["notebooks"] if there else {}
-    record = Record(known)
+    title = record_name(jax.default_backend(), jax.devices()[0].device_kind)
+    exists = (RESULTS / f"{title}.json").exists()
+    notebooks = read(title)["results"]["notebooks"] if exists else {}
+    record = Record(title)
     for name in names:
         done, took = run(name)
         nbformat.write(done, FOLDER / f"{name}.ipynb")
@@ -196,7 +196,7 @@ def run(
     if smoke and took > SMOKE_TIMEOUT:
         raise RuntimeError(f"{name} may take {SMOKE_TIMEOUT} s with JAXKV_SMOKE=1, took {took:.0f}")
     after = packages() if install else {}
-    changed = [each for each, was in before.items() if after.get(each) != was]
+    changed = [package for package, was in before.items() if after.get(package) != was]
     if changed:
         raise RuntimeError(f"the install cell must not change installed packages, changed "
                            f"{', '.join(changed)}")  # fmt: skip
@@ -219,15 +219,17 @@ def execute(
             resources={"metadata": {"path": folder}}, record_timing=False,
             on_cell_executed=executed,
         )  # fmt: skip
-        begun = time.perf_counter()
+        start = time.perf_counter()
         client.execute(env=environment(smoke, install))
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
 def picture_of(notebook: Any) -> bytes:
     """The output of the cell tagged `picture`."""
     (cell,) = [cell for cell in notebook.cells if "picture" in tags(cell)]
-    (png,) = [one.data["image/png"] for one in cell.outputs if "image/png" in one.get("data", {})]
+    (png,) = [
+        output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
     return base64.b64decode(png)
 
 
@@ -237,15 +239,15 @@ def tags(cell: Any) -> list[str]:
 
 def environment(smoke: bool, install: bool) -> Mapping[str, str]:
     """The environment of the kernel, without PYTHONPATH: it imports the installed jaxkv."""
-    made = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if smoke:
-        made["JAXKV_SMOKE"] = "1"
+        variables["JAXKV_SMOKE"] = "1"
     if install:  # redirect the repository's address to this checkout
-        made |= {
+        variables |= {
             "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
             "GIT_CONFIG_VALUE_0": REPOSITORY,
         }  # fmt: skip
-    return made
+    return variables
 
 
 def packages() -> dict[str, str]:

@@ -91,14 +91,14 @@ def device() -> str:
     return used_by(None)
 
 
-def check_platform(found: str, there: str, asked: str) -> None:
+def check_platform(jax_platform: str, attached: str, requested: str) -> None:
     """Raise UserError if JAX uses the CPU although there is an accelerator, unless requested.
 
-    found: JAX's platform; there: the machine's accelerator or ""; asked: JAX_PLATFORMS.
+    attached: the machine's accelerator or "". requested: the value of JAX_PLATFORMS.
     """
-    if found == "cpu" and there and not asked.startswith("cpu"):
+    if jax_platform == "cpu" and attached and not requested.startswith("cpu"):
         raise UserError(
-            f"JAX must use the {there} of this runtime, got the CPU: jax and its plug-in do not "
+            f"JAX must use the {attached} of this runtime, got the CPU: jax and its plug-in do not "
             "match; delete the runtime, take a new one and run the cells in order, or set "
             "JAX_PLATFORMS=cpu before the first one to stay on the CPU"
         )
@@ -135,10 +135,10 @@ def run_times(name: str) -> list[str]:
     records = [json.loads(file.read_text("utf-8"))["results"] for file in files]
     lines = []
     for kind in PLATFORMS:
-        there = [one for one in records if one["platform"] == kind and name in one["notebooks"]]
-        for one in there:
-            lines.append(f"on {one['device']}: {one['notebooks'][name]['minutes']:.1f} minutes")
-        if not there:
+        runs = [run for run in records if run["platform"] == kind and name in run["notebooks"]]
+        for run in runs:
+            lines.append(f"on {run['device']}: {run['notebooks'][name]['minutes']:.1f} minutes")
+        if not runs:
             lines.append(f"on a {kind.upper()}: not run yet")
     return lines
 
@@ -166,14 +166,14 @@ def size(full: Size, smoke: Size) -> Size:
 def verify(
     model: str,
     always: Mapping[str, bool],
-    ours: Mapping[str, bool] | None = None,
+    default_only: Mapping[str, bool] | None = None,
     times: Mapping[str, bool] | None = None,
 ) -> None:
     """Print which checks hold, and raise AssertionError if a required one does not.
 
-    model: the reader's model, or "". always: checks required for every model. ours: checks required
-    only for the default model. times: checks of times, required only for the default model on a
-    CPU and at full sizes: those of JAXKV_SMOKE=1 are so short that other work on the machine
+    model: the reader's model, or "". always: checks required for every model. default_only: checks
+    required only for the default model. times: checks of times, required only for the default model
+    on a CPU and at full sizes: those of JAXKV_SMOKE=1 are so short that other work on the machine
     decides them. Checks that are not required are printed.
     """
     import jax
@@ -182,7 +182,11 @@ def verify(
     slower = "not on this device" if jax.default_backend() != "cpu" else elsewhere
     slower = "not at this size" if SMOKE else slower
     failed = []
-    for claims, verdict in ((always, "FAILS"), (ours or {}, elsewhere), (times or {}, slower)):
+    for claims, verdict in (
+        (always, "FAILS"),
+        (default_only or {}, elsewhere),
+        (times or {}, slower),
+    ):
         for says, holds in claims.items():
             print(f"{'holds' if holds else verdict}  {says}")
             if not holds and verdict == "FAILS":

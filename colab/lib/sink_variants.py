@@ -39,13 +39,13 @@ def train(
     folder: for data and runs; seeds may share one.
     """
     tokens = backcopy.write(backcopy.LetterChain(0), folder / "data")
-    found = {}
+    trained = {}
     for variant in variants:
         recipe = dataclasses.replace(backcopy.recipe_of(variant, seed), steps=steps)
         out = folder / f"{variant}-{seed}"
-        found[variant] = models.load(pretrain(recipe, tokens, out, tell=lambda line: None))
+        trained[variant] = models.load(pretrain(recipe, tokens, out, tell=lambda line: None))
         print(f"{variant}, seed {seed}: {steps} steps in {logged(out)[-1]['seconds']:.0f} s")
-    return found, tokens
+    return trained, tokens
 
 
 def held_out(variant: Llm, tokens: DataFolder, count: int, start: int = 0) -> list[int]:
@@ -78,8 +78,8 @@ def mean_attention(variant: Llm, tokens: DataFolder) -> tuple[float, float]:
     ids = tokens.run("valid", 0, 100 * context).reshape(100, context).astype(np.int32)
     ids[:, : len(front)] = front
     seen = attention_maps(variant, ids)
-    back, own = (np.diagonal(seen, offset, 1, 2) for offset in (-1, 0))
-    idle = own + seen[:, :, 0] * len(front)
+    back, diagonal = (np.diagonal(seen, offset, 1, 2) for offset in (-1, 0))
+    idle = diagonal + seen[:, :, 0] * len(front)
     begin = 1 + len(front)  # the first position with a letter before it
     trigger = np.isin(ids, backcopy.LetterChain(0).triggers)[:, begin:]
     return float(back[:, begin - 1 :][trigger].mean()), float(idle[:, begin:][~trigger].mean())
@@ -125,17 +125,17 @@ def draw_learning(
     floor: float,
 ) -> runtime.Picture:
     """`loss_by_position` with its lower bound, and `first_token_attention`; one line per seed."""
-    figure, (left, right) = pictures.begin(6.6, 3.4, columns=2)
-    for axes, seeds in ((left, places), (right, shares)):
-        for number, found in enumerate(seeds):
-            for name, line in found.items():
-                label = name if axes is left and not number else None
+    figure, (loss_axes, sink_axes) = pictures.begin(6.6, 3.4, columns=2)
+    for axes, seeds in ((loss_axes, places), (sink_axes, shares)):
+        for number, curves in enumerate(seeds):
+            for name, line in curves.items():
+                label = name if axes is loss_axes and not number else None
                 axes.plot(np.arange(len(line)) + 1, line, color=VARIANTS[name], lw=1.2, label=label)
-    left.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="lower bound")
-    left.set(
+    loss_axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="lower bound")
+    loss_axes.set(
         xlabel="position in a sample", ylabel="loss (nats per letter)", ylim=(floor - 0.2, None)
     )
-    right.set(xlabel="idle letters, sorted", ylabel="attention on the first token",
+    sink_axes.set(xlabel="idle letters, sorted", ylabel="attention on the first token",
               ylim=(0, 1))  # fmt: skip
     pictures.legend(figure, 3)
     return runtime.picture(figure, "held-out letters, one line per seed")
@@ -167,29 +167,29 @@ def draw_maps(
     return runtime.picture(figure, f"{letters} held-out letters", colours=256)
 
 
-def loss_table(found: Mapping[str, Mapping[str, float]]) -> str:
+def loss_table(by_variant: Mapping[str, Mapping[str, float]]) -> str:
     """Losses by model (rows) and cache (columns)."""
-    caches = list(next(iter(found.values())))
-    width = max(map(len, found)) + 2
+    caches = list(next(iter(by_variant.values())))
+    width = max(map(len, by_variant)) + 2
     lines = [" " * width + "  ".join(caches)]
     lines += [
         variant.ljust(width) + "  ".join(f"{loss[cache]:.3f}".rjust(len(cache)) for cache in caches)
-        for variant, loss in found.items()
+        for variant, loss in by_variant.items()
     ]
     return "\n".join(lines)
 
 
 def draw_losses(
-    found: Sequence[Mapping[str, Mapping[str, float]]], floor: float
+    by_seed: Sequence[Mapping[str, Mapping[str, float]]], floor: float
 ) -> runtime.Picture:
     """Losses by variant and cache, one point per seed."""
     figure, axes = pictures.begin(6.0, 3.2)
-    for seed, variants in enumerate(found):
+    for seed, variants in enumerate(by_seed):
         for number, (variant, loss) in enumerate(variants.items()):
             at = np.arange(len(loss)) + 0.16 * (number - (len(variants) - 1) / 2)
             label = None if seed else variant
             axes.plot(at, list(loss.values()), "o", ms=5, color=VARIANTS[variant], label=label)
-    caches = list(next(iter(found[0].values())))
+    caches = list(next(iter(by_seed[0].values())))
     axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="lower bound")
     axes.set_xticks(range(len(caches)), caches)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss (nats per letter)",

@@ -52,19 +52,19 @@ BIASES = {
 }
 TOKENS = "tokenizer.ggml.tokens"
 NO_TOKEN = 2**32 - 1  # some converters write this id where a model has no such token
-# The ends of a text: of the document, of a turn, of a message (before a tool's answer).
+# Tokens that end a document, a turn or a message (before a tool's answer).
 ENDS = ("eos", "eot", "eom")
 
 
 def read_config(header: Header) -> Config:
     """The description of the model; raises UserError where it is not supported."""
-    architecture, (family, given) = _architecture(header), described(header)
-    config = config_of(family, given, {}, header.path)
+    architecture, (family, fields) = _architecture(header), described(header)
+    config = config_of(family, fields, {}, header.path)
     config = dataclasses.replace(
         config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
     )
     _check_fields(header, architecture, config)
-    return dataclasses.replace(config, encoding=_encoding(header, architecture, given, config))
+    return dataclasses.replace(config, encoding=_encoding(header, architecture, fields, config))
 
 
 def described(header: Header) -> tuple[str, dict[str, Any]]:
@@ -73,16 +73,16 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     Raises UserError where it is not supported.
     """
     architecture = _architecture(header)
-    given = {key: _number(header, f"{architecture}.", key, *entry) for key, entry in KEYS.items()}
-    _check_heads(header, architecture, given)
+    numbers = {key: _number(header, f"{architecture}.", key, *entry) for key, entry in KEYS.items()}
+    _check_heads(header, architecture, numbers)
     family = architecture
-    if architecture == "llama" and given["sliding_window"]:
+    if architecture == "llama" and numbers["sliding_window"]:
         family = "mistral"  # a Llama whose layers all have a window
-    fields = given | {
+    fields = numbers | {
         "vocab_size": rows_of_embedding(header),
         "tie_word_embeddings": HEAD not in header.tensors,
         "torch_dtype": _dtype(header),
-        "rope_theta": given["rope_theta"] or THETA,
+        "rope_theta": numbers["rope_theta"] or THETA,
         "rope_scaling": _scaling(header, architecture),
         "bos_token_id": token_id(header, "bos"),
         "eos_token_id": list(ends(header)),
@@ -110,12 +110,12 @@ def tokens_of(header: Header) -> list[str]:
 def token_id(header: Header, name: str) -> int | None:
     """A special token, None where the file has none; raises UserError for an id without a token."""
     key, size = f"tokenizer.ggml.{name}_token_id", len(tokens_of(header))
-    found = header.get(key, int)
-    if found in (None, NO_TOKEN):
+    token = header.get(key, int)
+    if token in (None, NO_TOKEN):
         return None
-    if not 0 <= found < size:
-        raise corrupt(header.path, f"{key} must be from 0 to {size - 1}, got {found}")
-    return found
+    if not 0 <= token < size:
+        raise corrupt(header.path, f"{key} must be from 0 to {size - 1}, got {token}")
+    return token
 
 
 def rows_of_embedding(header: Header) -> int:
@@ -146,10 +146,12 @@ def _architecture(header: Header) -> str:
     return name
 
 
-def _number(header: Header, prefix: str, ours: str, name: str, kind: type, required: bool) -> Any:
+def _number(
+    header: Header, prefix: str, config_key: str, name: str, kind: type, required: bool
+) -> Any:
     """A field's value; a list of one value per layer counts as that value if all are equal.
 
-    ours: its key in config.json, which decides its range.
+    config_key: its key in config.json, which decides its range.
     """
     key = prefix + name
     value = header.fields.get(key)
@@ -162,19 +164,20 @@ def _number(header: Header, prefix: str, ours: str, name: str, kind: type, requi
         value = value[0]
     if value is None:
         return header.need(key, kind) if required else None
-    least, most = LEAST.get(ours, 1 if kind is int else 1e-30), MOST.get(ours, 2**31 - 1)
+    minimum = LEAST.get(config_key, 1 if kind is int else 1e-30)
+    maximum = MOST.get(config_key, 2**31 - 1)
     header.checked(key, value, kind)
-    if kind is int and not least <= value <= most:
-        raise corrupt(header.path, f"{key} must be from {least} to {most}, got {value}")
-    if kind is float and not least < value < 1e30:
-        raise corrupt(header.path, f"{key} must be above {least} and below 1e30, got {value}")
+    if kind is int and not minimum <= value <= maximum:
+        raise corrupt(header.path, f"{key} must be from {minimum} to {maximum}, got {value}")
+    if kind is float and not minimum < value < 1e30:
+        raise corrupt(header.path, f"{key} must be above {minimum} and below 1e30, got {value}")
     return value
 
 
-def _check_heads(header: Header, architecture: str, given: dict[str, Any]) -> None:
+def _check_heads(header: Header, architecture: str, numbers: dict[str, Any]) -> None:
     """Raise UserError unless heads divide, and keys and values share a head dim, all rotated."""
-    width, heads = given["hidden_size"], given["num_attention_heads"]
-    kv_heads, head_dim = given["num_key_value_heads"] or heads, given["head_dim"]
+    width, heads = numbers["hidden_size"], numbers["num_attention_heads"]
+    kv_heads, head_dim = numbers["num_key_value_heads"] or heads, numbers["head_dim"]
     key = f"{architecture}.attention.head_count"
     if heads % kv_heads:
         why = f"{key} must be a multiple of {key}_kv, got {heads} and {kv_heads}"
@@ -199,10 +202,10 @@ def _check_heads(header: Header, architecture: str, given: dict[str, Any]) -> No
 def _dtype(header: Header) -> str:
     """The widest dtype that keeps what the file stores; bfloat16 where it is quantised."""
     types = gguf_package().GGMLQuantizationType
-    found = {tensor.type for tensor in header.tensors.values()}
-    if found == {types.F32.value}:
+    tensor_types = {tensor.type for tensor in header.tensors.values()}
+    if tensor_types == {types.F32.value}:
         return "float32"
-    return "float16" if found <= {types.F32.value, types.F16.value} else "bfloat16"
+    return "float16" if tensor_types <= {types.F32.value, types.F16.value} else "bfloat16"
 
 
 def _scaling(header: Header, architecture: str) -> dict[str, Any]:
@@ -289,7 +292,7 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
 def _encoding(header: Header, architecture: str, fields: dict[str, Any], config: Config) -> Rotary:
     """The rotary encoding; a tensor of divisors multiplies with scaling, as in llama.cpp.
 
-    fields: those of config.json. The tensor comes with Llama 3.1 and later.
+    fields: fields of config.json. The tensor comes with Llama 3.1 and later.
     """
     scaling = dict(fields["rope_scaling"])
     scaling["kind"] = scaling.pop("rope_type", "default")

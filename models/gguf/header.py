@@ -187,9 +187,9 @@ class _Cursor:
                 raise corrupt(self.path, why)
             tensors[name] = self._placed(name, shape, kind, start + offset)
         in_order = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.bytes))
-        for one, two in pairwise(in_order):
-            if one.start + one.bytes > two.start:
-                raise corrupt(self.path, f"{one.name} and {two.name} overlap")
+        for tensor, following in pairwise(in_order):
+            if tensor.start + tensor.bytes > following.start:
+                raise corrupt(self.path, f"{tensor.name} and {following.name} overlap")
         return fields, tensors
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
@@ -241,9 +241,9 @@ class _Cursor:
         count = self.bounded(count, struct.calcsize(form))
         return list(self._unpack(f"<{count}{form}"))
 
-    def bounded(self, count: int, least: int) -> int:
-        """A count of entries of at least `least` bytes; raises if the file is too short."""
-        if count * least > len(self.data) - self.at:
+    def bounded(self, count: int, entry_bytes: int) -> int:
+        """A count of entries of at least `entry_bytes` bytes; raises if the file is too short."""
+        if count * entry_bytes > len(self.data) - self.at:
             raise corrupt(self.path, "it ends within its header")
         return count
 

@@ -40,7 +40,7 @@ HEADS = {"q": "heads", "q_bias": "heads", "k": "kv_heads", "k_bias": "kv_heads"}
 
 def shapes(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Our name of every parameter -> (its name in a GGUF file, shape)."""
-    return {ours: (_theirs(ours), shape) for ours, (_, shape) in hf_shapes(config).items()}
+    return {name: (_gguf_name(name), shape) for name, (_, shape) in hf_shapes(config).items()}
 
 
 def paired_heads(architecture: str, config: Config, name: str) -> int | None:
@@ -52,8 +52,8 @@ def paired_heads(architecture: str, config: Config, name: str) -> int | None:
     return getattr(config, field) if field and architecture in PAIRED_ROWS else None
 
 
-def _theirs(ours: str) -> str:
-    if ours in OUTER:
-        return OUTER[ours]
-    _, layer, part = ours.split(".")
+def _gguf_name(name: str) -> str:
+    if name in OUTER:
+        return OUTER[name]
+    _, layer, part = name.split(".")
     return f"blk.{layer}.{LAYER[part]}"

@@ -134,13 +134,13 @@ KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 def _pre_tokenizer(header: Header) -> PreTokenizer:
     name = header.get(PREFIX + "pre", str)
     if name not in PRE_TOKENIZERS:
-        what = (
+        reason = (
             "missing field tokenizer.ggml.pre, without which texts are split wrongly; use a file "
             "that was converted with a current llama.cpp"
             if name is None
             else f"unsupported pre-tokenizer {name!r:.60}"
         )
-        raise UserError(f"{header.path}: {what}; supported: {', '.join(PRE_TOKENIZERS)}")
+        raise UserError(f"{header.path}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name]
 
 

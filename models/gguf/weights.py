@@ -34,7 +34,7 @@ def load_weights(
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.
 
-    dtype: of the returned weights. sharding and progress: those of `placement.place_all`.
+    dtype: the dtype of the returned weights. sharding, progress: those of `placement.place_all`.
     Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
     shape, or of an unsupported type.
     """
@@ -104,9 +104,9 @@ def supported(kind: int) -> bool:
 def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
     expected = shapes(config)
-    known = {theirs for theirs, _ in expected.values()} | OTHER
-    lacking = [theirs for theirs, _ in expected.values() if theirs not in header.tensors]
-    extra = [name for name in header.tensors if name not in known]
+    allowed = {gguf_name for gguf_name, _ in expected.values()} | OTHER
+    lacking = [gguf_name for gguf_name, _ in expected.values() if gguf_name not in header.tensors]
+    extra = [name for name in header.tensors if name not in allowed]
     if lacking or extra:
         problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
         problems += [f"extra tensor {first_few(extra)}"] if extra else []
@@ -114,11 +114,11 @@ def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
             f"the weights in {header.path} are not those that its metadata describes: "
             f"{'; '.join(problems)}; download it again"
         )
-    tensors = {ours: header.tensors[theirs] for ours, (theirs, _) in expected.items()}
+    tensors = {name: header.tensors[gguf_name] for name, (gguf_name, _) in expected.items()}
     wrong = [
-        f"{tensor.name} is {list(tensor.shape)}, its metadata says {list(expected[ours][1])}"
-        for ours, tensor in tensors.items()
-        if tensor.shape != expected[ours][1]
+        f"{tensor.name} is {list(tensor.shape)}, its metadata says {list(expected[name][1])}"
+        for name, tensor in tensors.items()
+        if tensor.shape != expected[name][1]
     ]
     if wrong:
         raise UserError(

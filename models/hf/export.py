@@ -38,7 +38,7 @@ def export(
 ) -> Path:
     """Write the folder completely or not at all; returns it.
 
-    weights: by our names. tokenizer: the one that the model was trained with, or its
+    weights: arrays by our names. tokenizer: the one that the model was trained with, or its
     tokenizer.json. front: sink tokens, which the written tokenizer then puts before every text.
     fields: config.json in place of `described`. tokenizer_fields: more of tokenizer_config.json.
     Raises UserError for a model that config.json would not describe (`described`).
@@ -47,8 +47,8 @@ def export(
     ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
     description = (described(config, dtype) if fields is None else dict(fields)) | ids
     tensors = {
-        theirs: np.asarray(weights[ours]).astype(stored)
-        for ours, (theirs, _) in shapes(config).items()
+        hf_name: np.asarray(weights[name]).astype(stored)
+        for name, (hf_name, _) in shapes(config).items()
     }
     coder = Tokenizer.from_file(str(tokenizer)) if isinstance(tokenizer, Path) else tokenizer
     tokens = [coder.id_to_token(i) for i in front]
@@ -89,12 +89,12 @@ def described(config: Config, dtype: str, theta: float = THETA) -> dict[str, Any
         config, family="llama", qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
         windows=(None,) * config.layers, encoding=rotary(config.head_dim, theta),
     )  # fmt: skip
-    other = [f.name for f in dataclasses.fields(Config)
+    differing = [f.name for f in dataclasses.fields(Config)
              if getattr(config, f.name) != getattr(plain, f.name)]  # fmt: skip
-    if other:
+    if differing:
         raise UserError(
             f"only Llamas without biases, windows and scaled positions are exported, got another "
-            f"{', '.join(other)}; keep the folder that it was loaded from"
+            f"{', '.join(differing)}; keep the folder that it was loaded from"
         )
     sinks = {} if config.sink_logit == "none" else {"sink_logit": config.sink_logit}
     return {

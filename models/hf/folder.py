@@ -21,7 +21,7 @@ def find(name: str | Path, names: Sequence[str] = ()) -> Path:
     """The folder or the GGUF file of a model.
 
     name: a path, or a Hub id `org/name` or `org/name@revision`, which is downloaded; an existing
-    path wins over a Hub id of the same name. names: of models that are found elsewhere, to suggest.
+    path wins over a Hub id of the same name. names: models that are found elsewhere, to suggest.
     Raises UserError if there is no such model.
     """
     if not isinstance(name, str | Path):
@@ -70,7 +70,7 @@ def _download(hub_id: str) -> Path:
             "(pip install huggingface_hub)"
         ) from None
     try:
-        found = snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS))
+        snapshot = snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS))
     # The Hub client raises its own, OS and HTTP errors alike, and their types move between
     # versions; for the user all of them mean the same thing.
     except Exception as error:
@@ -80,7 +80,7 @@ def _download(hub_id: str) -> Path:
             f"no such folder, and the Hub does not give {hub_id}: {reason}; check the name and "
             "the network, or name a local folder"
         ) from None
-    return Path(found)
+    return Path(snapshot)
 
 
 @reading()

@@ -55,12 +55,12 @@ def shapes(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
     entries = list(OUTER)
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        entries += [(ours + a, theirs + b, shape, given) for a, b, shape, given in LAYER]
+        prefix, hf_prefix = f"layers.{i}.", f"model.layers.{i}."
+        entries += [(prefix + a, hf_prefix + b, shape, field) for a, b, shape, field in LAYER]
     return {
-        ours: (theirs, tuple(prod(sizes[letter] for letter in word) for word in shape.split()))
-        for ours, theirs, shape, given in entries
-        if not given or getattr(config, given)
+        name: (hf_name, tuple(prod(sizes[letter] for letter in word) for word in shape.split()))
+        for name, hf_name, shape, field in entries
+        if not field or getattr(config, field)
     }
 
 

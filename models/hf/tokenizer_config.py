@@ -41,13 +41,13 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(
-    folder: Path, id_of: Callable[[str], int | None], known: Iterable[AddedToken], size: int
+    folder: Path, id_of: Callable[[str], int | None], vocabulary: Iterable[AddedToken], size: int
 ) -> TokenizerConfig:
     """The configuration of a tokenizer.
 
-    id_of: the id of a token of the vocabulary. known: added tokens of the vocabulary. size: of the
-    vocabulary, after which new tokens get ids. Added tokens without a row in the embedding are left
-    out. Raises UserError for a field that is not supported.
+    id_of: the id of a token of the vocabulary. vocabulary: its added tokens. size: its length,
+    from which on new tokens get ids. Added tokens without a row in the embedding are left out.
+    Raises UserError for a field that is not supported.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path)
@@ -57,7 +57,7 @@ def read_tokenizer_config(
                 f"{path}: {name} must be {value} or absent, got {config[name]!r:.60}; use another "
                 "model"
             )
-    added = {token.text: token for token in known}
+    added = {token.text: token for token in vocabulary}
     names = read_json(folder / "special_tokens_map.json") | config
     special = list(_special(names, path))
     for token in _declared(folder, config, {text for text, _ in special}):

@@ -42,8 +42,8 @@ def load_weights(
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/hf/names.py), on their devices.
 
-    dtype: of the returned weights. sharding: one for all, or a function (our name, shape) -> one;
-    None is JAX's default device. progress: called with (bytes done, all bytes).
+    dtype: the dtype of the returned weights. sharding: one for all, or a function (our name, shape)
+    -> one; None is JAX's default device. progress: called with (bytes done, all bytes).
     """
     tensors = model_tensors(folder, config)
     dtype = jnp.dtype(dtype)
@@ -127,8 +127,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
     if end != size and tensors:
         raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
     for t in tensors.values():
-        known = DTYPES.get(t.type)
-        if t.start < begin or (known and t.bytes != prod(t.shape) * known.itemsize):
+        dtype = DTYPES.get(t.type)
+        if t.start < begin or (dtype and t.bytes != prod(t.shape) * dtype.itemsize):
             raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
     return tensors
 
@@ -143,14 +143,14 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.start)
         if stored == dtype:
-            whole = fill(stream, host)
+            complete = fill(stream, host)
         else:
-            whole, window = True, np.empty(min(count, PIECE // stored.itemsize), stored)
+            complete, window = True, np.empty(min(count, PIECE // stored.itemsize), stored)
             for at in range(0, count, max(len(window), 1)):
                 piece = window[: min(len(window), count - at)]
-                whole = whole and fill(stream, piece)
+                complete = complete and fill(stream, piece)
                 host[at : at + len(piece)] = piece
-    if not whole:
+    if not complete:
         raise _corrupt(tensor.file, f"it ended within {tensor.name}")
     return host.reshape(tensor.shape)
 
@@ -170,27 +170,28 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
                 f"{folder} lacks weight files: {first_few(missing)}; download them again"
             )
         return weight_map
-    others = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
-    if any(name.endswith(".gguf") for name in others):
+    other_files = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
+    if any(name.endswith(".gguf") for name in other_files):
         raise UserError(
-            f"no {SINGLE} in {folder}, only {first_few(sorted(others))}; name the GGUF file itself"
+            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
+            "name the GGUF file itself"
         )
-    if others:
+    if other_files:
         raise UserError(
-            f"no {SINGLE} in {folder}, only {first_few(sorted(others))}; "
+            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
             "jaxkv reads safetensors: convert the model or use a version that has them"
         )
     raise UserError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
 
 
-def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
+def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
     """Our name -> tensor, largest first; raises where file and config.json disagree."""
     by_name: dict[str, Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if name.endswith(HARMLESS):
             continue
-        if (other := by_name.setdefault(canonical(name), tensor)) is not tensor:
-            raise UserError(f"{folder} has one tensor under two names: {other.name}, {name}")
+        if (earlier := by_name.setdefault(canonical(name), tensor)) is not tensor:
+            raise UserError(f"{folder} has one tensor under two names: {earlier.name}, {name}")
     if config.tied and HEAD in by_name:
         head = by_name.pop(HEAD)
         if _differ(by_name.setdefault(EMBED, head), head):
@@ -199,9 +200,9 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
                 f"from {by_name[EMBED].name}; set tie_word_embeddings to false"
             )
     expected = shapes(config)
-    known = {theirs for theirs, _ in expected.values()}
-    lacking = [theirs for theirs, _ in expected.values() if theirs not in by_name]
-    extra = [tensor.name for name, tensor in by_name.items() if name not in known]
+    expected_names = {hf_name for hf_name, _ in expected.values()}
+    lacking = [hf_name for hf_name, _ in expected.values() if hf_name not in by_name]
+    extra = [tensor.name for name, tensor in by_name.items() if name not in expected_names]
     if lacking or extra:
         problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
         problems += [f"extra tensor {first_few(extra)}"] if extra else []
@@ -212,8 +213,8 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
             + "; ".join(problems)
         )
     wrong, dtypes = [], []
-    for theirs, shape in expected.values():
-        tensor = by_name[theirs]
+    for hf_name, shape in expected.values():
+        tensor = by_name[hf_name]
         if tensor.shape != shape:
             wrong.append(
                 f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, "
@@ -229,7 +230,7 @@ def _match(found: Mapping[str, Tensor], config: Config, folder: Path) -> dict[st
             "use an unquantized version of the model"
         )
     # Largest first: the tensor in memory twice is then small beside the finished ones.
-    pairs = [(ours, by_name[theirs]) for ours, (theirs, _) in expected.items()]
+    pairs = [(name, by_name[hf_name]) for name, (hf_name, _) in expected.items()]
     return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
 
 
@@ -240,11 +241,11 @@ def _differ(a: Tensor, b: Tensor) -> bool:
         return False
     if (a.shape, a.type) != (b.shape, b.type):
         return True
-    with a.file.open("rb") as one, b.file.open("rb") as two:
-        one.seek(a.start)
-        two.seek(b.start)
+    with a.file.open("rb") as first, b.file.open("rb") as second:
+        first.seek(a.start)
+        second.seek(b.start)
         return any(
-            one.read(n) != two.read(n)
+            first.read(n) != second.read(n)
             for at in range(0, a.bytes, PIECE)
             for n in [min(PIECE, a.bytes - at)]
         )

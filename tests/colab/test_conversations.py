@@ -79,8 +79,9 @@ def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
     )
     served = conversations.serve_both(*engines, talk, rounds=2)
     recomputed, kept = served[conversations.RECOMPUTED], served[conversations.CACHED]
-    assert recomputed.tokens == kept.tokens and recomputed.bytes == 0 and not recomputed.found.any()
-    assert (kept.read + kept.found == recomputed.read).all() and kept.found.sum() >= 64
+    assert recomputed.tokens == kept.tokens
+    assert recomputed.bytes == 0 and not recomputed.cached.any()
+    assert (kept.read + kept.cached == recomputed.read).all() and kept.cached.sum() >= 64
     first, second = (recomputed.prompts[at : at + 2] for at in (0, 2))
     more = [len(said[0][user]) + len(said[1][user]) for user in (0, 1)]
     assert second.tolist() == more and first.tolist() == [len(each) for each in said[0]]

@@ -214,7 +214,7 @@ def test_a_cache_that_the_prompt_does_not_fill_is_refused(llm, parts):
 def test_full_attention_is_the_reference(measured):
     assert [one.policy for one in measured] == ["full", *POLICIES]
     full, *others = (one.reading for one in measured)
-    assert (full.kl == 0).all() and (full.same == 1).all()
+    assert (full.kl == 0).all() and (full.agreement == 1).all()
     assert all(one.kl.mean() > 1e-4 for one in others)
     for one in measured:
         assert len(one.milliseconds) == advise.ROUNDS and (one.milliseconds > 0).all()

@@ -32,7 +32,7 @@ def deep(tmp_path_factory):
 def compilations():
     """The names of the programs that are compiled, by the thread that compiles them."""
     jax.clear_caches()
-    Ahead.begun.clear()
+    Ahead.compilations.clear()
     seen = {"here": [], "ahead": []}
 
     def listen(event, duration, fun_name="", **_):
@@ -166,7 +166,7 @@ def test_cancelled_programs_are_compiled_later(monkeypatch):
     ahead.compile("one", program, x)
     go.set()
     ahead.wait_all()
-    assert any(key[0] is program for key in Ahead.begun)
+    assert any(key[0] is program for key in Ahead.compilations)
     threads.shutdown()
 
 

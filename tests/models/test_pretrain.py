@@ -241,9 +241,9 @@ def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
     with pytest.raises(UserError, match=r"holds other files \(thesis.tex\); choose another"):
         run_here(tokens, other)
     with (
-        run_folder.own(tmp_path / "held", {"a": 1}),
+        run_folder.lock_folder(tmp_path / "held", {"a": 1}),
         pytest.raises(UserError, match="another run is writing to"),
-        run_folder.own(tmp_path / "held", {"a": 1}),
+        run_folder.lock_folder(tmp_path / "held", {"a": 1}),
     ):
         pass
     (tmp_path / "file").write_text("x")
