@@ -218,8 +218,8 @@ class Engine:
             self._thread = None
         self._finish_all("cancelled")
         if ended and self._store is not None:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            self._store.disk.close(left, keep=not self.failure)
+            seconds_left = None if until is None else max(0.0, until - time.monotonic())
+            self._store.disk.close(seconds_left, keep=not self.failure)
         return ended
 
     def _run(self) -> None:
@@ -283,16 +283,16 @@ class Engine:
         """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
-        left, tokens = self._max_prefill_tokens, 0
-        while left > 0:
+        budget, tokens = self._max_prefill_tokens, 0
+        while budget > 0:
             self._start_prefill()
             if not self._prefills:
                 break
-            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > left:
+            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > budget:
                 break
             count, cost, logits = self._prefill_chunk(self._prefills[0])
             tokens += count
-            left -= cost
+            budget -= cost
         if tokens:
             self._prefilled.append(logits)
         return tokens
@@ -358,7 +358,7 @@ class Engine:
             with self._changed:
                 self._unfinished.pop(handle, None)
             self._running.remove(handle)
-            for prefill in [each for each in self._prefills if each.handle is handle]:
+            for prefill in [prefill for prefill in self._prefills if prefill.handle is handle]:
                 self._prefills.remove(prefill)
                 self._release(prefill.hit)
         finally:  # also if the prefix store is broken, because someone waits for the answer

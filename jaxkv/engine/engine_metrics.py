@@ -51,8 +51,8 @@ class EngineMetrics:
 
     def estimate_wait(self, tokens: int, max_batch: int) -> float:
         """Estimate the seconds until `tokens` waiting prompt tokens are served."""
-        each = self.seconds / max(1, self.prompt_tokens) / max_batch
-        return min(max(SECONDS[0], tokens * each), SECONDS[1])
+        seconds_per_token = self.seconds / max(1, self.prompt_tokens) / max_batch
+        return min(max(SECONDS[0], tokens * seconds_per_token), SECONDS[1])
 
 
 def prefix_metrics(
