@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
 
 def is_lost(engine: Engine, drain: Drain) -> bool:
     """Whether nobody can be answered any more."""
-    return bool(engine.failure) or (drain.begun and not engine.healthy)
+    return bool(engine.failure) or (drain.has_begun and not engine.healthy)
 
 
 def run_until_stopped(

@@ -18,7 +18,7 @@ class UsageRecord:
 
     def __init__(self, id: str, requests: Sequence[Request], n: int, api_key: str) -> None:
         self.id, self.api_key = id, api_key
-        self._prompts, self._n = [len(one.tokens) for one in requests], n
+        self._prompts, self._n = [len(request.tokens) for request in requests], n
         self._start = time.perf_counter()
         self._new = [0] * len(requests)
         self._first: float | None = None
