@@ -254,7 +254,7 @@ class DiskTier:
 
 
 def settings_hash(root: bytes, shapes: Any) -> str:
-    """A short hash of what the bits of a prefix depend on. root: of the store, without a salt."""
+    """A short hash of what the bits of a prefix depend on. root: the store's, without a salt."""
     device = jax.local_devices()[0]
     return root_hash(
         root=root, shapes=str(jax.tree.leaves(shapes)), jaxkv=__version__, jax=jax.__version__,

@@ -23,7 +23,7 @@ SKIP = 2**31 - 1  # index of a page or a record that is not written
 
 
 class Pool(NamedTuple):
-    """pages: of each paged leaf, [P, ... page_size ...]. records: the rest of every leaf, [R, ...].
+    """pages: a [P, ... page_size ...] per paged leaf. records: the rest of every leaf [R, ...].
 
     P or R replaces the batch axis B with which every leaf of a state begins.
     """
@@ -151,10 +151,10 @@ def load(
             return head
         pool_pages, loaded = next(pages), jnp.zeros(leaf.shape, leaf.dtype)
 
-        def copy(number: Array, whole: Array) -> Array:
+        def copy(number: Array, loaded: Array) -> Array:
             page = jax.lax.dynamic_index_in_dim(pool_pages, table[number], 0)
             at = layout.first + number * layout.page_size
-            return jax.lax.dynamic_update_slice_in_dim(whole, page, at, axis)
+            return jax.lax.dynamic_update_slice_in_dim(loaded, page, at, axis)
 
         loaded = jax.lax.dynamic_update_slice_in_dim(loaded, head, 0, axis)
         return jax.lax.fori_loop(0, count, copy, loaded)

@@ -22,14 +22,14 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class PrefillState(NamedTuple):
-    """The state of one prompt before the end of prefill. logits: of the next token."""
+    """The state of one prompt before the end of prefill. logits: those of the next token."""
 
     states: tuple[State, ...]
     logits: Float32[Array, "1 V"]
 
 
 def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> PrefillState:
-    """An empty state for up to max_len tokens. seed: of the policies' random draws."""
+    """An empty state for up to max_len tokens. seed: start of the policies' random draws."""
     rng = jax.random.key(seed)
 
     def state(layer: int, policy: Policy) -> State:

@@ -243,9 +243,10 @@ class BatchPrograms(NamedTuple):
 class Programs:
     """All programs of one engine, compiled for its shapes.
 
-    sizes: of the decode batches, in order. widths: of the chunks of a prompt. bytes: of `prefills`
-    prefills and of a decode batch of each size.
-    num_compiled: the number of programs. Raises UserError if these bytes do not fit into memory.
+    sizes: entries of the decode batches, in order. widths: tokens in the chunks of a prompt.
+    bytes: memory of `prefills` prefills and of a decode batch of each size.
+    num_compiled: the number of programs.
+    Raises UserError if these bytes do not fit into memory.
     """
 
     def __init__(

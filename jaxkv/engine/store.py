@@ -42,8 +42,8 @@ class PrefixConfig:
     """The settings of a prefix cache.
 
     memory: bytes on the device for blocks of one chunk each (append-only caches) or snapshots (all
-    others). order: in which unused blocks are evicted: lru, lru-deepest-first or lfu. where: at
-    which chunk boundaries snapshots are stored, joined by +: `last`, the deepest from which the
+    others). order: eviction order of unused blocks: lru, lru-deepest-first or lfu. where: chunk
+    boundaries at which snapshots are stored, joined by +: `last`, the deepest from which the
     same prompt could resume; `branch`, the deepest up to which the prompt equals an earlier one;
     `every=N`. host_memory: bytes in the host's memory for blocks or snapshots evicted from the
     device. num_blocks, num_host_blocks: their numbers, instead of bytes. folder: where all of them

@@ -23,15 +23,19 @@ MODES = ("alias", "rekey", "full")
 class BlockPool:
     """Blocks of prompts, found by the hash of all tokens up to their end.
 
-    block_size: tokens in a block. num_blocks: pages; None for as many as are requested. capacity:
-    most unused blocks that stay cached (the report's K); None for no limit. mode: how a prompt's
-    partial last block is found. `full`: not at all. `alias`: by the prompt's tokens, and a reader
-    copies it. `rekey` (the report): by its current tokens, so no longer by the prompt once a token
-    was appended. order: of eviction, see eviction.py. hashing, hash: see block_hash.py. cap: leave
-    at least the last token of a prompt to compute, because its logits are needed. clock: returns
-    the time of a release; by default a counter. ghosts: evicted hashes that are remembered to
-    explain misses. host_blocks: pages in the host's memory for evicted blocks; the least recently
-    evicted block is lost first.
+    block_size: tokens in a block.
+    num_blocks: pages; None for as many as are requested.
+    capacity: maximum number of unused blocks that stay cached (the report's K); None for no limit.
+    mode: how a prompt's partial last block is found. `full`: not at all. `alias`: by the prompt's
+      tokens, and a reader copies it. `rekey` (the report): by its current tokens, so no longer by
+      the prompt once a token was appended.
+    order: eviction order, see eviction.py.
+    hashing, hash: see block_hash.py.
+    cap: leave at least the last token of a prompt to compute, because its logits are needed.
+    clock: returns the time of a release; by default a counter.
+    ghosts: evicted hashes that are remembered to explain misses.
+    host_blocks: pages in the host's memory for evicted blocks; the least recently evicted block is
+      lost first.
     Raises UserError for an unknown mode, order or hashing, for sizes below 1, and for host_blocks
     in a mode that shares partial blocks.
     """

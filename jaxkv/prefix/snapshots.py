@@ -25,7 +25,7 @@ RULES = "last, branch or every=N"
 class Snapshot:
     """The state of a cache after the first `boundary` tokens of a prompt.
 
-    hash: of those tokens. data: the root hash and the encoded tokens. index: its entry in `tier`.
+    hash: their hash. data: the root hash and the encoded tokens. index: its entry in `tier`.
     owner: who stored it. ready: stored, so that lookups find it. refs: its current readers.
     """
 

@@ -28,9 +28,9 @@ NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
 
 @dataclass(frozen=True)
 class Tenant:
-    """The owner of an API key. digest: of the key. scope: of its prefix cache; None for all.
+    """The owner of an API key. digest: hash of the key. scope: of its prefix cache; None for all.
 
-    name: in the log and the metrics, where the key must not be; empty without keys.
+    name: label in the log and the metrics, where the key must not be; empty without keys.
     """
 
     digest: bytes = b""
@@ -87,8 +87,8 @@ class ApiKeys:
     """The accepted API keys. They may be replaced while the server runs.
 
     A key that stays keeps its prefixes, because the salts of requests depend on the key alone.
-    tenants: the owners of keys; without any, no key is needed. admins: of keys for `/metrics`,
-    which shows every owner's prefix hits.
+    tenants: the owners of keys; without any, no key is needed. admins: the owners of keys for
+    `/metrics`, which shows every owner's prefix hits.
     """
 
     def __init__(self, tenants: Sequence[Tenant] = (), admins: Sequence[Tenant] = ()) -> None:
@@ -153,7 +153,7 @@ class APIKeyMiddleware:
 
 
 class ConcurrencyLimit:
-    """Limits the answers at a time: `most` in total, `each` per API key."""
+    """Limits the answers at a time: `max_total` of all clients, `max_per_key` per API key."""
 
     def __init__(self, max_total: int, max_per_key: int | None) -> None:
         self._max_total, self._max_per_key = max_total, max_per_key

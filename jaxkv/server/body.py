@@ -27,7 +27,7 @@ class Bodies:
 
     count: bodies at a time. When another comes, the API key with the most loses its oldest one, so
     clients that send no body cannot lock others out. size: bytes of one, whatever its header
-    claims. seconds: for the whole body.
+    claims. seconds: limit for the whole body.
     """
 
     def __init__(self, count: int, size: int, seconds: float) -> None:

@@ -67,7 +67,7 @@ def most_connections() -> int:
 class ConnectionLimit:
     """The number of connections, and those on which no request is being answered.
 
-    most: connections. seconds: for a client to send a whole header. idle: the longest idle first.
+    limit: connections. seconds: for a client to send a whole header. idle: the longest idle first.
     """
 
     def __init__(self, limit: int, seconds: float) -> None:

@@ -12,7 +12,7 @@ from jaxkv.engine.request import Outcome, Request
 class UsageRecord:
     """The usage of one request, which the threads of server and engine write.
 
-    id: of the answer. requests: one per answer; n consecutive ones have one prompt, which counts
+    id: answer id. requests: one per answer; n consecutive ones have one prompt, which counts
     once. api_key: the name of its key; empty without keys.
     """
 

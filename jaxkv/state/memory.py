@@ -36,7 +36,7 @@ _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def reserved(platform: str, limit: int | None, environment: Mapping[str, str]) -> str | None:
     """A sentence on the memory that JAX reserves when it starts; None where it reserves none.
 
-    platform: of a device. limit: bytes that its arrays may take, None where unknown. environment:
+    platform: a device's. limit: bytes that its arrays may take, None where unknown. environment:
     variables of this process, which JAX has accepted.
     """
     preallocate = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in (

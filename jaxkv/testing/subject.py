@@ -32,7 +32,7 @@ CachedTokens = Callable[[int], Sequence[int]]
 
 
 class Trajectory(NamedTuple):
-    """outs: of all tokens. states[i]: the state after `counts[i]` tokens.
+    """outs: outputs of all tokens. states[i]: the state after `counts[i]` tokens.
 
     All states if they fit into MAX_BYTES; else those after every 64th token, the prompt and the
     end.
@@ -47,9 +47,12 @@ class Trajectory(NamedTuple):
 class Subject:
     """A policy and the tokens of its laws.
 
-    capacity: the policy evicts none of its first `capacity` tokens. tokens: four sequences, see
-    `draw_tokens`. sizes: of the chunks, the first of them 1. tolerance: of outputs. real_widths:
-    chunks are compiled at their size; else at two widths, 1 and the largest size, with padding.
+    capacity: the policy evicts none of its first `capacity` tokens.
+    tokens: four sequences, see `draw_tokens`.
+    sizes: chunk sizes, the first of them 1.
+    tolerance: largest error of outputs.
+    real_widths: chunks are compiled at their size; else at two widths, 1 and the largest size, with
+      padding.
     """
 
     policy: Policy
@@ -294,7 +297,7 @@ def dense_logits(spec: Spec, tokens: Chunk) -> Float[np.ndarray, "B N T S"]:
 def dense(
     spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
 ) -> Float[np.ndarray, "B T N H"]:
-    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
+    """Softmax attention in plain numpy. seen: mask of query and key; None is causal."""
     logits = dense_logits(spec, tokens)
     v = np.repeat(np.asarray(tokens.v, np.float64), tokens.q.shape[2] // spec.kv_heads, axis=2)
     seen = np.tri(logits.shape[2], dtype=bool) if seen is None else seen

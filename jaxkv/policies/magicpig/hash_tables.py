@@ -175,7 +175,7 @@ def compare(
 
 
 class SampledPlaces(NamedTuple):
-    """places: of a sample; the first `count` are valid. total: how many there were to sample."""
+    """places: sampled places; the first `count` are valid. total: how many there were to sample."""
 
     places: Int32[Array, "... M"]
     count: Int32[Array, "..."]

@@ -43,12 +43,17 @@ _TILE = 8  # a TPU kernel takes caches of whole tiles of this many slots
 class IndexState(NamedTuple):
     """dense: during prefill every token; then the first tokens, and those not indexed, in order.
 
-    The other arrays have no slots before the end of prefill. indexed: the tokens in the tables.
+    The other arrays have no slots before the end of prefill.
+    indexed: the tokens in the tables.
     center: the mean key, subtracted before hashing; NaN if any key is NaN, since such a key has no
-    code. norms: of the centred indexed keys. planes, tables: lsh.py, hash_tables.py. tail_codes:
-    codes of the tokens in `dense` after the sinks, Z places. tail_norms: norms of their centred
-    keys. finished: no bytes; X is 0 during prefill and then the slots that `indexed` had first,
-    because `reserve` sees only shapes and counts tokens since prefill. rng: seeds of the draws.
+      code.
+    norms: norms of the centred keys of `indexed`.
+    planes, tables: see lsh.py and hash_tables.py.
+    tail_codes: codes of the tokens in `dense` after the sinks, Z places.
+    tail_norms: norms of their centred keys.
+    finished: no bytes; X is 0 during prefill and then the slots that `indexed` had first, because
+      `reserve` sees only shapes and counts tokens since prefill.
+    rng: seeds of the draws.
     """
 
     dense: Ring

@@ -59,7 +59,7 @@ _RARE = 0.1  # tables that agree, on average, below which u is a power series in
 
 @dataclass(frozen=True)
 class Hashing:
-    """bits: K of a table. tables: L. min_tables: in how many a key must agree to be sampled.
+    """bits: K of a table. tables: L. min_tables: tables that must agree on a sampled key.
 
     u_floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper.
     hash: simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table

@@ -190,7 +190,7 @@ class MagicPIG(Policy):
     ) -> Partial:  # fmt: skip
         """Attention of rotated queries to a state whose prefill is finished.
 
-        numbers: of the queries' tokens, -1 on padding. A query sees its own key if it is cached.
+        numbers: the queries' token numbers, -1 on padding. A query sees its key if it is cached.
         """
         ends = self._attend_ends(spec, state, q, numbers, positions)
         queries = q, numbers, positions
@@ -293,7 +293,8 @@ def find(
     """The places of the keys that one rotated query per head agrees with often enough.
 
     At most `budget` places; of more than that, a systematic sample. Places of `indexed` come first,
-    then those of the tail. numbers: of the query's token. positions: the draw is a function of it.
+    then those of the tail. numbers, positions: those of the queries; a draw is a function of the
+    position.
     """
     query_slots = index.slot_of(state, numbers)
     batch, heads, head_dim = q.shape

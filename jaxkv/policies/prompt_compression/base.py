@@ -105,7 +105,7 @@ class CompressionPolicy(Policy):
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
-        """What replaces the first `count` of the tokens between the ends; state: of the prompt."""
+        """Select the tokens that represent the first `count` between the ends of the prompt."""
         raise contract.missing(self, "choose")
 
     @property
