@@ -50,17 +50,22 @@ LOG = logging.getLogger(__name__)
 class Engine:
     """A decode batch, a prefill or those of two owners in turn, and a queue.
 
-    model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
-    prompt and answer; None: GROWING_LEN if a cache grows, else no limit. chunk: prompt tokens per
-    prefill call; prefixes are shared at its multiples. max_prefill_tokens: prompt tokens prefilled
-    in one step, at least a chunk; running sequences wait so long for their next token. None: a
-    chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
-    cache; None for none. seed: of the policies' random draws, which are equal for all requests of
-    one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
-    max_per_owner: sequences of one owner that run together; where it is given, the prompts of two
-    owners are prefilled in turn. None: no limit, and one prompt at a time. fixed_batch: every step
-    computes max_batch sequences, however few run, so that no bit of an answer depends on their
-    number. Otherwise the batch grows with load, so that fewer sequences take less time.
+    model: the model that runs.
+    max_batch: sequences that decode together.
+    max_len: tokens of a sequence, prompt and answer; None: GROWING_LEN if a cache grows, else no
+      limit.
+    chunk: prompt tokens per prefill call; prefixes are shared at its multiples.
+    max_prefill_tokens: prompt tokens prefilled in one step, at least a chunk; running sequences
+      wait for them. None: a chunk.
+    queue, queue_tokens: requests and prompt tokens that may wait.
+    prefix_cache: the prefix cache; None for none.
+    seed: start of the policies' random draws, which are equal for all requests of one salt.
+    step_seconds: a step that takes longer makes the engine unhealthy until it ends.
+    max_per_owner: sequences of one owner that run together; with a limit, the prompts of two owners
+      are prefilled in turn. None: no limit, and one prompt at a time.
+    fixed_batch: every step computes max_batch sequences, however few run, so that no bit of an
+      answer depends on their number. Otherwise the batch grows with load, so that fewer sequences
+      take less time.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
