@@ -30,19 +30,27 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class ServerConfig:
     """The limits and settings of a server.
 
-    max_body: bytes of a body. max_bodies: bodies that are still coming. max_in_flight: answers at a
-    time. max_per_key: answers at a time for one API key; None for no limit. max_answers: answers to
-    one request. max_batch: answers that need not wait. max_waiting_tokens: prompt tokens of the
-    other answers to a request. max_unread: events that a client has not read yet. max_connections:
-    open at a time; None for as many as the limit of open files allows. header_seconds,
-    read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
-    comment_seconds: between comments in a stream that has no new tokens.
-    report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
-    name or address that the server was told to listen on. allowed_origins: of web pages on other
-    sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
-    the names of metrics. aliases: more names of the model. fingerprint: of the model and its
-    settings. sampling: where a request gives none. log_probes: log successful requests for /health
-    and /metrics, too.
+    max_body: bytes of a body.
+    max_bodies: bodies that are still coming.
+    max_in_flight: answers at a time.
+    max_per_key: answers at a time for one API key; None for no limit.
+    max_answers: answers to one request.
+    max_batch: answers that need not wait.
+    max_waiting_tokens: prompt tokens of the other answers to a request.
+    max_unread: events that a client has not read yet.
+    max_connections: open connections; None for as many as the limit of open files allows.
+    header_seconds, read_seconds, write_seconds: limits for a client to send its header, to send its
+      body, and to read on.
+    comment_seconds: time between comments in a stream that has no new tokens.
+    report_cached: report cached prompt tokens, which may reveal other users' prompts.
+    host: the name or address that the server was told to listen on.
+    allowed_origins: origins of web pages on other sites that may use the server, such as
+      https://chat.example; `*` is all.
+    metrics_prefix: prefix of the names of metrics.
+    aliases: more names of the model.
+    fingerprint: hash of the model and its settings.
+    sampling: defaults for requests that set none.
+    log_probes: log successful requests for /health and /metrics, too.
     """
 
     max_body: int = 8 * 2**20
