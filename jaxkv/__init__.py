@@ -52,8 +52,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"jaxkv.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
-    found = "parse_policy" if name == "policy" else name
-    return getattr(importlib.import_module(_HOME[name]), found)
+    attribute = "parse_policy" if name == "policy" else name
+    return getattr(importlib.import_module(_HOME[name]), attribute)
 
 
 def __dir__() -> list[str]:

@@ -62,7 +62,7 @@ def _check_arrays(
             f"Spec(group={group})"
         )
     sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
-    given = [
+    arrays = [
         ("q", "BTNH", q),
         ("k", "BTKH", k),
         ("v", "BTKH", v),
@@ -70,8 +70,8 @@ def _check_arrays(
         ("valid", "BT", valid),
     ]
     if sink is not None:
-        given.append(("sink", "N", sink))
-    for name, letters, array in given:
+        arrays.append(("sink", "N", sink))
+    for name, letters, array in arrays:
         shape = tuple(sizes[letter] for letter in letters)
         if letters[-1] == "H" and array.ndim == 4 and array.shape[3] != spec.head_dim:
             raise UserError(
@@ -93,9 +93,9 @@ def _check_arrays(
 
 def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: int) -> None:
     remedy = f"begin with policy.init(spec, batch={batch}, rng=...)"
-    wanted, got = type(policy.leaves).__name__, type(state).__name__
+    expected_type, got = type(policy.leaves).__name__, type(state).__name__
     if type(state) is not type(policy.leaves):
-        raise UserError(f"the state must be a {wanted}, got a {got}; {remedy}")
+        raise UserError(f"the state must be a {expected_type}, got a {got}; {remedy}")
     if jax.tree.structure(state) != jax.tree.structure(policy.leaves):
         raise UserError(
             f"the state must have the arrays of {policy!r}, got those of another cache= or sinks=; "
@@ -111,8 +111,9 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
                 )
     if policy.grows or policy.min_prompt is not None:
         return  # its sizes depend on the tokens, or change at the end of prefill
-    found, wanted = [a.shape for a in jax.tree.leaves(state)], _fixed_shapes(policy, spec, batch)
-    for leaf, shape, expected in zip(jax.tree.leaves(policy.leaves), found, wanted, strict=True):
+    leaves, shapes = jax.tree.leaves(policy.leaves), [a.shape for a in jax.tree.leaves(state)]
+    fixed_shapes = _fixed_shapes(policy, spec, batch)
+    for leaf, shape, expected in zip(leaves, shapes, fixed_shapes, strict=True):
         if shape != expected:
             raise UserError(
                 f"a state of {policy!r} has an array [{leaf.axes}] of {expected}, got {shape}; "

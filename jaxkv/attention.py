@@ -55,7 +55,7 @@ def slot_attention(
         logits = _logits(q, k, _cut_bias(bias, 0, slots), scale, softcap)
         partial_ = blend(logits, v)
         return partial_, _softmax_weights(logits, partial_)
-    whole = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
+    blocks_end = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     attend = partial(xla_cpu.attend_by_head, partial(_attend, scale=scale, softcap=softcap))
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
         return attend(q, k, v, _cut_bias(bias, 0, slots), 0, size=slots)
@@ -75,11 +75,11 @@ def slot_attention(
         jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32),
         jnp.full(q.shape[:3], -jnp.inf, jnp.float32),
     )
-    blocks, _ = jax.lax.scan(attend_block, none, jnp.arange(0, whole, _BLOCK_SLOTS))
-    if whole == slots:
+    blocks, _ = jax.lax.scan(attend_block, none, jnp.arange(0, blocks_end, _BLOCK_SLOTS))
+    if blocks_end == slots:
         return blocks
-    rest = _cut_bias(bias, whole, slots - whole)
-    return merge(blocks, attend(q, k, v, rest, whole, size=slots - whole))
+    rest = _cut_bias(bias, blocks_end, slots - blocks_end)
+    return merge(blocks, attend(q, k, v, rest, blocks_end, size=slots - blocks_end))
 
 
 def _cut_bias(bias: Bias, start: Array | int, size: int) -> Array | None:
@@ -235,15 +235,15 @@ def local_attention(
     query's view are skipped, so memory is linear in T.
     """
     tokens = chunk.valid.shape[1]
-    if tokens > _UNROLLED and (more := -tokens % _BLOCK_QUERIES):
-        pad = lambda a: jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
+    if tokens > _UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
+        pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
         unseen = None if hidden is None else pad(hidden)
-        whole = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
-        return Partial(whole.out[:, :tokens], whole.lse[:, :tokens])
+        padded = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
+        return Partial(padded.out[:, :tokens], padded.lse[:, :tokens])
     positions, valid = chunk.positions, chunk.valid
     q = spec.encoding.rotate(chunk.q, positions)
-    given = spec.encoding.rotate(chunk.k, positions), chunk.v
-    k, v = (array.transpose(0, 2, 1, 3) for array in given)
+    keys_values = spec.encoding.rotate(chunk.k, positions), chunk.v
+    k, v = (array.transpose(0, 2, 1, 3) for array in keys_values)
     if like is not None:
         k, v = rows.store(k, like), rows.store(v, like)
     shown = valid if hidden is None else valid & ~hidden
@@ -286,19 +286,19 @@ def chunked_scan(update: Update, carry: Carry, chunk: Chunk, size: int) -> tuple
     batch, tokens = chunk.valid.shape
     if tokens <= size:
         return update(carry, chunk)
-    more = -tokens % size
+    padding = -tokens % size
 
     def split(leaf: jax.Array) -> jax.Array:
-        padded = jnp.pad(leaf, [(0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 2))
+        padded = jnp.pad(leaf, [(0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, -1, size, *leaf.shape[2:]), 1, 0)
 
     def join(leaf: jax.Array) -> jax.Array:
-        whole = jnp.moveaxis(leaf, 0, 1)
-        return whole.reshape(batch, -1, *whole.shape[3:])[:, :tokens]
+        pieces = jnp.moveaxis(leaf, 0, 1)
+        return pieces.reshape(batch, -1, *pieces.shape[3:])[:, :tokens]
 
-    def one(carry: Carry, piece: Chunk) -> tuple[Carry, Partial]:
+    def update_piece(carry: Carry, piece: Chunk) -> tuple[Carry, Partial]:
         partial, carry = update(carry, piece)
         return carry, partial
 
-    carry, partial = jax.lax.scan(one, carry, jax.tree.map(split, chunk))
+    carry, partial = jax.lax.scan(update_piece, carry, jax.tree.map(split, chunk))
     return jax.tree.map(join, partial), carry

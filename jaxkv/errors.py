@@ -24,11 +24,11 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def first_few(items: Iterable[str], most: int = 3) -> str:
+def first_few(items: Iterable[str], limit: int = 3) -> str:
     """The first items as a list for a message, and how many more there are."""
     items = list(items)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest
 
 
 def is_whole(value: object) -> bool:
@@ -53,8 +53,8 @@ def check_positive(name: str, value: object, remedy: str) -> None:
         raise UserError(f"{name} must be a finite Python number above 0, got {value!r}; {remedy}")
 
 
-def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless value is one of these names."""
-    names = tuple(known)
+    names = tuple(choices)
     if not isinstance(value, str) or value not in names:
         raise UserError(f"{name} must be one of {', '.join(names)}, got {value!r}; choose one")

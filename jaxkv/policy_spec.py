@@ -35,8 +35,8 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
     if not equals:
         return _parse_one(text)
     if not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
-        both = name in POLICIES and name in _names(POLICIES[name])
-        example = f"{name}:{text}" if both else "streaming:sinks=4,window=252"
+        ambiguous = name in POLICIES and name in _names(POLICIES[name])
+        example = f"{name}:{text}" if ambiguous else "streaming:sinks=4,window=252"
         raise UserError(f"fields follow the name and a colon, as in {example}, got {text!r}")
     named: dict[str, Policy] = {}
     for part in filter(None, text.split(";")):
@@ -71,12 +71,12 @@ def format_policy(policies: Policy | Sequence[Policy]) -> str:
     """The string that `parse_policy` reads back as the same policies."""
     if not isinstance(policies, (tuple, list)):
         return _format_one(policies)
-    policies = [one.for_layer(0, 1) for one in policies]
+    policies = [policy.for_layer(0, 1) for policy in policies]
     if len(set(policies)) == 1:
         return _format_one(policies[0])
-    most, _ = Counter(policies).most_common(1)[0]
-    named = [f"{i}={_format_one(p)}" for i, p in enumerate(policies) if p != most]
-    return ";".join([*named, f"*={_format_one(most)}"])
+    most_common, _ = Counter(policies).most_common(1)[0]
+    named = [f"{i}={_format_one(p)}" for i, p in enumerate(policies) if p != most_common]
+    return ";".join([*named, f"*={_format_one(most_common)}"])
 
 
 def by_layer(
@@ -93,21 +93,22 @@ def by_layer(
     if isinstance(chosen, str):
         chosen = parse_policy(chosen, layers)
     if isinstance(chosen, (tuple, list)):
-        chosen = [_parse_one(one) if isinstance(one, str) else one for one in chosen]
+        chosen = [_parse_one(choice) if isinstance(choice, str) else choice for choice in chosen]
         if len(chosen) != layers:
             raise UserError(f"give one policy per layer: got {len(chosen)} for {layers} layers")
-        return tuple(one.for_layer(layer, layers) for layer, one in enumerate(chosen))
-    own = [*windows, *[None] * (layers - len(windows))]
+        return tuple(policy.for_layer(layer, layers) for layer, policy in enumerate(chosen))
+    layer_windows = [*windows, *[None] * (layers - len(windows))]
     lookback = max_lookback(chosen)
-    too_far = [i for i, width in enumerate(own) if width is not None and lookback > width]
+    too_far = [i for i, width in enumerate(layer_windows) if width is not None and lookback > width]
     if too_far and not isinstance(chosen, Full):
         name = format_policy(chosen)
         warn(
-            f"{len(too_far)} layer(s) keep the model's own window of {own[too_far[0]]} tokens, as "
-            f"{name} looks back further; name layers, as in *={name}, to force it"
+            f"{len(too_far)} layer(s) keep the model's own window of {layer_windows[too_far[0]]} "
+            f"tokens, as {name} looks back further; name layers, as in *={name}, to force it"
         )
     return tuple(
-        Window(w) if i in too_far else chosen.for_layer(i, layers) for i, w in enumerate(own)
+        Window(w) if i in too_far else chosen.for_layer(i, layers)
+        for i, w in enumerate(layer_windows)
     )
 
 
@@ -131,11 +132,11 @@ def bytes_by_memory(
     policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0
 ) -> tuple[int, int]:
     """The bytes of `state_bytes` on the device, and those in host memory."""
-    found = [
+    policy_bytes = [
         [n * part for part in _bytes_of(p, spec, batch, tokens)]
         for p, n in Counter(policies).items()
     ]
-    return tuple(map(sum, zip(*found, strict=True))) if found else (0, 0)
+    return tuple(map(sum, zip(*policy_bytes, strict=True))) if policy_bytes else (0, 0)
 
 
 def host_bytes(chosen: Policy, state: State) -> int:
@@ -198,18 +199,18 @@ def _parse_one(text: str) -> Policy:
         raise UserError(f"unknown policy {name!r}{nearest(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
-    known = _names(kind)
+    field_names = _names(kind)
     values: dict[str, object] = {}
     for part in filter(None, fields.split(",")):
         field, equals, value = (piece.strip() for piece in part.partition("="))
-        if field == "cache" and field not in known:
+        if field == "cache" and field not in field_names:
             able = [name for name, kind in POLICIES.items() if "cache" in _names(kind)]
             raise UserError(
                 f"{name} stores keys and values as floats and has no cache=, got {part!r}; leave "
                 f"it out, or take one of {', '.join(able)}"
             )
-        if field not in known:
-            raise UserError(f"{name} has no field {field!r}{nearest(field, known)}")
+        if field not in field_names:
+            raise UserError(f"{name} has no field {field!r}{nearest(field, field_names)}")
         if not equals:
             raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
         if field in values:
@@ -229,9 +230,10 @@ def _read_value(name: str, field: str, hint: object, value: str) -> object:
     try:
         return hint(value)
     except ValueError:
-        what, default = {int: "a whole number", float: "a number"}[hint], getattr(kind, field, None)
+        expected = {int: "a whole number", float: "a number"}[hint]
+        default = getattr(kind, field, None)
         example = f"; give one, as in {field}={default}" if isinstance(default, hint) else ""
-        raise UserError(f"{name}: {field} must be {what}, got {value!r}{example}") from None
+        raise UserError(f"{name}: {field} must be {expected}, got {value!r}{example}") from None
 
 
 def _format_one(chosen: Policy) -> str:
@@ -247,9 +249,9 @@ def _written(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown word: a suggestion, and the known words."""
-    known = list(known)
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    listed = ", ".join(known)
+    choices = list(choices)
+    near = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
+    listed = ", ".join(choices)
     return f"; did you mean {near[0]!r}? (there are {listed})" if near else f"; there are {listed}"

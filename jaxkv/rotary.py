@@ -64,8 +64,8 @@ class Alibi:
             return [2 ** (-8 * (i + 1) / n) for i in range(n)]
 
         check_int("heads", heads)
-        whole = 2 ** int(math.log2(heads))
-        return Alibi(tuple(series(whole) + series(2 * whole)[0::2][: heads - whole]))
+        power = 2 ** int(math.log2(heads))
+        return Alibi(tuple(series(power) + series(2 * power)[0::2][: heads - power]))
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
         return x

@@ -41,9 +41,9 @@ class Sampling:
         for name, value in vars(self).items():
             kinds = Integral if name == "top_k" else Real
             if isinstance(value, bool) or not isinstance(value, kinds):
-                what = "a whole number" if name == "top_k" else "a number"
+                expected = "a whole number" if name == "top_k" else "a number"
                 raise UserError(
-                    f"{name} must be {what}, got {value!r}; leave it out for the default"
+                    f"{name} must be {expected}, got {value!r}; leave it out for the default"
                 )
         rules = (
             (0 <= self.temperature <= LARGEST, "temperature must be 0 or more and finite"),
@@ -169,8 +169,8 @@ def draw_each(
         return draw(penalty_only, above_zero, logits, seen, rng, positions)
 
     def draw_both(filters: Filters) -> tuple[Array, Array]:
-        found = draw(filters, above_zero, logits, seen, rng, positions)
-        return tuple(jnp.where(greedy, a, b) for a, b in zip(draw_greedy(), found, strict=True))
+        drawn = draw(filters, above_zero, logits, seen, rng, positions)
+        return tuple(jnp.where(greedy, a, b) for a, b in zip(draw_greedy(), drawn, strict=True))
 
     cut = jnp.any(~greedy & ((knobs.top_k != NEUTRAL.top_k) | (knobs.top_p != NEUTRAL.top_p)))
     branch = jnp.where(jnp.all(greedy), 0, jnp.where(cut, 2, 1))
@@ -215,10 +215,10 @@ def _top_k_top_p(filters: Filters, knobs: Knobs, logits: Array) -> Array:
         total = jnp.where(knobs.top_k < logits.shape[-1], best, total)
     if filters.top_p:
         # A token stays while the tokens before it have less than top_p; so the first always stays.
-        most = knobs.top_p * total
+        mass_limit = knobs.top_p * total
 
         def stays(limit: Array) -> Array:
-            return jnp.sum(jnp.where(size < limit, weights, 0), axis=-1, keepdims=True) < most
+            return jnp.sum(jnp.where(size < limit, weights, 0), axis=-1, keepdims=True) < mass_limit
 
         last = jnp.minimum(last, _bisect(logits, stays))
     return jnp.where(size <= last, logits, -jnp.inf)
@@ -236,8 +236,8 @@ def _bisect(
     If it is true of a number, it must be true of all smaller ones.
     """
 
-    def set_bit(number: Array, found: Array) -> Array:
-        larger = found | (jnp.int32(1) << (30 - number))
-        return jnp.where(holds(larger), larger, found)
+    def set_bit(number: Array, current: Array) -> Array:
+        larger = current | (jnp.int32(1) << (30 - number))
+        return jnp.where(holds(larger), larger, current)
 
     return jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((logits.shape[0], 1), jnp.int32))

@@ -54,20 +54,20 @@ def _attend_by_head(attend, q, k, v, bias, start, *, size) -> Partial:
     group = heads // kv_heads
     split = q.reshape(batch, queries, kv_heads, group, -1).transpose(0, 2, 1, 3, 4)
 
-    def one(at: Array) -> Partial:
+    def attend_head(at: Array) -> Partial:
         sequence, head = at // kv_heads, at % kv_heads
 
         def pick(a: Array, first: Array | int = 0, count: int | None = None) -> Array:
             """One sequence and KV head of [#B,#K,X,...], and `count` of X from `first` on."""
-            of = (sequence if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
+            index = (sequence if a.shape[0] > 1 else 0, head if a.shape[1] > 1 else 0)
             sizes = (1, 1, a.shape[2] if count is None else count, *a.shape[3:])
-            return jax.lax.dynamic_slice(a, (*of, first, *[0] * (a.ndim - 3)), sizes)
+            return jax.lax.dynamic_slice(a, (*index, first, *[0] * (a.ndim - 3)), sizes)
 
-        here = None if bias is None else pick(bias)
+        head_bias = None if bias is None else pick(bias)
         keys, values = jax.tree.map(lambda leaf: pick(leaf, start, size), (k, v))
-        return attend(pick(split)[0], keys, values, here, 0, size=size)
+        return attend(pick(split)[0], keys, values, head_bias, 0, size=size)
 
-    out, lse = jax.lax.map(one, jnp.arange(batch * kv_heads))  # [B*K,1,T,G,H]
+    out, lse = jax.lax.map(attend_head, jnp.arange(batch * kv_heads))  # [B*K,1,T,G,H]
     out = out.reshape(batch, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(batch, kv_heads, queries, group).transpose(0, 2, 1, 3)
     return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
@@ -152,16 +152,16 @@ def order_after(chunk: Chunk, *read: Rows) -> Chunk:
     return chunk._replace(k=jnp.where(always, chunk.k, 0), v=jnp.where(always, chunk.v, 0))
 
 
-def map_sequences(one: Callable[..., Array], *arrays: Array) -> Array:
-    """`jax.vmap(one)(*arrays)`; a batch of one has no batch axis inside, on all platforms.
+def map_sequences(function: Callable[..., Array], *arrays: Array) -> Array:
+    """`jax.vmap(function)(*arrays)`; a batch of one has no batch axis inside, on all platforms.
 
     With a batch axis XLA:CPU fuses the write of a slot twice and copies the whole cache. A test on
     the compiled text guards it.
     Record workarounds, rows map_sequences and map_sequences-magicpig.
     """
     if arrays[0].shape[0] == 1:
-        return one(*(array[0] for array in arrays))[None]
-    return jax.vmap(one)(*arrays)
+        return function(*(array[0] for array in arrays))[None]
+    return jax.vmap(function)(*arrays)
 
 
 def cumsum(counts: Int32[Array, " S"]) -> Int32[Array, " S"]:

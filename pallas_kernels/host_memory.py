@@ -23,11 +23,11 @@ def to_device(array: Array) -> Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
-def map_on_device(function: Callable[..., Array], array: Array, *others: Array) -> Array:
-    """function(array, *others), computed on the device; the result is in the memory of `array`."""
+def map_on_device(function: Callable[..., Array], array: Array, *operands: Array) -> Array:
+    """function(array, *operands), computed on the device; the result is where `array` is."""
     if not on_host(array):
-        return function(array, *others)
-    return to_host(function(*map(to_device, (array, *others))))
+        return function(array, *operands)
+    return to_host(function(*map(to_device, (array, *operands))))
 
 
 def take(array: Array, at: Array) -> Array:

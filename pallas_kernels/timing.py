@@ -16,10 +16,10 @@ def time_interleaved(
     """Milliseconds of each compiled function in each round, after a call that compiles it."""
     for function in run.values():
         jax.block_until_ready(function(*args))
-    found: dict[str, list[float]] = {name: [] for name in run}
+    timings: dict[str, list[float]] = {name: [] for name in run}
     for _ in range(rounds):
         for name, function in run.items():
             start = time.perf_counter()
             jax.block_until_ready(function(*args))
-            found[name].append(1e3 * (time.perf_counter() - start))
-    return found
+            timings[name].append(1e3 * (time.perf_counter() - start))
+    return timings

@@ -88,13 +88,13 @@ def join(*parts: PerHeadTokens) -> PerHeadTokens:
 def put(sample: PerHeadTokens, at: Array, takes: Array, token: PerHeadTokens) -> PerHeadTokens:
     """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head where `takes`."""
 
-    def one(old: Array, new: Array, at: Array, takes: Array) -> Array:
+    def write_slot(old: Array, new: Array, at: Array, takes: Array) -> Array:
         before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
         new = jnp.where(takes, new[0].astype(old.dtype), before)
         return jax.lax.dynamic_update_index_in_dim(old, new, at, 0)
 
-    each = jax.vmap(jax.vmap(one))
-    return jax.tree.map(lambda old, new: each(old, new, at, takes), sample, token)
+    write_heads = jax.vmap(jax.vmap(write_slot))
+    return jax.tree.map(lambda old, new: write_heads(old, new, at, takes), sample, token)
 
 
 def ranks(sample: PerHeadTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:
@@ -170,10 +170,10 @@ def evicted_by_token(recent: Ring, chunk: Chunk, sinks: int) -> Evicted:
     slot = ring.next_slot(recent, sinks)
     valid = chunk.valid[:, 0] & (recent.count >= recent.positions.shape[1])
 
-    def one(leaf: Array) -> Array:
+    def slice_slot(leaf: Array) -> Array:
         return jax.vmap(lambda slots, at: jax.lax.dynamic_slice_in_dim(slots, at, 1, 1))(leaf, slot)
 
     position = jnp.take_along_axis(recent.positions, slot[:, None], axis=1)[:, None]
     position = jnp.broadcast_to(position, (*recent.k.shape[:2], 1))
-    token = PerHeadTokens(*jax.tree.map(one, recent[:2]), position)
+    token = PerHeadTokens(*jax.tree.map(slice_slot, recent[:2]), position)
     return Evicted(token, jnp.zeros_like(slot)[:, None], valid[:, None])

@@ -117,9 +117,9 @@ def grow(ring: Ring, size: int) -> Ring:
     """The same tokens in `size` slots."""
     if size == ring.positions.shape[1]:
         return ring
-    more = ((0, 0), (0, 0), (0, size - ring.positions.shape[1]), (0, 0))
-    k, v = jax.tree.map(lambda leaf: jnp.pad(leaf, more), (ring.k, ring.v))
-    return ring._replace(k=k, v=v, positions=jnp.pad(ring.positions, (more[0], more[2])))
+    padding = ((0, 0), (0, 0), (0, size - ring.positions.shape[1]), (0, 0))
+    k, v = jax.tree.map(lambda leaf: jnp.pad(leaf, padding), (ring.k, ring.v))
+    return ring._replace(k=k, v=v, positions=jnp.pad(ring.positions, (padding[0], padding[2])))
 
 
 def dense(ring: Ring) -> RingSettings:
@@ -181,12 +181,12 @@ def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) 
     if not settings.evict:
         rows.check_room(ring.count, chunk.valid, ring.positions.shape[1])
     numbers = token_numbers(ring, chunk.valid)
-    given = new_rows(spec, chunk, numbers, settings)
-    fresh = tuple(map(rows.store, given, ring[:2]))
+    chunk_rows = new_rows(spec, chunk, numbers, settings)
+    fresh = tuple(map(rows.store, chunk_rows, ring[:2]))
     write_slots = _write_one if chunk.valid.shape[1] == 1 else _write_many
     out = write_slots(ring, chunk, fresh, settings)
     if ring.sinks is not None:
-        out = out._replace(sinks=write_sinks(ring, chunk, given, numbers, settings.sinks)[0])
+        out = out._replace(sinks=write_sinks(ring, chunk, chunk_rows, numbers, settings.sinks)[0])
     return out
 
 
@@ -242,13 +242,13 @@ def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "
     if width == old.shape[axis + 1]:
         return jnp.where(hit, fresh.astype(old.dtype), old)
 
-    def one(old_slots: Array, new_slots: Array, at: Array, written: Array) -> Array:
+    def write_sequence(old_slots: Array, new_slots: Array, at: Array, written: Array) -> Array:
         # Reading the old slots first keeps padding from changing a bit.
         before = jax.lax.dynamic_slice_in_dim(old_slots, at, width, axis)
         new_slots = jnp.where(written, new_slots.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old_slots, new_slots, at, axis)
 
-    return xla_cpu.map_sequences(one, old, fresh, start, hit)
+    return xla_cpu.map_sequences(write_sequence, old, fresh, start, hit)
 
 
 def _write_one(ring: Ring, chunk: Chunk, fresh: tuple[Rows, Rows], settings: RingSettings) -> Ring:
@@ -277,8 +277,8 @@ def attend(
     kv_heads = ring.k.shape[1]
     parts = [attend_ring(spec, ring, chunk, settings)]
     if sinks:
-        given = new_rows(spec, chunk, numbers, settings)
-        first, key_positions = write_sinks(ring, chunk, given, numbers, sinks)
+        chunk_rows = new_rows(spec, chunk, numbers, settings)
+        first, key_positions = write_sinks(ring, chunk, chunk_rows, numbers, sinks)
         query_positions = chunk.positions
         if settings.cache_relative:
             rank = jnp.arange(sinks, dtype=jnp.uint32)
@@ -323,9 +323,13 @@ def first_rows(ring: Ring, sinks: int) -> Sinks:
 
 
 def write_sinks(
-    ring: Ring, chunk: Chunk, given: tuple[Array, Array], numbers: Int32[Array, "B T"], sinks: int
+    ring: Ring,
+    chunk: Chunk,
+    chunk_rows: tuple[Array, Array],
+    numbers: Int32[Array, "B T"],
+    sinks: int,
 ) -> tuple[Sinks, UInt32[Array, "B P"]]:
-    """The sinks alone and their positions in the text, after this chunk; given: its `new_rows`."""
+    """The sinks and their positions in the text after this chunk; chunk_rows: its `new_rows`."""
     hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
     hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
 
@@ -335,7 +339,7 @@ def write_sinks(
 
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
     positions = jnp.where(hit, positions, ring.positions[:, :sinks])
-    return Sinks(*map(put, first_rows(ring, sinks), given)), positions
+    return Sinks(*map(put, first_rows(ring, sinks), chunk_rows)), positions
 
 
 def decode(

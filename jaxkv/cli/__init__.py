@@ -72,11 +72,11 @@ class Parser(argparse.ArgumentParser):
 
         argparse would first miss what a mistyped flag was to give, such as --text.
         """
-        known = list(self._option_string_actions)
+        known_flags = list(self._option_string_actions)
         for word in words[: words.index("--")] if "--" in words else words:
             flag = word.partition("=")[0]
-            if re.fullmatch(r"--?[a-zA-Z][\w-]*", flag) and flag not in known:
-                near = difflib.get_close_matches(f"--{flag.lstrip('-').lower()}", known, n=1)
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", flag) and flag not in known_flags:
+                near = difflib.get_close_matches(f"--{flag.lstrip('-').lower()}", known_flags, n=1)
                 meant = f"; did you mean {near[0]}?" if near else ""
                 self.error(f"unrecognized arguments: {word}{meant}")
 
@@ -140,7 +140,7 @@ def _parser(argv: Sequence[str]) -> tuple[Parser, Parser]:
     about = "Bounded KV caches for Llama-family models on JAX: generation in constant memory."
     parser = Parser("jaxkv", description=about, allow_abbrev=False)
     parser.add_argument("-V", "--version", action="version", version=f"jaxkv {__version__}")
-    commands, given = parser.add_subparsers(metavar="COMMAND", required=True), parser
+    commands, chosen = parser.add_subparsers(metavar="COMMAND", required=True), parser
     if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
         near = difflib.get_close_matches(argv[0].lower(), COMMANDS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
@@ -152,8 +152,8 @@ def _parser(argv: Sequence[str]) -> tuple[Parser, Parser]:
             module = importlib.import_module(f"jaxkv.cli.{name}")
             module.add_flags(command)
             command.set_defaults(run=module.run)
-            given = command
-    return parser, given
+            chosen = command
+    return parser, chosen
 
 
 def _say(kind: str, message: object) -> None:

@@ -32,11 +32,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_stretches(parser, "448, or less for a model with a short context", "64", "8")
     parser.add_argument(
-        "--max-tokens", type=flags.whole(2), metavar="N",
+        "--max-tokens", type=flags.integer(2), metavar="N",
         help="read only the first N tokens of the text (default: as many as the stretches need)",
     )  # fmt: skip
     parser.add_argument(
-        "--block", type=flags.whole(1), metavar="N",
+        "--block", type=flags.integer(1), metavar="N",
         help="scored tokens per block, from which the errors are computed (default: those of a "
         "stretch, or fewer where the text has less than 8 stretches)",
     )  # fmt: skip
@@ -55,18 +55,18 @@ def run(args: argparse.Namespace) -> int:
     named = [policy.strip() for policy in args.policy or []]
     if ALL in named:
         named = [*SHAPES, *(policy for policy in named if policy != ALL)]
-    own = [policy for policy in named if policy not in SHAPES]
-    llm = flags.load_model(args, *own)
+    explicit_policies = [policy for policy in named if policy not in SHAPES]
+    llm = flags.load_model(args, *explicit_policies)
     from jaxkv.models import advise, advise_report, budgets, expected_time
     from jaxkv.models.score import check_scorable, encode
     from jaxkv.state.memory import show
 
-    for policy in own:
+    for policy in explicit_policies:
         advise.check_not_full(llm, policy)
     ids = encode(llm, text)[: args.max_tokens]
     parts = advise.cut(llm, ids, args.prompt_tokens, args.score_tokens, args.stretches)
     sizes = parts.prompt, parts.scored
-    for policy in own:
+    for policy in explicit_policies:
         check_scorable(llm.policies(policy), parts.prompt)
     budget = args.budget
     if budget is None:

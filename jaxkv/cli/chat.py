@@ -62,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
     chat = ChatState(args, llm, sampling)
     chat.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
-    begun = chat.talk
+    first_talk = chat.talk
     if continues:
         tell(load_session(chat, path))
     elif path is not None:
         save_session(chat, path)  # a file that cannot be written ends the chat now
-    chat.warm_up(begun)
+    chat.warm_up(first_talk)
     flags.report_unusable_cache(args, llm)
     turns, code = [], 0
     try:

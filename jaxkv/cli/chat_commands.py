@@ -77,8 +77,8 @@ def obey(chat: ChatState, line: str) -> None:
         if name == EXIT:
             raise UserError(f"{EXIT} takes nothing after it, got {rest!r}; write {EXIT}")
         if name not in COMMANDS:
-            known = [*COMMANDS, EXIT]
-            near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+            commands = [*COMMANDS, EXIT]
+            near = difflib.get_close_matches(name.lower(), commands, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"unknown command {name!r}; {meant}/help lists the commands")
         argument, _, act = COMMANDS[name]

@@ -21,11 +21,11 @@ SUFFIX = ".safetensors"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_text(parser)
     parser.add_argument(
-        "--slots", type=flags.whole(2), default=SLOTS, metavar="P",
+        "--slots", type=flags.integer(2), default=SLOTS, metavar="P",
         help=f"keys and values per layer and KV head (default {SLOTS})",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=flags.whole(1), default=STEPS, metavar="N",
+        "--steps", type=flags.integer(1), default=STEPS, metavar="N",
         help=f"steps of training (default {STEPS})",
     )  # fmt: skip
     parser.add_argument(
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     document = encode(llm, text)
     compaction.check(llm, document, args.slots)
     load()
-    pressed, begun, losses = threading.Event(), time.perf_counter(), []
+    pressed, start, losses = threading.Event(), time.perf_counter(), []
     with Progress("training", args.steps, "steps") as progress, on_interrupt(pressed.set):
 
         def watch(step: int, loss: float) -> None:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         "steps": args.steps,
         "first_loss": losses[0],
         "loss": losses[-1],
-        "seconds": time.perf_counter() - begun,
+        "seconds": time.perf_counter() - start,
     }
     if args.json:
         print_json(report | {"seed": args.seed, "versions": flags.versions()})

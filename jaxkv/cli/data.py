@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument(
-        "--vocab-size", type=flags.whole(1), metavar="N",
+        "--vocab-size", type=flags.integer(1), metavar="N",
         help="train a byte-level BPE tokenizer with N tokens on the training texts",
     )  # fmt: skip
     tokenizer.add_argument(
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="regular expression; its matches are removed from the texts (_italics_: --remove _)",
     )  # fmt: skip
     parser.add_argument(
-        "--processes", type=flags.whole(1), metavar="N",
+        "--processes", type=flags.integer(1), metavar="N",
         help="processes that tokenize (default: one per core); the result does not depend on it",
     )  # fmt: skip
     parser.add_argument(

@@ -14,12 +14,12 @@ from jaxkv.errors import UserError
 from jaxkv.files import decode
 
 
-def read_text(path: str, what: str) -> str:
-    """Read a UTF-8 file, or standard input where path is `-`. what: its name in errors.
+def read_text(path: str, noun: str) -> str:
+    """Read a UTF-8 file, or standard input where path is `-`. noun: its name in errors.
 
     Raises UserError if it cannot be read, is not UTF-8 or is empty.
     """
-    name = f"{what} " + ("on standard input" if path == "-" else path or "''")
+    name = f"{noun} " + ("on standard input" if path == "-" else path or "''")
     if path == "-" and sys.stdin is None:
         raise UserError(f"{name} cannot be read: it is closed; pipe text in, or name a file")
     try:
@@ -59,8 +59,8 @@ def check_folder(path: str, names: Iterable[str]) -> Path:
                 raise UserError(
                     f"{folder / name} is a folder, but must become a file; choose another"
                 )
-        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        with tempfile.TemporaryFile(dir=existing):
             return folder
     except OSError as error:
         raise unwritable(folder, error) from None

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from jaxkv.models import Llm, Sampling
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of a flag for a whole number from `least` to `most`."""
-    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """The type of a flag for a whole number from `minimum` to `maximum`."""
+    span = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < least or (most is not None and value > most):
+        if value is None or value < minimum or (maximum is not None and value > maximum):
             raise argparse.ArgumentTypeError(f"must be a whole number {span}, got {text!r}")
         return value
 
@@ -45,10 +45,10 @@ def number(text: str) -> float:
 
 def memory(text: str) -> int:
     """The type of a flag for an amount of memory, such as 512MiB or 1.5GiB; 0 is allowed."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise argparse.ArgumentTypeError(f"must be bytes, such as 512MiB or 1.5GiB, got {text!r}")
-    count, unit = found.groups()
+    count, unit = match.groups()
     unit = (unit or "B").upper()
     size = float(count) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0])
     if size % 1 and size < 1:
@@ -117,13 +117,13 @@ def add_model(parser: argparse.ArgumentParser, mesh: bool = True, sinks: bool = 
             "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
         )
     group.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, help="seed of all random draws (default 0)"
+        "--seed", type=integer(0, 2**32 - 1), default=0, help="seed of all random draws (default 0)"
     )
 
 
 def add_prompt(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--prompt-tokens", type=whole(1), metavar="N",
+        "--prompt-tokens", type=integer(1), metavar="N",
         help="the first N tokens are a prompt, after which policies such as snapkv compress it; "
         f"only tokens after it are scored (default: {default})",
     )  # fmt: skip
@@ -135,11 +135,11 @@ def add_stretches(
     """How a text is cut into stretches; the arguments state the defaults."""
     add_prompt(parser, f"of each stretch {prompt}")
     parser.add_argument(
-        "--score-tokens", type=whole(1), metavar="N",
+        "--score-tokens", type=integer(1), metavar="N",
         help=f"tokens that are scored after each prompt (default: {scored})",
     )  # fmt: skip
     parser.add_argument(
-        "--stretches", type=whole(1), metavar="N",
+        "--stretches", type=integer(1), metavar="N",
         help="parts of the text, one after another, each with a prompt and scored tokens "
         f"(default: {stretches})",
     )  # fmt: skip
@@ -180,7 +180,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Flags of sampling and of the end of an answer."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-new-tokens", type=whole(1), default=max_new_tokens, metavar="N",
+        "--max-new-tokens", type=integer(1), default=max_new_tokens, metavar="N",
         help=f"maximum number of tokens to generate (default {max_new_tokens})",
     )  # fmt: skip
     group.add_argument(
@@ -191,7 +191,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
     group.add_argument(
         "--top-k",
-        type=whole(0),
+        type=integer(0),
         metavar="K",
         help="sample from the K most likely tokens; 0 is off",
     )
@@ -228,11 +228,13 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:
     """The model's own sampling settings, with those of the flags in their place."""
-    given = _given_sampling(args)
-    sampling = dataclasses.replace(llm.sampling, **given)
+    settings = _given_sampling(args)
+    sampling = dataclasses.replace(llm.sampling, **settings)
     neutral = type(llm.sampling)()
-    filters = [name for name in ("top_k", "top_p", "min_p") if name in given]
-    if sampling.temperature == 0 and any(given[name] != getattr(neutral, name) for name in filters):
+    filters = [name for name in ("top_k", "top_p", "min_p") if name in settings]
+    if sampling.temperature == 0 and any(
+        settings[name] != getattr(neutral, name) for name in filters
+    ):
         warn(
             "--top-k, --top-p and --min-p have no effect in greedy decoding (temperature 0); "
             "give --temperature"
@@ -245,10 +247,10 @@ def _given_sampling(args: argparse.Namespace) -> dict[str, float]:
     from jaxkv.sampling import Sampling
 
     names = [field.name for field in dataclasses.fields(Sampling)]
-    given = {name: getattr(args, name, None) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    Sampling(**given)
-    return given
+    settings = {name: getattr(args, name, None) for name in names}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    Sampling(**settings)
+    return settings
 
 
 def check_device() -> None:
@@ -277,8 +279,8 @@ def check_device() -> None:
 def model_options(args: argparse.Namespace) -> str:
     """The given flags of `add_model`, as one would write them after another command."""
     names = ("model", "dtype", "weights", "sinks")
-    given = {name: getattr(args, name, None) for name in names}
-    return "".join(f" --{name} {shlex.quote(value)}" for name, value in given.items() if value)
+    values = {name: getattr(args, name, None) for name in names}
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in values.items() if value)
 
 
 def load_model(args: argparse.Namespace, *policies: str) -> Llm:

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prompts", metavar="FILE", help="file with a prompt a line; empty lines are skipped"
     )
     parser.add_argument(
-        "--batch", type=flags.whole(1), default=BATCH, metavar="N",
+        "--batch", type=flags.integer(1), default=BATCH, metavar="N",
         help=f"continue at most N of several prompts together (default {BATCH}); the seed of the "
         "first is --seed, each later one adds 1",
     )  # fmt: skip
@@ -53,26 +53,26 @@ def run(args: argparse.Namespace) -> int:
     encoded, batches, press = encode(llm, prompts), [], Press()
     with press:
         for start in range(0, len(prompts), args.batch):
-            some = slice(start, start + args.batch)
+            chunk = slice(start, start + args.batch)
             generation = Generation(
-                llm, encoded[some], args.policy, args.max_new_tokens, sampling=sampling,
-                seed=seeds[some], stop=args.stop, ignore_eos=args.ignore_eos,
+                llm, encoded[chunk], args.policy, args.max_new_tokens, sampling=sampling,
+                seed=seeds[chunk], stop=args.stop, ignore_eos=args.ignore_eos,
             )  # fmt: skip
             if not batches:
                 load()  # while its programs are compiled
-            printer = None if args.json else Printer(prompts[some] if several else [])
-            if found := generate(generation, printer, press):
-                batches.append(found)
+            printer = None if args.json else Printer(prompts[chunk] if several else [])
+            if batch := generate(generation, printer, press):
+                batches.append(batch)
             if press.came:
                 break
     flags.report_unusable_cache(args, llm)
     answers = [answer for batch in batches for answer in batch]
     if args.json:
-        found = [dataclasses.asdict(answer) for answer in answers]
-        for number, answer in enumerate(found if several else ()):
+        records = [dataclasses.asdict(answer) for answer in answers]
+        for number, answer in enumerate(records if several else ()):
             answer |= {"prompt": prompts[number], "seed": seeds[number]}
         settings = {"sampling": vars(sampling), "seed": args.seed, "versions": flags.versions()}
-        print_json(({"answers": found} if several else found[0]) | settings)
+        print_json(({"answers": records} if several else records[0]) | settings)
     else:
         done = f"{len(answers)} of {len(prompts)} prompts" if several else answers[0].finish_reason
         print(summary(batches, done), file=sys.stderr, flush=True)
@@ -186,12 +186,12 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         "--prompt-file": args.prompt_file is not None,
         "--prompts": args.prompts is not None,
     }
-    given = [name for name, present in sources.items() if present]
-    if len(given) > 1:
+    chosen = [name for name, present in sources.items() if present]
+    if len(chosen) > 1:
         raise UserError(
-            f"the prompt is given twice, by {' and '.join(given)}; give one of these, not both"
+            f"the prompt is given twice, by {' and '.join(chosen)}; give one of these, not both"
         )
-    if not given:
+    if not chosen:
         hint = " (before --stop, which takes all words after it)" if args.stop else ""
         raise UserError(
             f"no prompt is given; give a text{hint}, -, --prompt-file or --prompts FILE"

@@ -66,12 +66,13 @@ def send_again(seconds: float = 0.1) -> Iterator[None]:
         yield
         return
     main, over = threading.main_thread().ident, threading.Event()
-    near, far = socket.socketpair()  # Python writes each signal to `far`, in the signal handler
-    far.setblocking(False)
-    before = signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+    # Python writes each signal to `writer`, in the signal handler.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def resend() -> None:
-        while number := near.recv(1):
+        while number := reader.recv(1):
             if ord(number) == signal.SIGINT and not over.wait(seconds):
                 signal.pthread_kill(main, signal.SIGINT)
                 return
@@ -83,9 +84,9 @@ def send_again(seconds: float = 0.1) -> Iterator[None]:
     finally:
         over.set()
         signal.set_wakeup_fd(before)
-        far.close()
+        writer.close()
         thread.join()
-        near.close()
+        reader.close()
 
 
 def terminable() -> contextlib.AbstractContextManager[None]:

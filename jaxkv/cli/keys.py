@@ -23,15 +23,15 @@ def read_keys(args: argparse.Namespace) -> ApiKeys:
     """The API keys and admin keys of the files or the environment. Raises UserError."""
     from jaxkv.server import ApiKeys, parse_api_keys
 
-    own = _content("api-key-file", args.api_key_file, KEYS)
+    keys = _content("api-key-file", args.api_key_file, KEYS)
     admin = _content("admin-key-file", args.admin_key_file, ADMIN_KEYS)
-    if admin and not own:
+    if admin and not keys:
         raise UserError(
             "--admin-key-file needs API keys, because /metrics is open without any; give "
             "--api-key-file"
         )
     return ApiKeys(
-        parse_api_keys(*own) if own else (), parse_api_keys(*admin, salts=False) if admin else ()
+        parse_api_keys(*keys) if keys else (), parse_api_keys(*admin, salts=False) if admin else ()
     )
 
 

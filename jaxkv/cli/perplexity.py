@@ -29,15 +29,15 @@ def add_scoring(
     default = "the whole file" if max_tokens is None else max_tokens
     flags.add_text(parser)
     parser.add_argument(
-        "--max-tokens", type=flags.whole(2), default=max_tokens, metavar="N",
+        "--max-tokens", type=flags.integer(2), default=max_tokens, metavar="N",
         help=f"score only the first N tokens, including a BOS (default: {default})",
     )  # fmt: skip
     parser.add_argument(
-        "--chunk", type=flags.whole(1), metavar="C",
+        "--chunk", type=flags.integer(1), metavar="C",
         help="tokens per chunk; changes only the speed (default: by policy)",
     )  # fmt: skip
     parser.add_argument(
-        "--block", type=flags.whole(1), metavar="N",
+        "--block", type=flags.integer(1), metavar="N",
         help=f"report the mean loss of each N tokens (default: {blocks} equal blocks)",
     )  # fmt: skip
 
@@ -53,38 +53,38 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt_tokens or 0
     pressed, total = threading.Event(), len(tokens) - 1 - prompt
     with Progress("scoring", total) as progress, on_interrupt(pressed.set):
-        found = score(
+        scored = score(
             llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set, prompt
         )
     code = INTERRUPTED if pressed.is_set() else 0
     if code:
-        say_interrupted(args.policy, len(found.losses), total)
+        say_interrupted(args.policy, len(scored.losses), total)
     result = {
-        "perplexity": found.perplexity,
-        "loss": found.loss,
+        "perplexity": scored.perplexity,
+        "loss": scored.loss,
         "tokens": len(tokens),
         "prompt": prompt,
-        "predictions": len(found.losses),
+        "predictions": len(scored.losses),
         "interrupted": pressed.is_set(),
         "policy": format_policy(llm.policies(args.policy)),
-        "state_bytes": found.state_bytes,
-        "chunk": found.chunk,
-        "seconds": found.seconds,
-        "compile_seconds": found.compile_seconds,
-        "blocks": found.blocks(args.block or -(-len(found.losses) // BLOCKS)),
+        "state_bytes": scored.state_bytes,
+        "chunk": scored.chunk,
+        "seconds": scored.seconds,
+        "compile_seconds": scored.compile_seconds,
+        "blocks": scored.blocks(args.block or -(-len(scored.losses) // BLOCKS)),
     }
     if args.json:
         print_json(result | {"seed": args.seed, "versions": flags.versions()})
         return code
     predictions = result["predictions"]
-    print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}), {predictions} predictions")
-    print(f"policy     {result['policy']}, state {show(found.state_bytes)}")
-    print(f"seconds    {found.seconds:.1f}, and {found.compile_seconds:.1f} compiling")
+    print(f"perplexity {scored.perplexity:.4f} (loss {scored.loss:.4f}), {predictions} predictions")
+    print(f"policy     {result['policy']}, state {show(scored.state_bytes)}")
+    print(f"seconds    {scored.seconds:.1f}, and {scored.compile_seconds:.1f} compiling")
     return code
 
 
-def say_interrupted(policy: str, done: int, total: int, left: int = 0) -> None:
-    """Say in one line what was scored before Ctrl-C. left: policies that were not."""
+def say_interrupted(policy: str, done: int, total: int, unscored: int = 0) -> None:
+    """Say in one line what was scored before Ctrl-C. unscored: policies that were not."""
     scored = f"{policy} is scored on the first {done} of {total} predictions"
-    others = f"; {left} more not scored" if left else ""
-    print(f"jaxkv: interrupted: {scored}{others}", file=sys.stderr)
+    rest = f"; {unscored} more not scored" if unscored else ""
+    print(f"jaxkv: interrupted: {scored}{rest}", file=sys.stderr)

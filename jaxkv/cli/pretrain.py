@@ -124,8 +124,8 @@ def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: Base | N
 
     setting = (setting_of if base is None else base.setting)(recipe, tokens, mesh)
     with Progress("compiling"):
-        found = plan(setting)
-    print(", ".join(f"{name} {show(size)}" for name, size in found._asdict().items()))
+        sizes = plan(setting)
+    print(", ".join(f"{name} {show(size)}" for name, size in sizes._asdict().items()))
     return 0
 
 

@@ -76,10 +76,10 @@ class Progress:
         if self.done == before or not self._total:
             return f"{self._label} ... {now - self._begun:.0f} s"
         rate = (self.done - before) / max(now - since, 1e-9)
-        left = (self._total - self.done) / rate
+        seconds_left = (self._total - self.done) / rate
         return (
             f"{self._label}: {self.done / self._total:.0%}, {_short(rate)} {self._unit}/s, "
-            f"{duration(left)} left"
+            f"{duration(seconds_left)} left"
         )
 
 

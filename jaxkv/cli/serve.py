@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxkv.server import Drain, ServerConfig
     from jaxkv.server.connections import Server
 
-COUNT = flags.whole(1)
+COUNT = flags.integer(1)
 FAILED = 70  # the exit code if the engine fails
 STOP = 5.0  # seconds for the engine's last step
 SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
@@ -39,7 +39,7 @@ SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
 FLAGS = (
     (SERVER, "host", str, "127.0.0.1", "HOST", "address to listen on; 127.0.0.1 accepts "
      "connections from this machine only"),
-    (SERVER, "port", flags.whole(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
+    (SERVER, "port", flags.integer(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
      "and prints it"),
     (SERVER, "served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
      "answers state the first (default: the Hub id, or the name of the model folder or file)"),
@@ -59,15 +59,15 @@ FLAGS = (
      "metrics; routers that know vLLM read the prefix vllm"),
     (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
      "json (also every request, one object per line) on standard error"),
-    (SERVER, "drain", flags.whole(0), 0, "SECONDS", "after SIGTERM, finish the running answers for "
-     "up to so long; meanwhile /health fails and new requests are refused with status 503"),
+    (SERVER, "drain", flags.integer(0), 0, "SECONDS", "after SIGTERM, finish the running answers "
+     "for up to so long; meanwhile /health fails and new requests are refused with status 503"),
     (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
      "takes longer"),
     (ENGINE, "memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
      f"prefixes, such as 4GiB (default: {defaults.MEMORY_SHARE:.0%}% of what is free)"),
     (ENGINE, "max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
      f"(default: {defaults.MAX_BATCH}, or fewer if --memory holds fewer)"),
-    (ENGINE, "max-len", flags.whole(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
+    (ENGINE, "max-len", flags.integer(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
      f"prompt and its answer together (default: {defaults.GROWING_LEN} for growing caches, which "
      f"reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the two)"),
     (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
 
 def is_lost(engine: Engine, drain: Drain) -> bool:
     """Whether nobody can be answered any more."""
-    return bool(engine.failure) or (drain.begun and not engine.healthy)
+    return bool(engine.failure) or (drain.has_begun and not engine.healthy)
 
 
 def run_until_stopped(
@@ -224,8 +224,8 @@ def is_loopback(listener: socket.socket) -> bool:
 
 def names_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The names of --served-model-name; none without the flag."""
-    given = args.served_model_name
-    return () if given is None else tuple(check_name(name) for name in given.split(","))
+    names = args.served_model_name
+    return () if names is None else tuple(check_name(name) for name in names.split(","))
 
 
 def read_template(args: argparse.Namespace) -> str | None:
@@ -265,37 +265,37 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     from jaxkv.prefix.folder import PrefixFolder
 
     if args.prefix_memory == 0:
-        for name, given in needing_prefixes(args):
+        for name, value in needing_prefixes(args):
             raise UserError(
-                f"{name} needs --prefix-memory, got {given} and 0; give --prefix-memory too"
+                f"{name} needs --prefix-memory, got {value} and 0; give --prefix-memory too"
             )
         return None
     if args.prefix_dir_size is not None and args.prefix_dir is None:
         raise UserError("--prefix-dir-size bounds a folder of prefixes; give --prefix-dir too")
     try:
-        made = PrefixConfig(
+        config = PrefixConfig(
             memory=args.prefix_memory or PrefixConfig.memory, order=args.prefix_order,
             where=args.prefix_where, host_memory=args.prefix_host_memory,
         )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
     if args.prefix_dir is None:
-        return made
+        return config
     if not args.prefix_dir:
         raise UserError("--prefix-dir must name a folder, got an empty name; leave it out for none")
     if args.prefix_dir_size == 0:
         raise UserError("--prefix-dir-size must be at least 1 byte, got 0; try 4GiB")
     size = defaults.PREFIX_DIR_SIZE if args.prefix_dir_size is None else args.prefix_dir_size
     try:
-        return replace(made, folder=PrefixFolder(args.prefix_dir, size))
+        return replace(config, folder=PrefixFolder(args.prefix_dir, size))
     except UserError as error:
         raise UserError(f"--prefix-dir: {error}") from None
 
 
 def needing_prefixes(args: argparse.Namespace) -> list[tuple[str, object]]:
     """The given flags that need a prefix cache, with their values."""
-    known = {"--prefix-host-memory": args.prefix_host_memory, "--prefix-dir": args.prefix_dir}
-    return [(name, given) for name, given in known.items() if given]
+    settings = {"--prefix-host-memory": args.prefix_host_memory, "--prefix-dir": args.prefix_dir}
+    return [(name, value) for name, value in settings.items() if value]
 
 
 def plan_of(args: argparse.Namespace, llm: Llm, has_keys: bool = False) -> ServingMemory:
@@ -306,11 +306,17 @@ def plan_of(args: argparse.Namespace, llm: Llm, has_keys: bool = False) -> Servi
     from jaxkv.models.serving import make_model
     from jaxkv.state.memory import available
 
-    each = sizes(make_model(llm, args.policy), args.max_len, args.chunk, has_keys)
+    engine_bytes = sizes(make_model(llm, args.policy), args.max_len, args.chunk, has_keys)
     # On a CPU, the host's prefixes take the memory of the device.
     host = args.prefix_host_memory if jax.local_devices()[0].platform == "cpu" else 0
     plan = plan_memory(
-        each, args.memory, args.max_batch, args.prefix_memory, available(), host, args.fixed_batch
+        engine_bytes,
+        args.memory,
+        args.max_batch,
+        args.prefix_memory,
+        available(),
+        host,
+        args.fixed_batch,
     )
     if not plan.prefixes:
         for name, _ in needing_prefixes(args):
@@ -375,13 +381,13 @@ def server_config(
 ) -> ServerConfig:
     from jaxkv import server
 
-    most = max_batch + args.queue
+    max_in_flight = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.
-    per_key = args.per_key or (max(1, most // 2) if has_keys else None)
+    per_key = args.per_key or (max(1, max_in_flight // 2) if has_keys else None)
     return server.ServerConfig(
-        max_in_flight=most,
+        max_in_flight=max_in_flight,
         max_per_key=per_key,
-        max_answers=most,
+        max_answers=max_in_flight,
         max_batch=max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,

@@ -23,11 +23,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_text(parser)
     flags.add_policy(parser, POLICY)
     parser.add_argument(
-        "--max-tokens", type=flags.whole(2), default=TOKENS, metavar="N",
+        "--max-tokens", type=flags.integer(2), default=TOKENS, metavar="N",
         help=f"show only the first N tokens, 2000 at most (default {TOKENS})",
     )  # fmt: skip
     parser.add_argument(
-        "--prompt-tokens", type=flags.whole(1), metavar="P",
+        "--prompt-tokens", type=flags.integer(1), metavar="P",
         help="tokens after which prefill ends, for policies that act there (default: half of them)",
     )  # fmt: skip
     parser.add_argument(
@@ -72,26 +72,26 @@ def run(args: argparse.Namespace) -> int:
     load()
     pressed = threading.Event()
     with Progress("reading", len(tokens)) as progress, on_interrupt(pressed.set):
-        found = view.record(
+        recording = view.record(
             llm, tokens, args.policy, prompt, args.layers, args.seed, progress.at, pressed.is_set
         )
-    page = view.page(llm, found, **names(args, llm)).encode()
+    page = view.page(llm, recording, **names(args, llm)).encode()
     write(out.parent, {out.name: page})
     result = {
         "page": str(out),
         "bytes": len(page),
-        "tokens": len(found.ids),
-        "policy": found.policy,
-        "layers": list(found.layers),
-        "prompt_tokens": found.prompt,
+        "tokens": len(recording.ids),
+        "policy": recording.policy,
+        "layers": list(recording.layers),
+        "prompt_tokens": recording.prompt,
         "interrupted": pressed.is_set(),
     }
     if args.json:
         print_json(result | {"seed": args.seed, "versions": flags.versions()})
     else:
-        print(f"wrote {out} ({show(len(page))}, {len(found.ids)} tokens); open it in a browser")
+        print(f"wrote {out} ({show(len(page))}, {len(recording.ids)} tokens); open it in a browser")
     if pressed.is_set():
-        done = f"the page shows the first {len(found.ids)} of {len(tokens)} tokens"
+        done = f"the page shows the first {len(recording.ids)} of {len(tokens)} tokens"
         print(f"jaxkv: interrupted: {done}", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -52,7 +52,7 @@ def answer(engine: Engine, requests: Iterable[Request]) -> list[Collected]:
         for handle in handles:
             engine.cancel(handle)
         raise
-    while not all(one.finished.is_set() for one in collected):
+    while not all(entry.finished.is_set() for entry in collected):
         _advance(engine)
     return collected
 

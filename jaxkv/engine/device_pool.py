@@ -34,8 +34,8 @@ class DevicePool:
         def load(
             stored: Pool, numbers: jax.Array, count: jax.Array, record: jax.Array
         ) -> PrefillState:
-            made = pool.load(layout, states, stored, numbers, count, record)
-            return PrefillState(made, jnp.zeros((1, vocab), jnp.float32))
+            loaded = pool.load(layout, states, stored, numbers, count, record)
+            return PrefillState(loaded, jnp.zeros((1, vocab), jnp.float32))
 
         table = np.zeros(max(1, layout.max_pages), np.int32)
         self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()

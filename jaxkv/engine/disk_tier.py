@@ -53,21 +53,22 @@ class WriteJob(NamedTuple):
 
 
 class DiskTier:
-    """The files of one store's prefixes.
+    """The files of one store's prefixes. Only `_run` is called in another thread than the engine's.
 
-    folder: None for no disk. settings: what a prefix depends on besides its tokens and owner. like:
-    the shapes of an entry's arrays. most: entries of the store, of which at most so many wait.
-    take: an entry and its hash -> its arrays; None if the store has it no more. Only `_run` is
-    called in another thread than the engine's.
+    folder: None for no disk.
+    settings: what a prefix depends on besides its tokens and owner.
+    like: the shapes of an entry's arrays.
+    max_waiting: the number of entries that may wait, which is that of the store.
+    take: an entry and its hash -> its arrays; None if the store no longer has it.
     Raises UserError if the folder's limit is below one entry, or if another engine has it.
     """
 
     def __init__(
-        self, folder: PrefixFolder | None, settings: str, like: Any, most: int,
+        self, folder: PrefixFolder | None, settings: str, like: Any, max_waiting: int,
         take: Callable[[Any, bytes], Any],
     ) -> None:  # fmt: skip
         self._folder, self._settings, self._like = folder, settings, like
-        self._most, self._take = most, take
+        self._max_waiting, self._take = max_waiting, take
         self._waiting: dict[bytes, WaitingEntry] = {}
         self._jobs: queue.Queue[WriteJob | None] = queue.Queue(WRITES_AHEAD)
         self._writer: threading.Thread | None = None
@@ -89,11 +90,11 @@ class DiskTier:
                 "%s cannot be written (%s): its prefixes are read, and new ones are not stored",
                 folder.path, folder.problem,
             )  # fmt: skip
-        if others := len(folder) - folder.count(settings):
+        if foreign := len(folder) - folder.count(settings):
             LOG.warning(
                 "%d of %d prefixes in %s are of another model, policy, version or machine and are "
                 "not read; they are deleted when the folder is full",
-                others, len(folder), folder.path,
+                foreign, len(folder), folder.path,
             )  # fmt: skip
 
     @property
@@ -114,7 +115,7 @@ class DiskTier:
         if self._folder is None or self._folder.problem or self._folder.lost or self.has(hash):
             return
         self._waiting[hash] = WaitingEntry(entry, hash, prefix, owner)
-        if len(self._waiting) > self._most:  # the oldest was evicted long ago
+        if len(self._waiting) > self._max_waiting:  # the oldest was evicted long ago
             del self._waiting[next(iter(self._waiting))]
             self.lost += 1
 
@@ -123,8 +124,8 @@ class DiskTier:
         if self._folder is not None and self._folder.lost:
             self._waiting.clear()
         while self._waiting and not self._jobs.full() and not self._is_paused():
-            one = self._waiting.pop(next(iter(self._waiting)))
-            arrays = self._take(one.entry, one.hash)
+            waiting = self._waiting.pop(next(iter(self._waiting)))
+            arrays = self._take(waiting.entry, waiting.hash)
             if arrays is None:
                 self.lost += 1
                 continue
@@ -133,8 +134,8 @@ class DiskTier:
                     target=self._run, name="jaxkv-prefix-writer", daemon=True
                 )
                 self._writer.start()
-            name = self._folder.name(self._settings, one.owner, one.hash)
-            self._jobs.put_nowait(WriteJob(name, one.owner, one.prefix, arrays))
+            name = self._folder.name(self._settings, waiting.owner, waiting.hash)
+            self._jobs.put_nowait(WriteJob(name, waiting.owner, waiting.prefix, arrays))
 
     def read(self, hash: bytes, prefix: bytes) -> Any:
         """The arrays of a stored prefix, of numpy; None if there are none that can be used."""
@@ -188,18 +189,18 @@ class DiskTier:
         if self._folder is None or self._closed:
             return
         until = None if seconds is None else time.monotonic() + seconds
-        while keep and self._waiting and not self._is_paused() and _left(until):
+        while keep and self._waiting and not self._is_paused() and _seconds_left(until):
             self.write()
             time.sleep(0.001)
-        while self._writer is not None and self._jobs.full() and _left(until):
+        while self._writer is not None and self._jobs.full() and _seconds_left(until):
             time.sleep(0.001)
         told = self._writer is not None and not self._jobs.full()
         if told:
             self._jobs.put_nowait(None)
-            self._writer.join(None if until is None else _left(until))
-        left = len(self._waiting) + max(0, self._jobs.unfinished_tasks - told)
-        if left:
-            LOG.warning("%d prefixes were not written to %s", left, self._folder.path)
+            self._writer.join(None if until is None else _seconds_left(until))
+        unwritten = len(self._waiting) + max(0, self._jobs.unfinished_tasks - told)
+        if unwritten:
+            LOG.warning("%d prefixes were not written to %s", unwritten, self._folder.path)
         if self._writer is None or not self._writer.is_alive():
             self._folder.close()
             self._closed = True
@@ -253,7 +254,7 @@ class DiskTier:
 
 
 def settings_hash(root: bytes, shapes: Any) -> str:
-    """A short hash of what the bits of a prefix depend on. root: of the store, without a salt."""
+    """A short hash of what the bits of a prefix depend on. root: the store's, without a salt."""
     device = jax.local_devices()[0]
     return root_hash(
         root=root, shapes=str(jax.tree.leaves(shapes)), jaxkv=__version__, jax=jax.__version__,
@@ -292,6 +293,6 @@ def _bytes(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-def _left(until: float | None) -> float:
-    """The seconds left, 0 or more; endless without a limit."""
+def _seconds_left(until: float | None) -> float:
+    """The seconds until a time, 0 or more; endless without a limit."""
     return float("inf") if until is None else max(0.0, until - time.monotonic())

@@ -50,17 +50,22 @@ LOG = logging.getLogger(__name__)
 class Engine:
     """A decode batch, a prefill or those of two owners in turn, and a queue.
 
-    model: what runs. max_batch: sequences that decode together. max_len: tokens of a sequence,
-    prompt and answer; None: GROWING_LEN if a cache grows, else no limit. chunk: prompt tokens per
-    prefill call; prefixes are shared at its multiples. max_prefill_tokens: prompt tokens prefilled
-    in one step, at least a chunk; running sequences wait so long for their next token. None: a
-    chunk. queue, queue_tokens: requests and prompt tokens that may wait. prefix_cache: the prefix
-    cache; None for none. seed: of the policies' random draws, which are equal for all requests of
-    one salt. step_seconds: a step that takes longer makes the engine unhealthy until it ends.
-    max_per_owner: sequences of one owner that run together; where it is given, the prompts of two
-    owners are prefilled in turn. None: no limit, and one prompt at a time. fixed_batch: every step
-    computes max_batch sequences, however few run, so that no bit of an answer depends on their
-    number. Otherwise the batch grows with load, so that fewer sequences take less time.
+    model: the model that runs.
+    max_batch: sequences that decode together.
+    max_len: tokens of a sequence, prompt and answer; None: GROWING_LEN if a cache grows, else no
+      limit.
+    chunk: prompt tokens per prefill call; prefixes are shared at its multiples.
+    max_prefill_tokens: prompt tokens prefilled in one step, at least a chunk; running sequences
+      wait for them. None: a chunk.
+    queue, queue_tokens: requests and prompt tokens that may wait.
+    prefix_cache: the prefix cache; None for none.
+    seed: start of the policies' random draws, which are equal for all requests of one salt.
+    step_seconds: a step that takes longer makes the engine unhealthy until it ends.
+    max_per_owner: sequences of one owner that run together; with a limit, the prompts of two owners
+      are prefilled in turn. None: no limit, and one prompt at a time.
+    fixed_batch: every step computes max_batch sequences, however few run, so that no bit of an
+      answer depends on their number. Otherwise the batch grows with load, so that fewer sequences
+      take less time.
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -218,8 +223,8 @@ class Engine:
             self._thread = None
         self._finish_all("cancelled")
         if ended and self._store is not None:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            self._store.disk.close(left, keep=not self.failure)
+            seconds_left = None if until is None else max(0.0, until - time.monotonic())
+            self._store.disk.close(seconds_left, keep=not self.failure)
         return ended
 
     def _run(self) -> None:
@@ -283,16 +288,16 @@ class Engine:
         """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
-        left, tokens = self._max_prefill_tokens, 0
-        while left > 0:
+        budget, tokens = self._max_prefill_tokens, 0
+        while budget > 0:
             self._start_prefill()
             if not self._prefills:
                 break
-            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > left:
+            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > budget:
                 break
             count, cost, logits = self._prefill_chunk(self._prefills[0])
             tokens += count
-            left -= cost
+            budget -= cost
         if tokens:
             self._prefilled.append(logits)
         return tokens
@@ -358,7 +363,7 @@ class Engine:
             with self._changed:
                 self._unfinished.pop(handle, None)
             self._running.remove(handle)
-            for prefill in [each for each in self._prefills if each.handle is handle]:
+            for prefill in [prefill for prefill in self._prefills if prefill.handle is handle]:
                 self._prefills.remove(prefill)
                 self._release(prefill.hit)
         finally:  # also if the prefix store is broken, because someone waits for the answer

@@ -19,9 +19,11 @@ SECONDS = (1.0, 60.0)  # least and most time after which a client should retry
 class EngineMetrics:
     """Counters of one engine.
 
-    prompt_tokens: of started requests. generated_tokens: of answers. step_tokens: prefilled and
-    decoded tokens of all steps. sizes: steps by the number of EDGES that their tokens exceed.
-    seconds: from the start to the end of all answers.
+    prompt_tokens: tokens in the prompts of started requests.
+    generated_tokens: tokens in answers.
+    step_tokens: prefilled and decoded tokens of all steps.
+    sizes: steps by the number of EDGES that their tokens exceed.
+    seconds: time from the start to the end of an answer, summed over all answers.
     """
 
     prompt_tokens: int = 0
@@ -51,8 +53,8 @@ class EngineMetrics:
 
     def estimate_wait(self, tokens: int, max_batch: int) -> float:
         """Estimate the seconds until `tokens` waiting prompt tokens are served."""
-        each = self.seconds / max(1, self.prompt_tokens) / max_batch
-        return min(max(SECONDS[0], tokens * each), SECONDS[1])
+        seconds_per_token = self.seconds / max(1, self.prompt_tokens) / max_batch
+        return min(max(SECONDS[0], tokens * seconds_per_token), SECONDS[1])
 
 
 def prefix_metrics(

@@ -97,9 +97,11 @@ def check_request(request: Request, max_len: int | None, vocab: int) -> None:
             f"max_len is {max_len} tokens, got {size} of prompt and {new} new ones; "
             "shorten one of them"
         )
-    most = min(MAX_LOGPROBS, vocab)
-    if request.logprobs is not None and not 0 <= request.logprobs <= most:
-        raise UserError(f"logprobs must be from 0 to {most}, got {request.logprobs}; give fewer")
+    max_logprobs = min(MAX_LOGPROBS, vocab)
+    if request.logprobs is not None and not 0 <= request.logprobs <= max_logprobs:
+        raise UserError(
+            f"logprobs must be from 0 to {max_logprobs}, got {request.logprobs}; give fewer"
+        )
     wrong = next((token for token, _ in request.bias if not 0 <= token < vocab), None)
     if wrong is not None:
         raise UserError(
@@ -148,5 +150,5 @@ def scored_token(request: Request, output: StepOutput, index: int) -> ScoredToke
     token = int(output.token[index])
     if request.logprobs is None:
         return ScoredToken(token)
-    each = zip(output.top[index].tolist(), output.top_logprobs[index].tolist(), strict=True)
-    return ScoredToken(token, float(output.logprob[index]), tuple(each)[: request.logprobs])
+    top = zip(output.top[index].tolist(), output.top_logprobs[index].tolist(), strict=True)
+    return ScoredToken(token, float(output.logprob[index]), tuple(top)[: request.logprobs])

@@ -46,11 +46,11 @@ def transfer(transfers: list[Transfer], host: HostTier, take: Callable, put: Cal
 
     take: entry of the device -> its arrays and extra data. put: stores both in an entry.
     """
-    for each in transfers:
-        if each.source == "device":
-            host.put(each.target_index, *take(each.source_index))
+    for move in transfers:
+        if move.source == "device":
+            host.put(move.target_index, *take(move.source_index))
         else:
-            put(each.target_index, *host.take(each.source_index))
+            put(move.target_index, *host.take(move.source_index))
     transfers.clear()
 
 

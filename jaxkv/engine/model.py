@@ -40,8 +40,8 @@ class Model:
 
     def layers(self, states: Sequence[State]) -> list[tuple[int, Policy, State]]:
         """The number, policy and state of each layer."""
-        both = zip(self.policies, states, strict=True)
-        return [(number, policy, state) for number, (policy, state) in enumerate(both)]
+        pairs = zip(self.policies, states, strict=True)
+        return [(number, policy, state) for number, (policy, state) in enumerate(pairs)]
 
 
 def forward(

@@ -53,14 +53,14 @@ def sizes(model: Model, max_len: int | None, chunk: int, has_owners: bool = Fals
 
 def plan_memory(
     sizes: EngineBytes,
-    given: int | None = None,
+    requested: int | None = None,
     max_batch: int | None = None,
     prefixes: int | None = None,
     free: int | None = None,
     host_prefixes: int = 0,
     fixed_batch: bool = True,
 ) -> ServingMemory:
-    """Divide `given` bytes, or MEMORY_SHARE of the `free` ones: weights, sequences, then prefixes.
+    """Divide `requested` bytes, or MEMORY_SHARE of `free`: weights, sequences, then prefixes.
 
     max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
     take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
@@ -70,17 +70,17 @@ def plan_memory(
     is free, or if the prefixes' memory holds none.
     """
     show = memory.show
-    if given is not None and free is not None and given > free:
+    if requested is not None and free is not None and requested > free:
         raise UserError(
-            f"--memory must be at most what is free ({show(free)}), got {show(given)}; give less, "
-            "or leave it out"
+            f"--memory must be at most what is free ({show(free)}), got {show(requested)}; "
+            "give less, or leave it out"
         )
     if prefixes is not None and 0 < prefixes < sizes.prefix:
         raise UserError(
             f"--prefix-memory must hold one prefix ({show(sizes.prefix)}), got {show(prefixes)}; "
             "give more, or 0 for no prefix cache"
         )
-    limit = given if given is not None or free is None else int(free * MEMORY_SHARE)
+    limit = requested if requested is not None or free is None else int(free * MEMORY_SHARE)
     if limit is None:
         chosen = PREFIX_MEMORY if prefixes is None else prefixes
         return ServingMemory(None, max_batch or MAX_BATCH, chosen)
@@ -89,26 +89,26 @@ def plan_memory(
     def sequences(batch: int) -> int:
         return sizes.sequence * (batch if fixed_batch else sum(batch_sizes(batch)))
 
-    least = fixed + sequences(max_batch or 1)
-    if least > limit:
-        what = "memory" if given is not None else f"{MEMORY_SHARE:.0%} of the free memory"
+    minimum = fixed + sequences(max_batch or 1)
+    if minimum > limit:
+        source = "memory" if requested is not None else f"{MEMORY_SHARE:.0%} of the free memory"
         batch = max_batch or 1
-        each = " and ".join(map(str, (batch,) if fixed_batch else batch_sizes(batch)))
-        parts = _parts(sizes, each, sequences(batch), prefixes, host_prefixes)
+        counts = " and ".join(map(str, (batch,) if fixed_batch else batch_sizes(batch)))
+        parts = _parts(sizes, counts, sequences(batch), prefixes, host_prefixes)
         fits_fixed = not fixed_batch and fixed + batch * sizes.sequence <= limit
-        enough = -(-least // 2**20)  # MiB
-        more = f"--memory {enough}MiB or " if free is None or enough * 2**20 <= free else ""
+        enough = -(-minimum // 2**20)  # MiB
+        remedy = f"--memory {enough}MiB or " if free is None or enough * 2**20 <= free else ""
         raise UserError(
-            f"{what} must hold {', '.join(parts)}, got {show(limit)}; give {more}"
+            f"{source} must hold {', '.join(parts)}, got {show(limit)}; give {remedy}"
             f"{_remedy(max_batch, prefixes, host_prefixes, fits_fixed)}"
         )
     fitting = [n for n in range(1, MAX_BATCH + 1) if fixed + sequences(n) <= limit]
     batch = max_batch or max(fitting)
     if prefixes is not None:
         return ServingMemory(limit, batch, prefixes)
-    left = limit - fixed - sequences(batch)
-    left = left if given is not None else min(left, PREFIX_MEMORY)
-    return ServingMemory(limit, batch, left if left >= sizes.prefix else 0)
+    remaining = limit - fixed - sequences(batch)
+    remaining = remaining if requested is not None else min(remaining, PREFIX_MEMORY)
+    return ServingMemory(limit, batch, remaining if remaining >= sizes.prefix else 0)
 
 
 def _parts(
@@ -127,6 +127,6 @@ def _parts(
 def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fits_fixed: bool) -> str:
     """The given parts that may be smaller. fits_fixed: whether a fixed batch would fit."""
     names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
-    smaller = [f"a smaller --{name}" for name, given in names.items() if given]
-    least = "a smaller policy (under growing caches, also a smaller --max-len)"
-    return " or ".join((["--fixed-batch"] if fits_fixed else []) + smaller) or least
+    smaller = [f"a smaller --{name}" for name, value in names.items() if value]
+    smaller_policy = "a smaller policy (under growing caches, also a smaller --max-len)"
+    return " or ".join((["--fixed-batch"] if fits_fixed else []) + smaller) or smaller_policy

@@ -23,7 +23,7 @@ SKIP = 2**31 - 1  # index of a page or a record that is not written
 
 
 class Pool(NamedTuple):
-    """pages: of each paged leaf, [P, ... page_size ...]. records: the rest of every leaf, [R, ...].
+    """pages: a [P, ... page_size ...] per paged leaf. records: the rest of every leaf [R, ...].
 
     P or R replaces the batch axis B with which every leaf of a state begins.
     """
@@ -120,15 +120,15 @@ def save(
     Either index may be SKIP.
     """
     pages, records = iter(pool.pages), iter(pool.records)
-    made = Pool([], [])
+    saved = Pool([], [])
     for leaf, axis in _leaves(layout, states):
         if axis is not None:
             start = layout.first + number * layout.page_size
             cut = jax.lax.dynamic_slice_in_dim(leaf, start, layout.page_size, axis)
-            made.pages.append(next(pages).at[page].set(cut[0], mode="drop"))
+            saved.pages.append(next(pages).at[page].set(cut[0], mode="drop"))
             leaf = jax.lax.slice_in_dim(leaf, 0, layout.first, axis=axis)
-        made.records.append(next(records).at[record].set(leaf[0], mode="drop"))
-    return made
+        saved.records.append(next(records).at[record].set(leaf[0], mode="drop"))
+    return saved
 
 
 def load(
@@ -145,21 +145,21 @@ def load(
     """
     pages, records = iter(pool.pages), iter(pool.records)
 
-    def made(leaf: Shaped, axis: int | None) -> Array:
+    def load_leaf(leaf: Shaped, axis: int | None) -> Array:
         head = jax.lax.dynamic_index_in_dim(next(records), record, 0)
         if axis is None:
             return head
-        pool_pages, whole = next(pages), jnp.zeros(leaf.shape, leaf.dtype)
+        pool_pages, loaded = next(pages), jnp.zeros(leaf.shape, leaf.dtype)
 
-        def copy(number: Array, whole: Array) -> Array:
+        def copy(number: Array, loaded: Array) -> Array:
             page = jax.lax.dynamic_index_in_dim(pool_pages, table[number], 0)
             at = layout.first + number * layout.page_size
-            return jax.lax.dynamic_update_slice_in_dim(whole, page, at, axis)
+            return jax.lax.dynamic_update_slice_in_dim(loaded, page, at, axis)
 
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, head, 0, axis)
-        return jax.lax.fori_loop(0, count, copy, whole)
+        loaded = jax.lax.dynamic_update_slice_in_dim(loaded, head, 0, axis)
+        return jax.lax.fori_loop(0, count, copy, loaded)
 
-    leaves = [made(leaf, axis) for leaf, axis in _leaves(layout, like)]
+    leaves = [load_leaf(leaf, axis) for leaf, axis in _leaves(layout, like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -170,9 +170,9 @@ def take(pool: Pool, page: Int32[Array, ""], record: Int32[Array, ""]) -> Pool:
 
 def put(pool: Pool, taken: Pool, page: Int32[Array, ""], record: Int32[Array, ""]) -> Pool:
     """Store a page and a record from `take` in the pool."""
-    pages = [leaf.at[page].set(one) for leaf, one in zip(pool.pages, taken.pages, strict=True)]
+    pages = [leaf.at[page].set(new) for leaf, new in zip(pool.pages, taken.pages, strict=True)]
     pairs = zip(pool.records, taken.records, strict=True)
-    return Pool(pages, [leaf.at[record].set(one) for leaf, one in pairs])
+    return Pool(pages, [leaf.at[record].set(new) for leaf, new in pairs])
 
 
 def _axes(policies: tuple[Policy, ...], paged: Callable[[Leaf], bool]) -> tuple[int | None, ...]:

@@ -22,19 +22,19 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class PrefillState(NamedTuple):
-    """The state of one prompt before the end of prefill. logits: of the next token."""
+    """The state of one prompt before the end of prefill. logits: those of the next token."""
 
     states: tuple[State, ...]
     logits: Float32[Array, "1 V"]
 
 
 def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> PrefillState:
-    """An empty state for up to max_len tokens. seed: of the policies' random draws."""
+    """An empty state for up to max_len tokens. seed: start of the policies' random draws."""
     rng = jax.random.key(seed)
 
     def state(layer: int, policy: Policy) -> State:
-        one = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
-        return one if max_len is None else policy.reserve(model.spec, one, max_len)
+        layer_state = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
+        return layer_state if max_len is None else policy.reserve(model.spec, layer_state, max_len)
 
     states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
     return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
@@ -98,10 +98,10 @@ class ChunkPrograms(NamedTuple):
         weights = model.weights
         x, positions, valid = self.begin(weights, tokens, np.uint32(start), np.int32(count))
         states = []
-        for number, policy, one in model.layers(state.states):
+        for number, policy, layer_state in model.layers(state.states):
             of_layer = model.layer_weights(weights, number)
-            x, one = self.layers[policy](of_layer, x, one, positions, valid)
-            states.append(one)
+            x, layer_state = self.layers[policy](of_layer, x, layer_state, positions, valid)
+            states.append(layer_state)
         last, output = self.ends[scored](weights, x, state.logits, tokens, np.int32(count))
         return PrefillState(tuple(states), last), output
 
@@ -113,16 +113,16 @@ def begin_prefill(
 
     begin: begins to compile a function for arguments. state: the shapes of a state.
     """
-    tokens, one, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
+    tokens, position, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
     start = partial(begin_chunk, model)
-    x, positions, valid = jax.eval_shape(start, model.weights, tokens, one, zero)
+    x, positions, valid = jax.eval_shape(start, model.weights, tokens, position, zero)
     first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
     layers = {
         policy: begin(
-            partial(model.layer, policy), model.layer_weights(model.weights, number), x, one,
-            positions, valid, donate=(1, 2),
+            partial(model.layer, policy), model.layer_weights(model.weights, number), x,
+            layer_state, positions, valid, donate=(1, 2),
         )
-        for number, policy, one in first.values()
+        for number, policy, layer_state in first.values()
     }  # fmt: skip
     ends = {
         scored: begin(
@@ -130,4 +130,4 @@ def begin_prefill(
         )
         for scored in (False, True)
     }
-    return ChunkPrograms(begin(start, model.weights, tokens, one, zero), layers, ends)
+    return ChunkPrograms(begin(start, model.weights, tokens, position, zero), layers, ends)

@@ -101,7 +101,7 @@ def insert(
 
     like: the shapes of an `empty_batch`, of which `batch` is the `carry`.
     """
-    states = tuple(_finish_prefill(model, max_len, *each) for each in model.layers(state.states))
+    states = tuple(_finish_prefill(model, max_len, *layer) for layer in model.layers(state.states))
     rng = jax.random.key(params.seed[0])
     sequence = DecodeBatch(
         states=states,
@@ -116,7 +116,7 @@ def insert(
     )
     sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
     batch = restore(batch, like)
-    batch = jax.tree.map(lambda all, one: all.at[index].set(one[0]), batch, sequence)
+    batch = jax.tree.map(lambda all, new: all.at[index].set(new[0]), batch, sequence)
     return carry(batch), output
 
 
@@ -154,7 +154,9 @@ def empty_batch(model: Model, max_batch: int, max_len: int | None) -> DecodeBatc
 
     def sequence(_: None) -> tuple[State, ...]:
         state = init_prefill(model, max_len, jnp.uint32(0))
-        return tuple(_finish_prefill(model, max_len, *each) for each in model.layers(state.states))
+        return tuple(
+            _finish_prefill(model, max_len, *layer) for layer in model.layers(state.states)
+        )
 
     shapes = jax.eval_shape(sequence, None)
     states = jax.tree.map(lambda leaf: jnp.zeros((max_batch, *leaf.shape[1:]), leaf.dtype), shapes)
@@ -232,16 +234,19 @@ class BatchPrograms(NamedTuple):
 
     def result(self) -> BatchPrograms:
         """The programs, once they are compiled."""
-        moves = {size: [one.result() for one in each] for size, each in self.moves.items()}
+        moves = {
+            size: [future.result() for future in futures] for size, futures in self.moves.items()
+        }
         return BatchPrograms(*(future.result() for future in self[:-1]), moves)
 
 
 class Programs:
     """All programs of one engine, compiled for its shapes.
 
-    sizes: of the decode batches, in order. widths: of the chunks of a prompt. bytes: of `prefills`
-    prefills and of a decode batch of each size.
-    num_compiled: the number of programs. Raises UserError if these bytes do not fit into memory.
+    sizes: entries of the decode batches, in order. widths: tokens in the chunks of a prompt.
+    bytes: memory of `prefills` prefills and of a decode batch of each size.
+    num_compiled: the number of programs.
+    Raises UserError if these bytes do not fit into memory.
     """
 
     def __init__(
@@ -305,12 +310,12 @@ class Programs:
 
     def move(self, batch: DecodeBatch, entries: Sequence[int], into: DecodeBatch) -> DecodeBatch:
         """Copy entries of a batch to the beginning of another, which is donated."""
-        size, other = batch.token.shape[0], into.token.shape[0]
-        order = np.zeros(min(size, other), np.int32)
+        size, target_size = batch.token.shape[0], into.token.shape[0]
+        order = np.zeros(min(size, target_size), np.int32)
         order[: len(entries)] = entries
         count, leaves = np.int32(len(entries)), map(jax.tree.leaves, (batch, into))
-        each = zip(self.of_size[size].moves[other], *leaves, strict=True)
-        moved = [move(leaf, to, order, count) for move, leaf, to in each]
+        leaf_moves = zip(self.of_size[size].moves[target_size], *leaves, strict=True)
+        moved = [move(leaf, to, order, count) for move, leaf, to in leaf_moves]
         return jax.tree.unflatten(jax.tree.structure(into), moved)
 
     def _begin_batch(
@@ -338,9 +343,9 @@ class Programs:
             donate=(0,),
         )  # fmt: skip
         moves = {
-            other: begin_moves(begin, batch, size, jax.eval_shape(carry, into), other)
-            for other, into in batches.items()
-            if other != size
+            target_size: begin_moves(begin, batch, size, jax.eval_shape(carry, into), target_size)
+            for target_size, into in batches.items()
+            if target_size != size
         }
         return BatchPrograms(
             begin(lambda: carry(empty_batch(model, size, max_len))), decoding, inserting,

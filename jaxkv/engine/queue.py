@@ -29,10 +29,10 @@ class RequestQueue:
         """The requests in the order in which they would be taken."""
         turns = deque(map(iter, self._waiting.values()))
         while turns:
-            own = turns.popleft()
-            if (handle := next(own, None)) is not None:
+            requests = turns.popleft()
+            if (handle := next(requests, None)) is not None:
                 yield handle
-                turns.append(own)
+                turns.append(requests)
 
     def is_full(self, size: int, free: int) -> bool:
         """Whether a prompt of `size` tokens is refused.
@@ -60,10 +60,10 @@ class RequestQueue:
         if not owners:
             return None
         owner = owners[0]
-        own = self._waiting.pop(owner)
-        handle = own.popleft()
-        if own:
-            self._waiting[owner] = own  # the last turn
+        requests = self._waiting.pop(owner)
+        handle = requests.popleft()
+        if requests:
+            self._waiting[owner] = requests  # the last turn
         self.tokens -= len(handle.request.tokens)
         return handle
 
@@ -71,9 +71,9 @@ class RequestQueue:
         """Remove and return the cancelled requests."""
         gone = [handle for handle in self if handle.cancelled]
         for handle in gone:
-            own = self._waiting[handle.request.owner]
-            own.remove(handle)
-            if not own:
+            requests = self._waiting[handle.request.owner]
+            requests.remove(handle)
+            if not requests:
                 del self._waiting[handle.request.owner]
             self.tokens -= len(handle.request.tokens)
         return gone

@@ -27,14 +27,20 @@ class ScoredToken(NamedTuple):
 class Request:
     """One prompt to answer.
 
-    tokens: the prompt. max_new_tokens: 0 only scores the prompt. sampling: how tokens are drawn;
-    a draw depends on `seed` and position alone. presence_penalty, frequency_penalty: subtracted
-    from the logit of a token in the answer, once, and for each occurrence. bias: pairs of a token
-    and a number added to its logit. eos: ids that end the answer. salt: only requests of equal
-    salt share prefixes and the policies' random draws; None is a salt too. owner: whose request it
-    is; owners take turns in the queue. logprobs: how many of the likeliest tokens to report with
-    each; None reports no log probabilities. echo: also score the prompt's tokens, without using the
-    prefix cache. min_new_tokens: so many new tokens come before one of `eos`.
+    tokens: the prompt.
+    max_new_tokens: 0 only scores the prompt.
+    min_new_tokens: minimum number of new tokens before one of `eos` is allowed.
+    sampling: how tokens are drawn; a draw depends on `seed` and position alone.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token in the answer, once,
+      and for each occurrence.
+    bias: pairs of a token and a number added to its logit.
+    eos: ids that end the answer.
+    salt: only requests of equal salt share prefixes and the policies' random draws; None is a salt
+      too.
+    owner: the sender of the request; the queue serves owners in turn.
+    logprobs: how many of the likeliest tokens to report with each token; None reports no log
+      probabilities.
+    echo: also score the prompt's tokens, without using the prefix cache.
     Raises UserError for a request that no engine could answer.
     """
 
@@ -122,11 +128,12 @@ def is_unicode(text: str) -> bool:
 class Outcome:
     """The end of an answer.
 
-    reason: eos, stop, length, cancelled or error. computed_tokens, cached_tokens: prompt tokens
-    that were computed, and taken from the prefix cache; fewer than all after a cancellation.
-    queue_seconds, first_token_seconds, total_seconds: from the arrival of the request to its start,
-    its first token and its end; None for events that did not happen. error: the message if the
-    reason is `error`.
+    reason: eos, stop, length, cancelled or error.
+    computed_tokens, cached_tokens: prompt tokens that were computed, and taken from the prefix
+      cache; fewer than all after a cancellation.
+    queue_seconds, first_token_seconds, total_seconds: time from the arrival of the request to its
+      start, its first token and its end; None for events that did not happen.
+    error: the message if the reason is `error`.
     """
 
     reason: str

@@ -18,24 +18,24 @@ from jaxkv.typing import Array, Int32
 
 
 def begin_moves(
-    begin: Callable[..., Future], batch: Any, size: int, into: Any, other: int
+    begin: Callable[..., Future], batch: Any, size: int, into: Any, target_size: int
 ) -> list[Future]:
     """Begin to compile `move` for each leaf of a batch.
 
     begin: begins to compile a function for arguments. batch, into: shapes of both batches, as they
-    stay on the device. size, other: their sequences.
+    stay on the device. size, target_size: their sequences.
     """
     pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(into), strict=True))
-    function, order = partial(move, size, other), np.zeros(min(size, other), "i4")
-    begun = {
+    function, order = partial(move, size, target_size), np.zeros(min(size, target_size), "i4")
+    futures = {
         (leaf, to): begin(function, leaf, to, order, np.int32(0), donate=(1,))
         for leaf, to in {*pairs}
     }
-    return [begun[pair] for pair in pairs]
+    return [futures[pair] for pair in pairs]
 
 
 def move(
-    size: int, other: int, leaf: Array, into: Array, order: Int32[Array, " C"],
+    size: int, target_size: int, leaf: Array, into: Array, order: Int32[Array, " C"],
     count: Int32[Array, ""],
 ) -> Array:  # fmt: skip
     """Copy entries `order` of a leaf of `size` sequences to the first `count` ones of another leaf.
@@ -45,7 +45,7 @@ def move(
     # In two dimensions XLA:CPU updates the array in place.
     rows = leaf.reshape(size, -1)
 
-    def copy(number: Array, made: Array) -> Array:
-        return made.at[number].set(rows[order[number]])
+    def copy(number: Array, moved: Array) -> Array:
+        return moved.at[number].set(rows[order[number]])
 
-    return jax.lax.fori_loop(0, count, copy, into.reshape(other, -1)).reshape(into.shape)
+    return jax.lax.fori_loop(0, count, copy, into.reshape(target_size, -1)).reshape(into.shape)

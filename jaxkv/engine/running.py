@@ -52,8 +52,8 @@ class RunningBatch:
 
     def remove(self, handle: RequestHandle) -> None:
         """Free the entry of a request, if it has one."""
-        for index, each in enumerate(self.handles):
-            if each is handle:
+        for index, occupant in enumerate(self.handles):
+            if occupant is handle:
                 self.handles[index] = None
 
     def decode(self) -> InFlightStep | None:

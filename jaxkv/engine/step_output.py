@@ -34,9 +34,9 @@ def score(
     def compute() -> tuple[Array, Array, Array]:
         logprobs = jax.nn.log_softmax(logits)
         best, top = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
-        own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
-        return own, top.astype(jnp.int32), best
+        logprob = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+        return logprob, top.astype(jnp.int32), best
 
     nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(compute))
-    own, top, best = jax.lax.cond(scored, compute, lambda: nothing)
-    return StepOutput(token, own, top, best, jnp.isfinite(jnp.max(logits, axis=1)))
+    logprob, top, best = jax.lax.cond(scored, compute, lambda: nothing)
+    return StepOutput(token, logprob, top, best, jnp.isfinite(jnp.max(logits, axis=1)))

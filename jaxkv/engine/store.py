@@ -42,8 +42,8 @@ class PrefixConfig:
     """The settings of a prefix cache.
 
     memory: bytes on the device for blocks of one chunk each (append-only caches) or snapshots (all
-    others). order: in which unused blocks are evicted: lru, lru-deepest-first or lfu. where: at
-    which chunk boundaries snapshots are stored, joined by +: `last`, the deepest from which the
+    others). order: eviction order of unused blocks: lru, lru-deepest-first or lfu. where: chunk
+    boundaries at which snapshots are stored, joined by +: `last`, the deepest from which the
     same prompt could resume; `branch`, the deepest up to which the prompt equals an earlier one;
     `every=N`. host_memory: bytes in the host's memory for blocks or snapshots evicted from the
     device. num_blocks, num_host_blocks: their numbers, instead of bytes. folder: where all of them
@@ -200,8 +200,8 @@ class BlockStore:
     def metrics(self) -> dict[str, Any]:
         index, total, host = self.index, self.index.num_blocks, self._host.capacity
         used = total - index.free
-        known = prefix_metrics(index.counts, total, used, index.active, host, index.host_taken)
-        return known | self.disk.metrics()
+        metrics = prefix_metrics(index.counts, total, used, index.active, host, index.host_taken)
+        return metrics | self.disk.metrics()
 
     def _transfer(self) -> None:
         transfer(self.index.transfers, self._host, self._device.take, self._device.put)
@@ -276,9 +276,9 @@ class SnapshotStore:
 
     def _restore(self, prompt: HashedPrompt) -> None:
         """Read the deepest snapshot on the disk, if memory has none that is as deep."""
-        found = self.index.find(prompt)
-        least = 0 if found is None else found.boundary // self._chunk
-        for number in range((len(prompt) - 1) // self._chunk, least, -1):
+        resident = self.index.find(prompt)
+        resident_chunks = 0 if resident is None else resident.boundary // self._chunk
+        for number in range((len(prompt) - 1) // self._chunk, resident_chunks, -1):
             hash, at = prompt.hashes[number - 1], number * self._chunk
             if not self.disk.has(hash):
                 continue
@@ -299,7 +299,7 @@ class SnapshotStore:
         return (self._take if on_device else self._host.get)(snapshot.index)[0]
 
     def _load(self, index: int) -> PrefillState:
-        return self._device.load(self._pages.of(index), index)
+        return self._device.load(self._pages.table(index), index)
 
     def _save(self, state: PrefillState, index: int, ids: list[Hashable]) -> None:
         """Write a state into an entry, with the pages that no other snapshot has."""
@@ -322,8 +322,8 @@ class SnapshotStore:
     def metrics(self) -> dict[str, Any]:
         index, total, host = self.index, self._capacity, self._host.capacity
         taken, host_taken = index.taken, index.host_taken
-        known = prefix_metrics(index.counts, total, taken, index.held, host, host_taken)
-        return known | self.disk.metrics()
+        metrics = prefix_metrics(index.counts, total, taken, index.held, host, host_taken)
+        return metrics | self.disk.metrics()
 
     def _take(self, index: int) -> tuple[pool.States, list[Hashable]]:
         return self._load(index).states, self._pages.ids(index)
@@ -372,7 +372,7 @@ class SharedPages:
     def taken(self) -> int:
         return len(self._by_id)
 
-    def of(self, index: int) -> list[int]:
+    def table(self, index: int) -> list[int]:
         """The pages of snapshot `index`, in order."""
         return [self._by_id[id] for id in self._tables.get(index, ())]
 

@@ -78,7 +78,8 @@ def halve(
 ) -> Halved:
     """Half of the tokens of each block.
 
-    scale: of the model's logits. uniforms: draws in [0, 1), one per token; pairs use every second.
+    scale: factor on the model's logits. uniforms: draws in [0, 1), one per token; pairs use every
+    second one.
     count: the number of tokens of a block, even, at its front; None: all.
     """
     tokens = keys.shape[-2]

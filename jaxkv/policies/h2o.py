@@ -108,10 +108,10 @@ class H2O(Policy):
         slot = jnp.where((state.count >= self.slots)[:, None], lowest, state.count[:, None])
         takes = jnp.broadcast_to(chunk.valid, slot.shape)
         token = _tokens(spec, chunk, state.tokens)
-        here = (jnp.arange(self.slots)[None, None] == slot[..., None]) & takes[..., None]
+        written = (jnp.arange(self.slots)[None, None] == slot[..., None]) & takes[..., None]
         return H2OState(
             per_head.put(state.tokens, slot, takes, token),
-            jnp.where(here, np.float32(0), state.score),
+            jnp.where(written, np.float32(0), state.score),
             jnp.minimum(state.count + chunk.valid[:, 0].astype(jnp.int32), self.slots),
         )
 

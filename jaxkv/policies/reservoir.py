@@ -165,17 +165,21 @@ class Reservoir(Policy):
         rotated sample of its own. Queries become sequences of the batch.
         """
         batch, kv_heads, queries, size = stored.shape
-        found = per_head.pick(tokens, stored.reshape(batch, kv_heads, -1))
+        samples = per_head.pick(tokens, stored.reshape(batch, kv_heads, -1))
 
         def split(leaf: Array) -> Array:
             leaf = jnp.moveaxis(leaf.reshape(*stored.shape, *leaf.shape[3:]), 2, 1)
             return leaf.reshape(batch * queries, *leaf.shape[2:])
 
-        each = lambda leaf: leaf.reshape(batch * queries, 1, *leaf.shape[2:])  # noqa: E731
-        sample = self._at_cache_positions(spec, jax.tree.map(split, found), each(num_evicted))
-        bias = jnp.where(self._filled(each(num_evicted)), each(weight)[:, :, None, None], -jnp.inf)
+        per_query = lambda leaf: leaf.reshape(batch * queries, 1, *leaf.shape[2:])  # noqa: E731
+        sample = self._at_cache_positions(
+            spec, jax.tree.map(split, samples), per_query(num_evicted)
+        )
+        bias = jnp.where(
+            self._filled(per_query(num_evicted)), per_query(weight)[:, :, None, None], -jnp.inf
+        )
         bias = jnp.broadcast_to(bias, (batch * queries, kv_heads, 1, size))
-        partial = per_head.attend(spec, each(q), each(view), sample, bias)
+        partial = per_head.attend(spec, per_query(q), per_query(view), sample, bias)
         return Partial(*(leaf.reshape(batch, queries, *leaf.shape[2:]) for leaf in partial))
 
     def _update_one(
@@ -237,7 +241,7 @@ class Reservoir(Policy):
         draws = contract.draws(evicted.tokens.positions, state.rng)
         place = jnp.arange(self.sample)[None, None]
 
-        def one(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
+        def place_token(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
             source, stored, num_evicted = carry
             index, valid = new
             draw = jnp.take_along_axis(draws, index[:, None, None], axis=2)[:, :, 0]
@@ -250,7 +254,9 @@ class Reservoir(Policy):
 
         source = jnp.broadcast_to(place, state.sample.positions.shape).astype(jnp.int32)
         begin = source, contract.draws(state.sample.positions, state.rng), state.num_evicted
-        _, (sources, num_evicted) = jax.lax.scan(one, begin, (evicted.index.T, evicted.valid.T))
+        _, (sources, num_evicted) = jax.lax.scan(
+            place_token, begin, (evicted.index.T, evicted.valid.T)
+        )
         return jnp.moveaxis(sources, 0, 2), num_evicted.T
 
     def _at_cache_positions(

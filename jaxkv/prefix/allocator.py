@@ -52,21 +52,21 @@ class PageAllocator:
 
     def held(self, owner: Owner) -> int:
         """Active pages that count for an owner, as a table that is being made is its own."""
-        others = sum(pages for other, pages in self.leased.items() if other != owner)
-        return max(0, self.active - others)
+        foreign = sum(pages for holder, pages in self.leased.items() if holder != owner)
+        return max(0, self.active - foreign)
 
-    def max_blocks(self, wanted: int, found: list[Block], owner: Owner) -> int:
-        """The most blocks, up to `wanted`, that a prompt can get if `found` are cached.
+    def max_blocks(self, limit: int, matched: list[Block], owner: Owner) -> int:
+        """The most blocks, up to `limit`, that a prompt can get if `matched` are cached.
 
         A prompt gets no page within the share of another owner.
         """
         if self._unbounded:
-            return wanted
-        usable = leading_on_device(found)
-        own = sum(not block.refs for block in usable)
+            return limit
+        usable = leading_on_device(matched)
+        idle = sum(not block.refs for block in usable)
         free = len(self.free)
-        evictable = self.cached.available(owner, self.held(owner) + free, wanted)
-        return min(wanted, max(0, len(usable) + free + evictable - own))
+        evictable = self.cached.available(owner, self.held(owner) + free, limit)
+        return min(limit, max(0, len(usable) + free + evictable - idle))
 
     def can_take(self, new: int, shared: list[Block], donor: Block | None) -> bool:
         """Whether `new` pages are available without evicting a shared block or the donor."""
@@ -105,11 +105,11 @@ class PageAllocator:
         block.refs += 1
         block.uses += 1
 
-    def share(self, found: list[Block]) -> None:
+    def share(self, blocks: list[Block]) -> None:
         """Add one user to each block, and move those on the host to the device."""
-        for block in found:
+        for block in blocks:
             self.hold(block)
-        for block in found:
+        for block in blocks:
             if block.on_host:
                 self.host.promote(block, self.take(block.owner))
                 self._counts.promotions += 1
@@ -117,7 +117,7 @@ class PageAllocator:
     def release(self, blocks: Sequence[Block]) -> None:
         """Remove one user from each block of a table; published blocks stay until eviction."""
         time, cached, free = self._clock(), self.cached, self.free
-        left = math.inf if self._capacity is None else self._capacity - len(cached)
+        room = math.inf if self._capacity is None else self._capacity - len(cached)
         for block in reversed(blocks):
             block.refs -= 1
             if block.refs:
@@ -127,10 +127,10 @@ class PageAllocator:
                 continue
             # Insert first, then evict one: the other order would cut a chain in two.
             cached.add(block, time, block.depth, block.uses)
-            left -= 1
-            if left < 0:
+            room -= 1
+            if room < 0:
                 free.append(self.evict(block.owner))
-                left = 0
+                room = 0
 
     def release_one(self, block: Block) -> None:
         """Remove the user of a published block that was held for a moment."""

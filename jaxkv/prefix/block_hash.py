@@ -68,7 +68,7 @@ def _field(name: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         return _tagged(b"b", value)
     if isinstance(value, tuple | list):
-        return _tagged(b"l", b"".join(_field(name, one) for one in value))
+        return _tagged(b"l", b"".join(_field(name, element) for element in value))
     raise UserError(
         f"{name} must consist of None, numbers, text and bytes, got {type(value).__name__}; "
         "convert it to text"
@@ -158,8 +158,8 @@ class BlockHasher:
             hashes = [self.hash(root + data[: begin + size]) for begin in range(0, end, size)]
             return HashedPrompt(root, data, blocks, hashes, owner)
         hashes, last, hash, full = [], root, self.hash, LENGTH.pack(size)
-        for own in blocks:
-            last = hash(last + (full if len(own) == size else LENGTH.pack(len(own))) + own)
+        for block in blocks:
+            last = hash(last + (full if len(block) == size else LENGTH.pack(len(block))) + block)
             hashes.append(last)
         return HashedPrompt(root, data, blocks, hashes, owner)
 

@@ -23,15 +23,19 @@ MODES = ("alias", "rekey", "full")
 class BlockPool:
     """Blocks of prompts, found by the hash of all tokens up to their end.
 
-    block_size: tokens in a block. num_blocks: pages; None for as many as are requested. capacity:
-    most unused blocks that stay cached (the report's K); None for no limit. mode: how a prompt's
-    partial last block is found. `full`: not at all. `alias`: by the prompt's tokens, and a reader
-    copies it. `rekey` (the report): by its current tokens, so no longer by the prompt once a token
-    was appended. order: of eviction, see eviction.py. hashing, hash: see block_hash.py. cap: leave
-    at least the last token of a prompt to compute, because its logits are needed. clock: returns
-    the time of a release; by default a counter. ghosts: evicted hashes that are remembered to
-    explain misses. host_blocks: pages in the host's memory for evicted blocks; the least recently
-    evicted block is lost first.
+    block_size: tokens in a block.
+    num_blocks: pages; None for as many as are requested.
+    capacity: maximum number of unused blocks that stay cached (the report's K); None for no limit.
+    mode: how a prompt's partial last block is found. `full`: not at all. `alias`: by the prompt's
+      tokens, and a reader copies it. `rekey` (the report): by its current tokens, so no longer by
+      the prompt once a token was appended.
+    order: eviction order, see eviction.py.
+    hashing, hash: see block_hash.py.
+    cap: leave at least the last token of a prompt to compute, because its logits are needed.
+    clock: returns the time of a release; by default a counter.
+    ghosts: evicted hashes that are remembered to explain misses.
+    host_blocks: pages in the host's memory for evicted blocks; the least recently evicted block is
+      lost first.
     Raises UserError for an unknown mode, order or hashing, for sizes below 1, and for host_blocks
     in a mode that shares partial blocks.
     """
@@ -53,9 +57,9 @@ class BlockPool:
         check_choice("mode", mode, MODES)
         check_choice("order", order, ORDERS)
         limits = (("num_blocks", num_blocks, 1), ("capacity", capacity, 0), ("ghosts", ghosts, 2))
-        for name, value, least in (*limits, ("host_blocks", host_blocks, 0)):
+        for name, value, minimum in (*limits, ("host_blocks", host_blocks, 0)):
             if value is not None:
-                check_int(name, value, least)
+                check_int(name, value, minimum)
         if host_blocks and mode != "full":
             raise UserError(f"mode must be full with host_blocks, got {mode!r}; choose full")
         self.chain = BlockHasher(block_size, hashing, hash)
@@ -106,10 +110,10 @@ class BlockPool:
 
     def match(self, prompt: HashedPrompt) -> Match:
         """Look a prompt up without changing or counting anything."""
-        found, collided = self._index.walk(prompt)
-        matched, usable = self._extent(prompt, found)
-        pages = [block.page for block in leading_on_device(found)]
-        missed = self._index.missed(prompt, len(found), usable, collided)
+        cached_blocks, collided = self._index.walk(prompt)
+        matched, usable = self._extent(prompt, cached_blocks)
+        pages = [block.page for block in leading_on_device(cached_blocks)]
+        missed = self._index.missed(prompt, len(cached_blocks), usable, collided)
         return Match(pages, matched, usable, missed)
 
     def admit(
@@ -127,31 +131,31 @@ class BlockPool:
         whether it did. It needs mode `full`. Do the `transfers` before reading or writing.
         """
         self._pages.shares.touch(prompt.owner)
-        found, collided = self._index.walk(prompt)
+        cached_blocks, collided = self._index.walk(prompt)
         size = len(prompt)
         blocks = -(-(size + extra_tokens) // self.block_size)
         if partly:
-            blocks = self._pages.max_blocks(blocks, found, prompt.owner)
-            del found[blocks:]
+            blocks = self._pages.max_blocks(blocks, cached_blocks, prompt.owner)
+            del cached_blocks[blocks:]
         while True:
-            usable = self._extent(prompt, found)[1]
+            usable = self._extent(prompt, cached_blocks)[1]
             full, tail = divmod(usable, self.block_size)
             # The report shares a tail too; the first request that writes to it takes a copy.
             if tail and self.mode == "rekey" and usable == size:
                 full, tail = full + 1, 0
-            donor = found[full] if tail else None
-            on_host = sum(block.on_host for block in found[:full])
-            if self._pages.can_take(blocks - full + on_host, found[:full], donor):
+            donor = cached_blocks[full] if tail else None
+            on_host = sum(block.on_host for block in cached_blocks[:full])
+            if self._pages.can_take(blocks - full + on_host, cached_blocks[:full], donor):
                 break
             if partly and blocks:  # the last block found may have to be recomputed in a new page
                 blocks -= 1
-                del found[blocks:]
+                del cached_blocks[blocks:]
             elif donor is None or donor.refs:
                 return None
             else:
-                del found[full:]  # its page is needed
-        missed = self._index.missed(prompt, len(found), usable, collided)
-        shared = found[:full]
+                del cached_blocks[full:]  # its page is needed
+        missed = self._index.missed(prompt, len(cached_blocks), usable, collided)
+        shared = cached_blocks[:full]
         self._pages.share(shared)
         lease = Lease(
             prompt, shared, size, usable, bytearray(prompt.data), list(prompt.hashes),
@@ -256,10 +260,10 @@ class BlockPool:
         self._index.clear()
         return True
 
-    def _extent(self, prompt: HashedPrompt, found: list[Block]) -> tuple[int, int]:
+    def _extent(self, prompt: HashedPrompt, cached_blocks: list[Block]) -> tuple[int, int]:
         """The matched tokens, and those of them that need not be computed."""
         size = len(prompt)
-        matched = min(len(found) * self.block_size, size)
+        matched = min(len(cached_blocks) * self.block_size, size)
         usable = min(matched, size - 1) if self.cap else matched
         return matched, usable - usable % self.block_size if self.mode == "full" else usable
 
@@ -281,19 +285,19 @@ class BlockPool:
         """Publish the full blocks of a lease up to number `stop`."""
         prompt, blocks, rekey = lease.prompt, lease.blocks, self.mode == "rekey"
         insert, size = self._index.insert, self.block_size * TOKEN
-        known = len(prompt) // self.block_size
+        prompt_blocks = len(prompt) // self.block_size
         parent = blocks[lease.published - 1] if lease.published else prompt.root
         for number in range(lease.published, min(stop, len(blocks))):
-            if number < known:
-                hash, own = prompt.hashes[number], prompt.blocks[number]
+            if number < prompt_blocks:
+                hash, tokens = prompt.hashes[number], prompt.blocks[number]
             else:
                 end = (number + 1) * size
                 hash = self._hash(lease, number, end)
-                own = bytes(lease.data[end - size : end])
+                tokens = bytes(lease.data[end - size : end])
             block = blocks[number]
             if rekey:
                 self._index.remove(block)
-            present = insert(block, hash, parent, own)
+            present = insert(block, hash, parent, tokens)
             if present is None:  # no lookup could reach the blocks after it either
                 return
             if present is not block:

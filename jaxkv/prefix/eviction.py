@@ -89,8 +89,8 @@ class LRUDeepestFirst:
         self._removed += 1
         if self._removed > len(self._ranks) + SLACK:
             self._times, self._heaps, self._removed = [], {}, 0
-            for other, rank in self._ranks.items():
-                self._push(other, rank)
+            for candidate, rank in self._ranks.items():
+                self._push(candidate, rank)
 
     def pop(self) -> Hashable:
         while True:
@@ -125,7 +125,7 @@ class LFU:
     def remove(self, item: Hashable) -> None:
         del self._ranks[item]
         if len(self._heap) > 2 * len(self._ranks) + SLACK:
-            self._heap = [(rank, other) for other, rank in self._ranks.items()]
+            self._heap = [(rank, candidate) for candidate, rank in self._ranks.items()]
             heapify(self._heap)
 
     def pop(self) -> Hashable:

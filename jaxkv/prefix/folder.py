@@ -112,10 +112,10 @@ class PrefixFolder:
             ) from None
         return lock
 
-    def _read(self, found: Iterable[os.DirEntry]) -> None:
+    def _read(self, entries: Iterable[os.DirEntry]) -> None:
         """Index the files, and delete those that an earlier process did not finish."""
         files = []
-        for entry in found:
+        for entry in entries:
             with contextlib.suppress(OSError):  # a file that is gone, or a read-only folder
                 if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     files.append(described(entry.name, entry.stat()))

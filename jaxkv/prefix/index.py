@@ -29,38 +29,40 @@ class BlockIndex:
 
     def walk(self, prompt: HashedPrompt) -> tuple[list[Block], bool]:
         """The blocks that hold a prompt's beginning, and whether a hash collision ended them."""
-        entries, same = self._entries, self._same
-        found: list[Block] = []
+        entries, equal = self._entries, self._same
+        blocks: list[Block] = []
         parent: Block | bytes = prompt.root
         for hash, tokens in zip(prompt.hashes, prompt.blocks, strict=True):
             block = entries.get(hash)
             if block is None:
-                return found, False
-            if block.parent != parent or not same(block.tokens, tokens):
-                return found, True
-            found.append(block)
+                return blocks, False
+            if block.parent != parent or not equal(block.tokens, tokens):
+                return blocks, True
+            blocks.append(block)
             parent = block
-        return found, False
+        return blocks, False
 
     def missed(
-        self, prompt: HashedPrompt, found: int, usable: int, collided: bool
+        self, prompt: HashedPrompt, num_blocks: int, usable: int, collided: bool
     ) -> dict[str, int]:
         """The missed tokens by reason, without reasons that have none.
 
-        found: blocks that `walk` returned. usable: their tokens that will be used.
+        num_blocks: how many `walk` returned. usable: their tokens that will be used.
         """
         size, block, hashes = len(prompt), self._block_size, prompt.hashes
-        at, end = min(found * block, size), min(len(hashes) * block, size)
+        at, end = min(num_blocks * block, size), min(len(hashes) * block, size)
         missed = {"last_token": at - usable} if at > usable else {}
         if end < size:
             missed["tail"] = size - end
         if collided:
             missed["collision"] = end - at
         elif at < end:
-            gone, entries = self._ghosts.intersection(hashes[found:]), self._entries
+            gone, entries = self._ghosts.intersection(hashes[num_blocks:]), self._entries
             # A block that is still in the index comes after one that was evicted.
             numbers = [
-                n for n in range(found, len(hashes)) if hashes[n] in gone or hashes[n] in entries
+                n
+                for n in range(num_blocks, len(hashes))
+                if hashes[n] in gone or hashes[n] in entries
             ]
             evicted = sum(min(block, size - n * block) for n in numbers)
             if evicted:
@@ -81,8 +83,8 @@ class BlockIndex:
             self._entries[hash] = present = block
             block.hashes = (*block.hashes, hash) if block.hashes else (hash,)
         elif present is not block:
-            same = present.parent == parent and self._same(present.tokens, tokens)
-            return present if same else None
+            equal = present.parent == parent and self._same(present.tokens, tokens)
+            return present if equal else None
         block.parent, block.tokens = parent, tokens
         if isinstance(parent, Block):  # so that no owner's eviction takes a parent before its child
             block.owner = parent.owner
@@ -101,11 +103,11 @@ class BlockIndex:
             self._ghosts.add(hash)
         block.hashes = ()
 
-    def redirect(self, block: Block, other: Block) -> None:
+    def redirect(self, block: Block, target: Block) -> None:
         """Give all hashes of a block to another block with the same content or more."""
         for hash in block.hashes:
-            self._entries[hash] = other
-        other.hashes = (*other.hashes, *block.hashes)
+            self._entries[hash] = target
+        target.hashes = (*target.hashes, *block.hashes)
         block.hashes = ()
 
     def clear(self) -> None:

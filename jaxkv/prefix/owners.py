@@ -71,23 +71,23 @@ class FairOrder:
         self._orders[item.owner].remove(item)
         self._removed(item.owner)
 
-    def available(self, wanting: Owner, held: int, most: int) -> int:
-        """How many items may be evicted for an owner, counted up to `most` of other owners.
+    def available(self, wanting: Owner, held: int, limit: int) -> int:
+        """How many items may be evicted for an owner, counted up to `limit` of other owners.
 
         held: entries that are not here and count for this owner.
         """
-        others, taken = dict(self._sizes), 0
-        own = others.pop(wanting, 0)
-        while others and taken < most:
-            sizes = others | {wanting: held + own + taken}
+        other_sizes, taken = dict(self._sizes), 0
+        own_size = other_sizes.pop(wanting, 0)
+        while other_sizes and taken < limit:
+            sizes = other_sizes | {wanting: held + own_size + taken}
             first = self._shares.order(sizes, wanting)[0]
             if first == wanting:
                 break
-            others[first] -= 1
+            other_sizes[first] -= 1
             taken += 1
-            if not others[first]:
-                del others[first]
-        return own + taken
+            if not other_sizes[first]:
+                del other_sizes[first]
+        return own_size + taken
 
     def pop(self, wanting: Owner, held: int = 0) -> Hashable:
         """Remove and return the next item to evict for an owner. held: as in `available`."""
@@ -129,21 +129,21 @@ class FairLRU(Generic[OwnedItem]):
         self._items[item.owner].move_to_end(item)
 
     def remove(self, item: OwnedItem) -> None:
-        own = self._items[item.owner]
-        del own[item]
-        if not own:
+        items = self._items[item.owner]
+        del items[item]
+        if not items:
             del self._items[item.owner]
 
     def oldest(self, wanting: Owner) -> OwnedItem | None:
         """The item that loses its entry to an owner; None if all are in use."""
         order = self._items
         if len(self._items) > 1:
-            sizes = {owner: len(own) for owner, own in self._items.items()}
+            sizes = {owner: len(items) for owner, items in self._items.items()}
             order = self._shares.order(sizes, wanting)
         for owner in order:
-            found = next((item for item in self._items[owner] if not item.refs), None)
-            if found is not None:
-                return found
+            item = next((item for item in self._items[owner] if not item.refs), None)
+            if item is not None:
+                return item
         return None
 
     def __contains__(self, item: OwnedItem) -> bool:

@@ -25,7 +25,7 @@ RULES = "last, branch or every=N"
 class Snapshot:
     """The state of a cache after the first `boundary` tokens of a prompt.
 
-    hash: of those tokens. data: the root hash and the encoded tokens. index: its entry in `tier`.
+    hash: their hash. data: the root hash and the encoded tokens. index: its entry in `tier`.
     owner: who stored it. ready: stored, so that lookups find it. refs: its current readers.
     """
 
@@ -83,10 +83,10 @@ class Snapshots:
         memory: int = 2**18,
         hash: Hash = sha256,
     ) -> None:
-        for name, value, least in (("capacity", capacity, 1), ("host_capacity", host_capacity, 0),
+        for name, value, minimum in (("capacity", capacity, 1), ("host_capacity", host_capacity, 0),
                                    ("memory", memory, 2)):  # fmt: skip
             if value is not None or name != "capacity":
-                check_int(name, value, least)
+                check_int(name, value, minimum)
         self.chain = BlockHasher(chunk, hash=hash)
         self.chunk, self.where = chunk, where
         self.counts = Counts()
@@ -130,14 +130,14 @@ class Snapshots:
     def boundaries_to_save(self, prompt: HashedPrompt, start: int = 0) -> tuple[int, ...]:
         """The boundaries after token `start` where the rules want a snapshot and none exists."""
         deepest, (last, branch, every) = (len(prompt) - 1) // self.chunk, self._rules
-        wanted = set(range(every, deepest + 1, every)) if every else set()
+        numbers = set(range(every, deepest + 1, every)) if every else set()
         if last:
-            wanted.add(deepest)
+            numbers.add(deepest)
         if branch:
             seen = (n for n in range(deepest, 0, -1) if prompt.hashes[n - 1] in self._seen)
-            wanted.add(next(seen, 0))
+            numbers.add(next(seen, 0))
         return tuple(
-            n * self.chunk for n in sorted(wanted)
+            n * self.chunk for n in sorted(numbers)
             if n * self.chunk > start and prompt.hashes[n - 1] not in self._index
         )  # fmt: skip
 
@@ -147,17 +147,17 @@ class Snapshots:
         Do the `transfers` before reading the snapshot.
         """
         self._shares.touch(prompt.owner)
-        found = self._on_device(prompt)
-        start = 0 if found is None else found.boundary
+        snapshot = self._on_device(prompt)
+        start = 0 if snapshot is None else snapshot.boundary
         self.counts.lookups.add(len(prompt), start, self.chunk, self._missed(prompt, start))
-        if found is not None:
-            found.refs += 1
+        if snapshot is not None:
+            snapshot.refs += 1
             self.held += 1
-            self._device.used.touch(found)
+            self._device.used.touch(snapshot)
         save = self.boundaries_to_save(prompt, start)
         for hash in reversed(prompt.hashes):  # the shortest prefix, which more prompts share, last
             self._seen.add(hash)
-        return PrefillPlan(prompt, start, found, save)
+        return PrefillPlan(prompt, start, snapshot, save)
 
     def release(self, plan: PrefillPlan) -> None:
         """Release a plan's snapshot; raises RuntimeError if it was released before."""
@@ -188,9 +188,9 @@ class Snapshots:
         if index is None:
             return None
         data = prompt.root + prompt.data[: boundary * TOKEN]
-        made = Snapshot(hash, data, boundary, index, self._device, prompt.owner)
-        self._index[hash] = made
-        return made
+        snapshot = Snapshot(hash, data, boundary, index, self._device, prompt.owner)
+        self._index[hash] = snapshot
+        return snapshot
 
     def publish(self, snapshot: Snapshot) -> None:
         """Let lookups find a claimed snapshot whose state is stored."""

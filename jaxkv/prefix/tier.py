@@ -19,8 +19,8 @@ class Transfer(NamedTuple):
 class Tier(Generic[OwnedItem]):
     """Entries of one memory by number.
 
-    name: of the memory. capacity: its entries; None for as many as are taken. used: the items
-    that lookups can find. shares: of the owners.
+    name: device or host. capacity: number of entries; None for as many as are taken. used: the
+    items that lookups can find. shares: the owners' shares of the entries.
     """
 
     def __init__(self, name: str, capacity: int | None, shares: Shares) -> None:

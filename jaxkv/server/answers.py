@@ -59,11 +59,11 @@ class Answers:
     drain: Drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        started = False
 
         async def tracked(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
             await send(message)
 
         try:
@@ -72,20 +72,20 @@ class Answers:
             pass
         except (asyncio.CancelledError, Exception) as error:
             fault = fault_of(error)
-            if not begun:  # otherwise the stream has reported it
+            if not started:  # otherwise the stream has reported it
                 raise fault from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as inside:
             parsed = await self._read(scope, receive, inside)
-            more = len(parsed.requests) - 1
-            inside.enter_context(self.limit.enter(scope["state"]["tenant"], more))
+            extra = len(parsed.requests) - 1
+            inside.enter_context(self.limit.enter(scope["state"]["tenant"], extra))
             name = scope["state"]["tenant"].name
             id = self.format.prefix + secrets.token_hex(12)
             usage_record = UsageRecord(id, parsed.requests, parsed.n, name)
             scope["state"]["usage"] = usage_record
             async with self._submitted(parsed, receive, usage_record) as mailbox:
-                respond = self._stream if parsed.stream else self._whole
+                respond = self._stream if parsed.stream else self._complete
                 await respond(parsed, id, mailbox, Writer(send, self.config.write_seconds))
 
     async def render(self, request: HTTPRequest) -> Response:
@@ -98,8 +98,8 @@ class Answers:
                 parsed = await self._read(request.scope, request.receive, inside)
             except Gone:
                 return Response(status_code=499)  # nobody reads it
-        found = [{"token_ids": list(one.tokens)} for one in parsed.requests[:: parsed.n]]
-        return JSONResponse(found if self.format.kind == "completions" else found[0])
+        prompts = [{"token_ids": list(entry.tokens)} for entry in parsed.requests[:: parsed.n]]
+        return JSONResponse(prompts if self.format.kind == "completions" else prompts[0])
 
     async def _read(self, scope: Scope, receive: Receive, inside: contextlib.ExitStack) -> Job:
         """Read and parse a body. Until `inside` is closed it counts as one running answer."""
@@ -121,8 +121,8 @@ class Answers:
     ) -> AsyncIterator[Mailbox]:
         """Submit all requests; cancels them at the end of the context."""
         # A whole answer keeps all its events.
-        most = self.config.max_unread * len(parsed.requests) if parsed.stream else math.inf
-        mailbox = Mailbox(float(most))
+        max_events = self.config.max_unread * len(parsed.requests) if parsed.stream else math.inf
+        mailbox = Mailbox(float(max_events))
         watcher = asyncio.create_task(_watch(receive, mailbox))
         handles = []
         try:
@@ -153,7 +153,7 @@ class Answers:
             message = f"{error}; try again later"
             raise Fault(503, message, "queue_full", retry=error.seconds) from None
 
-    async def _whole(self, parsed: Job, id: str, mailbox: Mailbox, writer: Writer) -> None:
+    async def _complete(self, parsed: Job, id: str, mailbox: Mailbox, writer: Writer) -> None:
         events: list[list[Piece | End]] = [parsed.opening(n) for n in range(len(parsed.requests))]
         unfinished = len(events)
         while unfinished:
@@ -164,19 +164,21 @@ class Answers:
         await writer.begin(
             {"content-type": "application/json", "content-length": str(len(content))}
         )
-        await writer.write(content, more=False)
+        await writer.write(content, more_body=False)
 
     def _content(self, parsed: Job, id: str, events: Sequence[Sequence[Piece | End]]) -> bytes:
         """The body of a whole answer."""
         choices = []
-        for index, (reader, own) in enumerate(zip(self._readers(parsed), events, strict=True)):
-            texts, tokens = zip(*map(reader.read, own), strict=True)
+        for index, (reader, choice_events) in enumerate(
+            zip(self._readers(parsed), events, strict=True)
+        ):
+            texts, tokens = zip(*map(reader.read, choice_events), strict=True)
             logprobs = self.format.logprobs([*chain(*tokens)]) if parsed.scored else None
-            reason = FINISHED[own[-1].reason]
+            reason = FINISHED[choice_events[-1].reason]
             choices.append(self.format.choice(index, "".join(texts), logprobs, reason))
-        outcomes = [own[-1].outcome for own in events]
+        outcomes = [choice_events[-1].outcome for choice_events in events]
         return encoded(
-            self._head(id, self.format.whole)
+            self._head(id, self.format.answer)
             | {"choices": choices, "usage": usage(outcomes, parsed.n, self.config.report_cached)}
         )
 
@@ -196,7 +198,7 @@ class Answers:
         except (asyncio.CancelledError, Exception) as error:
             last = event_of(fault_of(error).json.encode()) + last
         # In one write: a server that stops leaves no time for a second.
-        await writer.write(last, more=False)
+        await writer.write(last, more_body=False)
 
     async def _send_events(
         self, parsed: Job, id: str, event: Piece | End, mailbox: Mailbox, writer: Writer
@@ -266,8 +268,8 @@ class Writer:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
-    async def write(self, content: bytes, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+    async def write(self, content: bytes, more_body: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": more_body})
 
     async def _send(self, message: Message) -> None:
         try:

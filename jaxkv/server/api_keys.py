@@ -28,21 +28,21 @@ NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
 
 @dataclass(frozen=True)
 class Tenant:
-    """The owner of an API key. digest: of the key. scope: of its prefix cache; None for all.
+    """The owner of an API key. digest: hash of the key. scope: of its prefix cache; None for all.
 
-    name: in the log and the metrics, where the key must not be; empty without keys.
+    name: label in the log and the metrics, where the key must not be; empty without keys.
     """
 
     digest: bytes = b""
     scope: str | None = None
     name: str = ""
 
-    def salt(self, own: str | None) -> str | None:
-        """The engine's salt for a request with salt `own` or None.
+    def salt(self, salt: str | None) -> str | None:
+        """The engine's salt for a request with this salt or None.
 
         It includes the tenant's scope, so naming another tenant's salt gives no access.
         """
-        return own if self.scope is None else json.dumps([self.scope, own])
+        return salt if self.scope is None else json.dumps([self.scope, salt])
 
 
 ANYONE = Tenant()
@@ -87,8 +87,8 @@ class ApiKeys:
     """The accepted API keys. They may be replaced while the server runs.
 
     A key that stays keeps its prefixes, because the salts of requests depend on the key alone.
-    tenants: the owners of keys; without any, no key is needed. admins: of keys for `/metrics`,
-    which shows every owner's prefix hits.
+    tenants: the owners of keys; without any, no key is needed. admins: the owners of keys for
+    `/metrics`, which shows every owner's prefix hits.
     """
 
     def __init__(self, tenants: Sequence[Tenant] = (), admins: Sequence[Tenant] = ()) -> None:
@@ -116,16 +116,16 @@ class ApiKeys:
 
 def _digest(authorization: str) -> bytes:
     """The digest of a header's key. Raises Fault if there is none."""
-    given = authorization[len(SCHEME) :].strip()
-    if authorization[: len(SCHEME)].lower() != SCHEME.lower() or not given:
+    key = authorization[len(SCHEME) :].strip()
+    if authorization[: len(SCHEME)].lower() != SCHEME.lower() or not key:
         _refuse("an API key is required; send the header Authorization: Bearer KEY")
-    return hashlib.sha256(given.encode()).digest()
+    return hashlib.sha256(key.encode()).digest()
 
 
 def _find(tenants: Sequence[Tenant], digest: bytes) -> Tenant | None:
     """The tenant with this digest, compared in constant time."""
-    found = [one for one in tenants if hmac.compare_digest(one.digest, digest)]
-    return found[0] if found else None
+    matches = [tenant for tenant in tenants if hmac.compare_digest(tenant.digest, digest)]
+    return matches[0] if matches else None
 
 
 def _refuse(message: str) -> NoReturn:
@@ -144,8 +144,8 @@ class APIKeyMiddleware:
         # The route of METRICS asks for an admin key.
         if scope["type"] == "http" and scope["path"] not in {*OPEN, METRICS}:
             try:
-                given = Headers(scope=scope).get("authorization", "")
-                scope["state"]["tenant"] = self._keys.find(given)
+                authorization = Headers(scope=scope).get("authorization", "")
+                scope["state"]["tenant"] = self._keys.find(authorization)
             except Fault as fault:
                 await fault.response()(scope, receive, send)
                 return
@@ -153,20 +153,20 @@ class APIKeyMiddleware:
 
 
 class ConcurrencyLimit:
-    """Limits the answers at a time: `most` in total, `each` per API key."""
+    """Limits the answers at a time: `max_total` of all clients, `max_per_key` per API key."""
 
-    def __init__(self, most: int, each: int | None) -> None:
-        self._most, self._each = most, each
+    def __init__(self, max_total: int, max_per_key: int | None) -> None:
+        self._max_total, self._max_per_key = max_total, max_per_key
         self._inside: Counter[bytes] = Counter()
 
     def check(self, tenant: Tenant, count: int = 1) -> None:
         """Raise Fault if `count` more answers are too many."""
-        inside, each = self._inside, math.inf if self._each is None else self._each
-        if inside[tenant.digest] + count > each:
-            message = f"a key may have {self._each} answers at a time; wait until one ends"
+        inside, limit = self._inside, math.inf if self._max_per_key is None else self._max_per_key
+        if inside[tenant.digest] + count > limit:
+            message = f"a key may have {self._max_per_key} answers at a time; wait until one ends"
             raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
-        if inside.total() + count > self._most:
-            message = f"at most {self._most} answers at a time; try again soon"
+        if inside.total() + count > self._max_total:
+            message = f"at most {self._max_total} answers at a time; try again soon"
             raise Fault(503, message, "too_many_answers", retry=1.0)
 
     @contextlib.contextmanager

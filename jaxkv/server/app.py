@@ -124,8 +124,8 @@ async def refuse(request: Request, fault: Fault) -> Response:
 
 async def misdirect(request: Request, error: HTTPException) -> Response:
     """Answer a request for an unknown route or method."""
-    what = f"{request.method} {shown(request.url.path)}"
-    fault = Fault(error.status_code, f"there is no {what} here; POST /v1/completions, for one")
+    route = f"{request.method} {shown(request.url.path)}"
+    fault = Fault(error.status_code, f"there is no {route} here; POST /v1/completions, for one")
     fault.headers.update(error.headers or {})
     return fault.response()
 

@@ -27,7 +27,7 @@ class Bodies:
 
     count: bodies at a time. When another comes, the API key with the most loses its oldest one, so
     clients that send no body cannot lock others out. size: bytes of one, whatever its header
-    claims. seconds: for the whole body.
+    claims. seconds: limit for the whole body.
     """
 
     def __init__(self, count: int, size: int, seconds: float) -> None:
@@ -59,22 +59,22 @@ class Bodies:
     @contextlib.contextmanager
     def _counted(self, owner: bytes, deadline: asyncio.Timeout) -> Iterator[None]:
         if sum(map(len, self._coming.values())) >= self._count:
-            most = max(self._coming.values(), key=len)
-            oldest = next(iter(most))
-            del most[oldest]
+            largest = max(self._coming.values(), key=len)
+            oldest = next(iter(largest))
+            del largest[oldest]
             if not oldest.expired():
                 oldest.reschedule(0.0)
-        own = self._coming[owner]
-        own[deadline] = None
+        deadlines = self._coming[owner]
+        deadlines[deadline] = None
         try:
             yield
         finally:
-            own.pop(deadline, None)
-            if not own and self._coming.get(owner) is own:
+            deadlines.pop(deadline, None)
+            if not deadlines and self._coming.get(owner) is deadlines:
                 del self._coming[owner]
 
 
-def _check_headers(headers: Headers, most: int) -> None:
+def _check_headers(headers: Headers, max_bytes: int) -> None:
     # A browser asks for permission before it sends JSON to another site, which only
     # --allowed-origins gives.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -83,25 +83,25 @@ def _check_headers(headers: Headers, most: int) -> None:
     packed = headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
         raise Fault(415, f"a body must not be compressed, got {shown(packed)}; send it as it is")
-    if int(headers.get("content-length", 0)) > most:
-        raise _too_large(most)
+    if int(headers.get("content-length", 0)) > max_bytes:
+        raise _too_large(max_bytes)
 
 
-async def _collect(receive: Receive, most: int) -> bytes:
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
     parts = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Gone
         parts += message.get("body", b"")
-        if len(parts) > most:
-            raise _too_large(most)
+        if len(parts) > max_bytes:
+            raise _too_large(max_bytes)
         if not message.get("more_body", False):
             return bytes(parts)
 
 
-def _too_large(most: int) -> Fault:
-    return Fault(413, f"a body may have at most {most} bytes; send fewer or shorter prompts")
+def _too_large(max_bytes: int) -> Fault:
+    return Fault(413, f"a body may have at most {max_bytes} bytes; send fewer or shorter prompts")
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise Fault(400, f"{shown(twice)} is given twice; give it once", param=twice[:60])
-    return made
+    return members
 
 
 def _constant(lists: Iterator[list[int]], constant: str) -> Any:

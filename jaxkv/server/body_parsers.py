@@ -62,11 +62,11 @@ class FairThread:
         """Give the thread to the oldest body of the owner whose turn it is."""
         while self._waiting:
             owner = next(iter(self._waiting))
-            own = self._waiting.pop(owner)
-            mine = own.popleft()
-            if own:
-                self._waiting[owner] = own  # the last turn
-            if not mine.done():  # otherwise its client has left
-                mine.set_result(None)
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns  # the last turn
+            if not turn.done():  # otherwise its client has left
+                turn.set_result(None)
                 return
         self._busy = False

@@ -42,19 +42,19 @@ Event = Piece | End | Hangup
 
 
 class Mailbox:
-    """A queue of events from any thread to one task. most: unread events of a slow client."""
+    """A queue of events from any thread to one task. max_unread: unread events of a slow client."""
 
-    def __init__(self, most: float) -> None:
-        self._loop, self._most = asyncio.get_running_loop(), most
+    def __init__(self, max_unread: float) -> None:
+        self._loop, self._max_unread = asyncio.get_running_loop(), max_unread
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     def put(self, event: Event) -> bool:
-        """Add an event; returns whether fewer than `most` are unread."""
+        """Add an event; returns whether fewer than `max_unread` are unread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the server has stopped, before the engine
             return False
-        return self._events.qsize() < self._most
+        return self._events.qsize() < self._max_unread
 
     async def get(self) -> Event:
         return await self._events.get()
@@ -72,7 +72,7 @@ class Mailbox:
 class Choice:
     """The engine's listener for one answer: detokenizes it and ends it at a stop string.
 
-    scored: whether each token is sent with its log probabilities. usage: of its request.
+    scored: whether each token is sent with its log probabilities. usage: the record of its request.
     """
 
     def __init__(

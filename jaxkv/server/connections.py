@@ -67,11 +67,11 @@ def most_connections() -> int:
 class ConnectionLimit:
     """The number of connections, and those on which no request is being answered.
 
-    most: connections. seconds: for a client to send a whole header. idle: the longest idle first.
+    limit: connections. seconds: for a client to send a whole header. idle: the longest idle first.
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most, self.seconds = most, seconds
+    def __init__(self, limit: int, seconds: float) -> None:
+        self.limit, self.seconds = limit, seconds
         self.idle: dict[Connection, None] = {}
 
     def make_room(self) -> bool:
@@ -102,7 +102,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limit.most and not self._limit.make_room():
+        if len(self.connections) > self._limit.limit and not self._limit.make_room():
             transport.write(BUSY)
             transport.close()
             return

@@ -19,7 +19,7 @@ class Drain:
         self._seconds, self._end, self._answers = seconds, math.inf, 0
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self._end < math.inf
 
     @property
@@ -30,18 +30,18 @@ class Drain:
     @property
     def over(self) -> bool:
         """Whether draining has begun, and all answers are complete or the time is up."""
-        return self.begun and (not self._answers or self.expired)
+        return self.has_begun and (not self._answers or self.expired)
 
     def begin(self) -> bool:
         """Refuse requests from now on; returns False if there is no time, or it has begun."""
-        if self.begun or self._seconds <= 0:
+        if self.has_begun or self._seconds <= 0:
             return False
         self._end = time.monotonic() + self._seconds
         return True
 
     def check(self) -> None:
         """Raise Fault if draining has begun."""
-        if self.begun:
+        if self.has_begun:
             message = "the server is draining: it finishes its answers and ends; try again later"
             fault = Fault(503, message, "server_draining", retry=LATER)
             fault.headers["connection"] = "close"  # the next request may reach another server

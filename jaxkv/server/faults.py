@@ -40,8 +40,8 @@ class Fault(Exception):
         self.status, self.code, self.param = status, code, param
         self.headers: dict[str, str] = {}
         if retry is not None:
-            least, most = RETRY
-            self.headers["retry-after"] = str(min(most, max(least, math.ceil(retry))))
+            minimum, maximum = RETRY
+            self.headers["retry-after"] = str(min(maximum, max(minimum, math.ceil(retry))))
 
     @property
     def json(self) -> str:

@@ -42,21 +42,23 @@ def wrong(name: str, rule: str, value: object) -> Fault:
     return Fault(400, f"{name} must be {rule}, got {shown(value)}; correct it", param=name)
 
 
-def whole(least: int, most: int) -> Check:
+def integer(minimum: int, maximum: int) -> Check:
     def check(name: str, value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise wrong(name, f"a whole number from {least} to {most}", value)
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise wrong(name, f"a whole number from {minimum} to {maximum}", value)
         return value
 
     return check
 
 
-def unlimited(least: int) -> Check:
+def unlimited(minimum: int) -> Check:
     """A number of tokens, or -1 for no limit of the client's."""
 
     def check(name: str, value: Any) -> int:
-        if type(value) is not int or (value != -1 and not least <= value <= WHOLE):
-            raise wrong(name, f"a whole number from {least} to {WHOLE}, or -1 for no limit", value)
+        if type(value) is not int or (value != -1 and not minimum <= value <= WHOLE):
+            raise wrong(
+                name, f"a whole number from {minimum} to {WHOLE}, or -1 for no limit", value
+            )
         return value
 
     return check
@@ -64,16 +66,20 @@ def unlimited(least: int) -> Check:
 
 def seed(name: str, value: Any) -> int | None:
     """None draws a seed; clients of llama.cpp send -1 for that."""
-    return None if type(value) is int and value == -1 else whole(0, 2**32 - 1)(name, value)
+    return None if type(value) is int and value == -1 else integer(0, 2**32 - 1)(name, value)
 
 
-def number(least: float, most: float, above: bool = False) -> Check:
-    """above: `least` itself is not allowed."""
-    span = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+def number(minimum: float, maximum: float, above: bool = False) -> Check:
+    """above: `minimum` itself is not allowed."""
+    span = (
+        f"above {minimum:g} and at most {maximum:g}"
+        if above
+        else f"from {minimum:g} to {maximum:g}"
+    )
 
     def check(name: str, value: Any) -> float:
-        holds = type(value) in (int, float) and least <= value <= most
-        if not holds or (above and value == least):
+        holds = type(value) in (int, float) and minimum <= value <= maximum
+        if not holds or (above and value == minimum):
             raise wrong(name, f"a number {span}", value)
         return float(value)
 
@@ -86,9 +92,9 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def text(name: str, value: Any, most: int = TEXT) -> str:
-    if type(value) is not str or not 0 < len(value) <= most:
-        raise wrong(name, f"a text of 1 to {most} characters", value)
+def text(name: str, value: Any, max_length: int = TEXT) -> str:
+    if type(value) is not str or not 0 < len(value) <= max_length:
+        raise wrong(name, f"a text of 1 to {max_length} characters", value)
     return value
 
 
@@ -128,7 +134,7 @@ def variables(name: str, value: Any) -> dict[str, Any]:
     """Variables of a chat template."""
     depth, level = 0, [mapping(name, value)]
     while level:
-        depth, level = depth + 1, [one for outer in level for one in _parts(outer)]
+        depth, level = depth + 1, [part for outer in level for part in _parts(outer)]
     if depth > LEVELS:
         raise wrong(name, f"an object of at most {LEVELS} levels", value)
     valid_unicode(name, json.dumps(value, ensure_ascii=False))
@@ -147,8 +153,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def top_k(name: str, value: Any) -> int:
     """0 is all tokens; clients of vLLM send -1 for that."""
-    found = whole(-1, WHOLE)(name, value)
-    return 0 if found == -1 else found
+    count = integer(-1, WHOLE)(name, value)
+    return 0 if count == -1 else count
 
 
 def response_format(name: str, value: Any) -> None:
@@ -194,11 +200,11 @@ def prompt(name: str, value: Any) -> list[str | list[int]]:
     rule = "a text, a list of token ids, or a list of either"
     several = value if type(value) is list and not _is_ids(value) else [value]
     if not several or not (
-        all(type(one) is str for one in several)
-        or all(type(one) is list and _is_ids(one) for one in several)
+        all(type(entry) is str for entry in several)
+        or all(type(entry) is list and _is_ids(entry) for entry in several)
     ):
         raise wrong(name, rule, value)
-    return [valid_unicode(name, one) if type(one) is str else one for one in several]
+    return [valid_unicode(name, entry) if type(entry) is str else entry for entry in several]
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -219,7 +225,7 @@ def messages(name: str, value: Any) -> list[dict[str, str]]:
     """Role and content of each message; parts of a content are joined."""
     if type(value) is not list or not value:
         raise wrong(name, "a list of at least one message", value)
-    return [_message(f"{name}[{at}]", one) for at, one in enumerate(value)]
+    return [_message(f"{name}[{at}]", message) for at, message in enumerate(value)]
 
 
 def _message(name: str, value: Any) -> dict[str, str]:
@@ -263,14 +269,14 @@ SHARED = {
     "presence_penalty": Field(number(-2.0, 2.0), 0.0),
     "frequency_penalty": Field(number(-2.0, 2.0), 0.0),
     "logit_bias": Field(biases, ()),
-    "n": Field(whole(1, 128), 1),
+    "n": Field(integer(1, 128), 1),
     "seed": Field(seed),
     "stop": Field(stops, ()),
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),
     "stream_options": Field(stream_options),
     "cache_salt": Field(salt),
-    "min_tokens": Field(whole(0, WHOLE), 0),
+    "min_tokens": Field(integer(0, WHOLE), 0),
     "stop_token_ids": Field(token_ids, ()),
     "response_format": Field(response_format),
     # These are for the provider's records and bills; jaxkv has none.
@@ -285,7 +291,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     | {
         "prompt": Field(prompt, required=True),
         "max_tokens": Field(unlimited(0)),
-        "logprobs": Field(whole(0, LIKELIEST)),
+        "logprobs": Field(integer(0, LIKELIEST)),
         "echo": Field(flag, False),
     },
     "chat": SHARED
@@ -294,7 +300,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "max_tokens": Field(unlimited(1)),
         "max_completion_tokens": Field(unlimited(1)),
         "logprobs": Field(flag, False),
-        "top_logprobs": Field(whole(0, LIKELIEST)),
+        "top_logprobs": Field(integer(0, LIKELIEST)),
         "chat_template_kwargs": Field(variables),
         "reasoning_effort": Field(among(*EFFORTS)),
         "add_generation_prompt": Field(flag),

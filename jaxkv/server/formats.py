@@ -19,15 +19,19 @@ Make = Callable[[int, str, Json | None, str | None], Json]
 class ResponseFormat:
     """The response format of one route.
 
-    kind: of its fields. prefix: of its ids. whole, chunk: names of its objects. default_tokens: new
-    tokens if a request sets no limit. choice, delta: make one answer, and a part of one, from its
-    index, text, log probabilities and finish_reason. opening: makes the part before the text, or
-    None.
+    kind: the route, which decides the fields of requests.
+    prefix: the beginning of response ids.
+    answer, chunk: names of the response object and of a streamed part of it.
+    default_tokens: limit of new tokens if a request sets none.
+    choice, delta: make one answer, and a part of one, from its index, text, log probabilities and
+      finish_reason.
+    opening: makes the part before the text, or None.
+    logprobs: makes the log probabilities of an answer's tokens.
     """
 
     kind: str
     prefix: str
-    whole: str
+    answer: str
     chunk: str
     default_tokens: int
     choice: Make
@@ -59,10 +63,10 @@ def _role(index: int) -> Json:
 
 def _columns(tokens: Sequence[TokenText]) -> Json:
     return {
-        "tokens": [_text_of(one.token) for one in tokens],
-        "token_logprobs": [_finite(one.logprob) for one in tokens],
-        "top_logprobs": [_top(one) for one in tokens],
-        "text_offset": [one.offset for one in tokens],
+        "tokens": [_text_of(scored.token) for scored in tokens],
+        "token_logprobs": [_finite(scored.logprob) for scored in tokens],
+        "top_logprobs": [_top(scored) for scored in tokens],
+        "text_offset": [scored.offset for scored in tokens],
     }
 
 
@@ -81,8 +85,9 @@ def _entries(tokens: Sequence[TokenText]) -> Json:
         return {"token": _text_of(token), "logprob": _finite(logprob), "bytes": list(token)}
 
     content = [
-        entry(one.token, one.logprob) | {"top_logprobs": [entry(*each) for each in one.top]}
-        for one in tokens
+        entry(scored.token, scored.logprob)
+        | {"top_logprobs": [entry(*alternative) for alternative in scored.top]}
+        for scored in tokens
     ]
     return {"content": content, "refusal": None}
 

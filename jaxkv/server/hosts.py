@@ -67,8 +67,8 @@ class HostMiddleware:
 
 def hostname(host: str) -> str:
     """The name in a Host header, without the port and the brackets; empty if it is invalid."""
-    found = HOST.fullmatch(host.lower())
-    return found[1].strip("[]") if found else ""
+    match = HOST.fullmatch(host.lower())
+    return match[1].strip("[]") if match else ""
 
 
 def is_origin(text: str) -> bool:

@@ -30,19 +30,27 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class ServerConfig:
     """The limits and settings of a server.
 
-    max_body: bytes of a body. max_bodies: bodies that are still coming. max_in_flight: answers at a
-    time. max_per_key: answers at a time for one API key; None for no limit. max_answers: answers to
-    one request. max_batch: answers that need not wait. max_waiting_tokens: prompt tokens of the
-    other answers to a request. max_unread: events that a client has not read yet. max_connections:
-    open at a time; None for as many as the limit of open files allows. header_seconds,
-    read_seconds, write_seconds: for a client to send its header, to send its body, and to read on.
-    comment_seconds: between comments in a stream that has no new tokens.
-    report_cached: report cached prompt tokens, which may reveal other users' prompts. host: the
-    name or address that the server was told to listen on. allowed_origins: of web pages on other
-    sites that may use the server, such as https://chat.example; `*` is all. metrics_prefix: of
-    the names of metrics. aliases: more names of the model. fingerprint: of the model and its
-    settings. sampling: where a request gives none. log_probes: log successful requests for /health
-    and /metrics, too.
+    max_body: bytes of a body.
+    max_bodies: bodies that are still coming.
+    max_in_flight: answers at a time.
+    max_per_key: answers at a time for one API key; None for no limit.
+    max_answers: answers to one request.
+    max_batch: answers that need not wait.
+    max_waiting_tokens: prompt tokens of the other answers to a request.
+    max_unread: events that a client has not read yet.
+    max_connections: open connections; None for as many as the limit of open files allows.
+    header_seconds, read_seconds, write_seconds: limits for a client to send its header, to send its
+      body, and to read on.
+    comment_seconds: time between comments in a stream that has no new tokens.
+    report_cached: report cached prompt tokens, which may reveal other users' prompts.
+    host: the name or address that the server was told to listen on.
+    allowed_origins: origins of web pages on other sites that may use the server, such as
+      https://chat.example; `*` is all.
+    metrics_prefix: prefix of the names of metrics.
+    aliases: more names of the model.
+    fingerprint: hash of the model and its settings.
+    sampling: defaults for requests that set none.
+    log_probes: log successful requests for /health and /metrics, too.
     """
 
     max_body: int = 8 * 2**20
@@ -108,14 +116,14 @@ def parse_job(
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < engine.vocab:
             raise fields.wrong(name, f"of token ids from 0 to {engine.vocab - 1}", [*ids])
     count, n = 1 if "messages" in values else len(values["prompt"]), values["n"]
-    most = (
+    max_answers = (
         config.max_answers
         if config.max_per_key is None
         else min(config.max_answers, config.max_per_key)
     )
-    if count * n > most:  # before tokenizing
+    if count * n > max_answers:  # before tokenizing
         got = f"{count * n} (prompts: {count}, n: {n})"
-        message = f"a request may ask for {most} answers, got {got}"
+        message = f"a request may ask for {max_answers} answers, got {got}"
         raise Fault(400, f"{message}; send several", param="n" if n > 1 else "prompt")
     try:
         prompts = _prompts(values, format, engine, language, config)
@@ -170,9 +178,13 @@ def _prompts(
             raise Fault(400, str(error), param="messages") from None
         return [("", ids)]
     size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
-    most = TOTAL if engine.max_len is None else max(TOTAL, _most_characters(engine, language))
-    if size > most:
-        message = f"the prompts of a request may have {most} characters together, got {size}"
+    max_characters = (
+        TOTAL if engine.max_len is None else max(TOTAL, _most_characters(engine, language))
+    )
+    if size > max_characters:
+        message = (
+            f"the prompts of a request may have {max_characters} characters together, got {size}"
+        )
         raise Fault(400, f"{message}; send several requests", param="prompt")
     prompts: list[tuple[str, list[int]]] = []
     for prompt in values["prompt"]:
@@ -203,11 +215,13 @@ def _prompt(
 
 def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:
     """Raise Fault for prompts that could never be queued. sizes: tokens of each."""
-    others = [size for size in sizes for _ in range(n)][config.max_batch :]
-    most = config.max_waiting_tokens
-    if len(others) > 1 and sum(others) > most:
-        message = f"prompts beyond the first {config.max_batch} may have {most} tokens together"
-        message = f"{message}, got {sum(others)} or more; send several requests"
+    queued = [size for size in sizes for _ in range(n)][config.max_batch :]
+    max_tokens = config.max_waiting_tokens
+    if len(queued) > 1 and sum(queued) > max_tokens:
+        message = (
+            f"prompts beyond the first {config.max_batch} may have {max_tokens} tokens together"
+        )
+        message = f"{message}, got {sum(queued)} or more; send several requests"
         raise Fault(400, message, param="prompt")
 
 
@@ -225,9 +239,9 @@ def _check_length(
             message = f"{param} may have {TOTAL} characters together, got {len(text)}"
             raise Fault(400, f"{message}; shorten it", "context_length_exceeded", param)
         return
-    most, head = _most_characters(engine, language), text[: PROBED * engine.max_len]
-    if len(text) > most:
-        why = f"for which {most} characters are too many, got {len(text)}"
+    max_characters, head = _most_characters(engine, language), text[: PROBED * engine.max_len]
+    if len(text) > max_characters:
+        why = f"for which {max_characters} characters are too many, got {len(text)}"
     # Twice the tokens, because a token may extend over the cut.
     elif len(head) < len(text) and len(language.encode(head)) > 2 * engine.max_len:
         why = f"the first {len(head)} characters alone have more"
@@ -252,19 +266,21 @@ def _requests(
     the seeds 5, 6 and 7.
     """
     seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
-    given = {name: values[name] for name in SAMPLING if values[name] is not None}
+    overrides = {name: values[name] for name in SAMPLING if values[name] is not None}
     logprobs = values["logprobs"]
     if format.kind == "chat":
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
-    most = _max_new_tokens(values, len(ids), format, engine)
-    if values["min_tokens"] > most:
-        raise fields.wrong("min_tokens", f"at most the {most} new tokens", values["min_tokens"])
+    max_new_tokens = _max_new_tokens(values, len(ids), format, engine)
+    if values["min_tokens"] > max_new_tokens:
+        raise fields.wrong(
+            "min_tokens", f"at most the {max_new_tokens} new tokens", values["min_tokens"]
+        )
     ends = () if values["ignore_eos"] else language.eos
     first = Request(
         tokens=tuple(ids),
-        max_new_tokens=most,
+        max_new_tokens=max_new_tokens,
         min_new_tokens=values["min_tokens"],
-        sampling=replace(config.sampling, **given),
+        sampling=replace(config.sampling, **overrides),
         seed=seed,
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],
@@ -284,26 +300,26 @@ def _max_new_tokens(
 
     Raises Fault for a prompt of `size` tokens, or an answer, that is too long.
     """
-    left = math.inf if engine.max_len is None else engine.max_len - size
+    room = math.inf if engine.max_len is None else engine.max_len - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
     param = "messages" if format.kind == "chat" else "prompt"
     requested = values[name]
     if requested == -1:  # as many as the server allows
-        requested = int(min(max(left, 1), MAX_TOKENS))
+        requested = int(min(max(room, 1), MAX_TOKENS))
     # Prompts are prefilled one after another, so a longer one would delay all others.
-    if left == math.inf and size > MAX_TOKENS:
+    if room == math.inf and size > MAX_TOKENS:
         message = f"a prompt may have {MAX_TOKENS} tokens on this server, got {size}; shorten it"
         raise Fault(400, message, "context_length_exceeded", param)
-    if left < (1 if requested is None else requested):
+    if room < (1 if requested is None else requested):
         message = (
             f"prompt and answer may have {engine.max_len} tokens together, got {size} and "
             f"{'at least 1' if requested is None else requested}; shorten one of them"
         )
         raise Fault(400, message, "context_length_exceeded", param)
     if requested is None:
-        return int(min(left, format.default_tokens))
+        return int(min(room, format.default_tokens))
     # A longer answer would keep its batch entry from other clients for hours.
-    if left == math.inf and requested > MAX_TOKENS:
+    if room == math.inf and requested > MAX_TOKENS:
         message = f"{name} may be at most {MAX_TOKENS} on this server, got {requested}"
         raise Fault(400, f"{message}; continue the text in another request", param=name)
     return requested

@@ -90,8 +90,8 @@ def begin_listening(listener: socket.socket) -> None:
 
 
 def _taken(host: str, port: int, error: OSError) -> UserError:
-    what = REMEDIES.get(error.errno, f"is unavailable: {error.strerror}; choose another")
-    return UserError(f"{host} port {port} {what}")
+    reason = REMEDIES.get(error.errno, f"is unavailable: {error.strerror}; choose another")
+    return UserError(f"{host} port {port} {reason}")
 
 
 def url(listener: socket.socket) -> str:

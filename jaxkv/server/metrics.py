@@ -98,8 +98,10 @@ class Metrics:
         self._sizes = self._histogram("request_prompt_tokens", TOKENS)
         self._lengths = self._histogram("request_generation_tokens", TOKENS)
         self._usage = {
-            what: self._counter(f"api_key_{what}", f"{what} by the name of the API key", "api_key")
-            for what in USAGE
+            quantity: self._counter(
+                f"api_key_{quantity}", f"{quantity} by the name of the API key", "api_key"
+            )
+            for quantity in USAGE
         }
         self._key_names: set[str] = set()
         self.between_tokens = self._histogram("inter_token_latency_seconds", SECONDS)
@@ -133,8 +135,8 @@ class Metrics:
             cached, computed = outcome.cached_tokens, outcome.computed_tokens
         new = 0 if outcome is None else outcome.new_tokens
         values = (outcome is None, cached + computed, cached, new)
-        for what, value in zip(USAGE, values, strict=True):
-            self._usage[what].labels(name).inc(value)
+        for quantity, value in zip(USAGE, values, strict=True):
+            self._usage[quantity].labels(name).inc(value)
 
     def respond(self, handler: str, status: int, refusal: str | None) -> None:
         """Count a response. handler: its path. refusal: why it was refused, or None."""
@@ -152,10 +154,10 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's current metrics."""
         values = self._engine_metrics()
-        for name, key, what in GAUGES:
-            yield GaugeMetricFamily(f"{self._prefix}:{name}", what, values[key])
-        for name, key, what in COUNTERS:
-            yield CounterMetricFamily(f"{self._prefix}:{name}", what, values[key])
+        for name, key, description in GAUGES:
+            yield GaugeMetricFamily(f"{self._prefix}:{name}", description, values[key])
+        for name, key, description in COUNTERS:
+            yield CounterMetricFamily(f"{self._prefix}:{name}", description, values[key])
         misses = CounterMetricFamily(
             f"{self._prefix}:prefix_cache_misses", "Prompt tokens not found", labels=["reason"]
         )
@@ -169,9 +171,11 @@ class Metrics:
             values["step_tokens"],
         )
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"{self._prefix}:{name}", what, labels, registry=self._registry)
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", description, labels, registry=self._registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        what = name.replace("_", " ").capitalize()
-        return Histogram(f"{self._prefix}:{name}", what, registry=self._registry, buckets=buckets)
+        description = name.replace("_", " ").capitalize()
+        return Histogram(
+            f"{self._prefix}:{name}", description, registry=self._registry, buckets=buckets
+        )

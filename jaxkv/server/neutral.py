@@ -20,7 +20,7 @@ class Neutral(NamedTuple):
 
     def check(self, name: str, value: Any) -> None:
         """Raise Fault for a value that would change the answer."""
-        if any(_same(value, accepted) for accepted in self.values):
+        if any(_equal(value, accepted) for accepted in self.values):
             return
         rule = " or ".join(map(_described, self.values))
         rule = f"must be {rule}" if rule else "is not supported"
@@ -31,7 +31,7 @@ TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "
          dict: "an object", list: "a list"}  # fmt: skip
 
 
-def _same(value: Any, accepted: Any) -> bool:
+def _equal(value: Any, accepted: Any) -> bool:
     """Equal, where true is not 1 but 1.0 is."""
     if isinstance(accepted, type):
         return type(value) is accepted
@@ -181,22 +181,23 @@ VARIABLES: dict[str, Neutral] = {
 
 
 def template_variables(
-    given: Mapping[str, Any] | None, effort: str | None, known: frozenset[str]
+    requested: Mapping[str, Any] | None, effort: str | None, names: frozenset[str]
 ) -> dict[str, Any]:
-    """The variables for a chat template that reads the names `known`.
+    """The variables for a chat template that reads `names`.
 
-    given: those of the request. effort: its reasoning_effort, which also turns thinking on or off.
+    requested: variables of the request.
+    effort: its reasoning_effort, which also turns thinking on or off.
     Raises Fault for another name, except a neutral variable with an accepted value.
     """
     hints = {} if effort is None else {"reasoning_effort": effort}
     hints |= {"enable_thinking": effort != "none"} if hints else {}
-    variables = {name: value for name, value in hints.items() if name in known} | (given or {})
-    unread = [name for name in variables if name in VARIABLES and name not in known]
+    variables = {name: value for name, value in hints.items() if name in names} | (requested or {})
+    unread = [name for name in variables if name in VARIABLES and name not in names]
     for name in unread:
         VARIABLES[name].check(f"chat_template_kwargs.{name}", variables.pop(name))
-    unknown = next((name for name in variables if name not in known), None)
-    if unknown is not None and known:  # without any, the template itself refuses it
+    unknown = next((name for name in variables if name not in names), None)
+    if unknown is not None and names:  # without any, the template itself refuses it
         message = f"the chat template has no variable {shown(unknown)}, it reads "
-        message += f"{', '.join(sorted(known))}; leave it out"
+        message += f"{', '.join(sorted(names))}; leave it out"
         raise Fault(400, message, param="chat_template_kwargs")
     return variables

@@ -38,8 +38,8 @@ class Observer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(ID, "")
-        name = given if VALID.fullmatch(given) else uuid.uuid4().hex
+        header = Headers(scope=scope).get(ID, "")
+        name = header if VALID.fullmatch(header) else uuid.uuid4().hex
         status, token, start = LEFT, REQUEST_ID.set(name), time.perf_counter()
 
         async def named(message: Message) -> None:

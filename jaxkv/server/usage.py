@@ -12,13 +12,13 @@ from jaxkv.engine.request import Outcome, Request
 class UsageRecord:
     """The usage of one request, which the threads of server and engine write.
 
-    id: of the answer. requests: one per answer; n consecutive ones have one prompt, which counts
+    id: answer id. requests: one per answer; n consecutive ones have one prompt, which counts
     once. api_key: the name of its key; empty without keys.
     """
 
     def __init__(self, id: str, requests: Sequence[Request], n: int, api_key: str) -> None:
         self.id, self.api_key = id, api_key
-        self._prompts, self._n = [len(one.tokens) for one in requests], n
+        self._prompts, self._n = [len(request.tokens) for request in requests], n
         self._start = time.perf_counter()
         self._new = [0] * len(requests)
         self._first: float | None = None

@@ -44,16 +44,16 @@ def take(state: State, indices: Indices) -> State:
     return jax.tree.map(take_leaf, state)
 
 
-def put(state: State, indices: Indices, other: State) -> State:
-    """The state with the sequences of `other` at these indices.
+def put(state: State, indices: Indices, source: State) -> State:
+    """The state with the sequences of `source` at these indices.
 
-    Raises UserError for an unknown index, and where the sequences of `other` have other arrays, as
-    those of another policy, or another shape, as after another `reserve`.
+    Raises UserError for an unknown index, and if the sequences of `source` have other arrays, as
+    under another policy, or another shape, as after another `reserve`.
     """
     indices = _checked(indices, state)
-    mine, theirs = _named(state), _named(other)
-    if mine.keys() != theirs.keys():
-        apart = first_few(sorted(mine.keys() ^ theirs.keys()))
+    leaves, source_leaves = _named(state), _named(source)
+    if leaves.keys() != source_leaves.keys():
+        apart = first_few(sorted(leaves.keys() ^ source_leaves.keys()))
         raise UserError(
             f"sequences fit a state with the same arrays, and only one of both has {apart}; make "
             "both with one policy, with the same cache="
@@ -61,17 +61,17 @@ def put(state: State, indices: Indices, other: State) -> State:
     if isinstance(indices, np.ndarray) and len(set(indices.tolist())) < len(indices):
         raise UserError(f"each sequence can be put once, got {indices.tolist()}; name it once")
 
-    def one(path: tuple, leaf: Shaped, new: Shaped) -> Array:
-        wanted = (len(indices), *leaf.shape[1:])
-        if new.shape != wanted or new.dtype != leaf.dtype:
+    def put_leaf(path: tuple, leaf: Shaped, new: Shaped) -> Array:
+        shape = (len(indices), *leaf.shape[1:])
+        if new.shape != shape or new.dtype != leaf.dtype:
             raise UserError(
                 f"sequences fit a state of equal shape: {jax.tree_util.keystr(path)} takes "
-                f"{_describe(wanted, leaf.dtype)}, got {_describe(new.shape, new.dtype)}; "
+                f"{_describe(shape, leaf.dtype)}, got {_describe(new.shape, new.dtype)}; "
                 "reserve the same number of tokens for both"
             )
         return host_memory.map_on_device(lambda leaf, new: leaf.at[indices].set(new), leaf, new)
 
-    return jax.tree_util.tree_map_with_path(one, state, other)
+    return jax.tree_util.tree_map_with_path(put_leaf, state, source)
 
 
 def reset(state: State, indices: Indices, fresh: State) -> State:
@@ -83,9 +83,9 @@ def reset(state: State, indices: Indices, fresh: State) -> State:
     """
     indices = _checked(indices, state)
     size = len(indices)
-    found = jax.tree.leaves(fresh)[0].shape[0]
-    if found not in (1, size):
-        raise UserError(f"fresh must have 1 or {size} sequences, got {found}; give as many")
+    count = jax.tree.leaves(fresh)[0].shape[0]
+    if count not in (1, size):
+        raise UserError(f"fresh must have 1 or {size} sequences, got {count}; give as many")
     return put(
         state,
         indices,
@@ -147,14 +147,17 @@ def load(path: str | os.PathLike, like: State, identity: str = "", any_size: boo
     Raises UserError where the file is no snapshot or holds another state, and BadScale where a row
     in int8 has a scale that no finite row has.
     """
-    wanted = _named(like)
+    like_leaves = _named(like)
     with _opened(path, identity) as (header, file):
         if any_size:
-            wanted = {
-                name: _resized(leaf, header["leaves"].get(name)) for name, leaf in wanted.items()
+            like_leaves = {
+                name: _resized(leaf, header["leaves"].get(name))
+                for name, leaf in like_leaves.items()
             }
-        _compare(path, header["leaves"], wanted)
-        leaves = [file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in wanted.items()]
+        _compare(path, header["leaves"], like_leaves)
+        leaves = [
+            file[name].view(leaf.dtype).reshape(leaf.shape) for name, leaf in like_leaves.items()
+        ]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     _check_scales(path, state)
     return state
@@ -198,22 +201,22 @@ def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, 
         ) from None
 
 
-def _resized(leaf: Shaped, found: str | None) -> Shaped:
+def _resized(leaf: Shaped, description: str | None) -> Shaped:
     """The shape of a leaf with the sizes in its description in a file, if that has as many axes."""
-    name, _, sizes = (found or "").removesuffix("]").partition("[")
+    name, _, sizes = (description or "").removesuffix("]").partition("[")
     shape = tuple(map(int, filter(None, sizes.split(","))))
     if name != np.dtype(leaf.dtype).name or len(shape) != len(leaf.shape):
         return leaf
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def _compare(path: str | os.PathLike, found: dict[str, str], wanted: dict[str, Shaped]) -> None:
-    expected = {name: _describe(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
-    for name in expected | found:
-        if expected.get(name) != found.get(name):
+def _compare(path: str | os.PathLike, saved: dict[str, str], leaves: dict[str, Shaped]) -> None:
+    expected = {name: _describe(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    for name in expected | saved:
+        if expected.get(name) != saved.get(name):
             raise UserError(
                 f"a snapshot must have the state of this policy, model and batch: {path}: {name} "
-                f"should be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}; "
+                f"should be {expected.get(name, 'absent')}, is {saved.get(name, 'absent')}; "
                 "load it with the settings it was saved with, cache= among them"
             )
 
@@ -246,8 +249,8 @@ def _checked(indices: Indices, state: State) -> np.ndarray | Array:
     if isinstance(indices, jax.core.Tracer):
         return indices  # values are not known yet
     indices, batch = np.asarray(indices), jax.tree.leaves(state)[0].shape[0]
-    whole = indices.dtype.kind in "iu" or not indices.size
-    if not whole or (indices.size and not 0 <= indices.min() <= indices.max() < batch):
+    integers = indices.dtype.kind in "iu" or not indices.size
+    if not integers or (indices.size and not 0 <= indices.min() <= indices.max() < batch):
         raise UserError(
             f"indices of sequences must be from 0 to {batch - 1}, got {indices.tolist()}; name "
             "existing ones"

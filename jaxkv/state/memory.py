@@ -24,8 +24,8 @@ def available(device: jax.Device | None = None, host: bool = False) -> int | Non
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
         return None if limit is None else limit - stats.get("bytes_in_use", 0)
-    known = [free for free in (_host_free(), _group_free()) if free is not None]
-    return min(known, default=None)
+    limits = [free for free in (_host_free(), _group_free()) if free is not None]
+    return min(limits, default=None)
 
 
 # Allocators of JAX that take their memory from a pool, and the variables of the pool's share.
@@ -36,7 +36,7 @@ _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def reserved(platform: str, limit: int | None, environment: Mapping[str, str]) -> str | None:
     """A sentence on the memory that JAX reserves when it starts; None where it reserves none.
 
-    platform: of a device. limit: bytes that its arrays may take, None where unknown. environment:
+    platform: a device's. limit: bytes that its arrays may take, None where unknown. environment:
     variables of this process, which JAX has accepted.
     """
     preallocate = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in (
@@ -77,12 +77,12 @@ _GROUPS = (
 
 def _group_free() -> int | None:
     """Free bytes under a container's limit; None without a limit."""
-    for folder, most, used, prefix in _GROUPS:
+    for folder, limit_file, used, prefix in _GROUPS:
         try:
             parts = dict(x.split() for x in Path(folder, "memory.stat").read_text().splitlines())
             # The file cache counts as used, but the kernel frees it on demand.
             files = sum(int(parts[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-            limit = int(Path(folder, most).read_text())
+            limit = int(Path(folder, limit_file).read_text())
             if limit < 2**60:  # version 1 writes the largest number for no limit
                 return limit - int(Path(folder, used).read_text()) + files
         except (OSError, ValueError, KeyError):  # absent, or `max`: no limit
@@ -104,12 +104,12 @@ FEWER = "sequences or tokens, a smaller window or sample, or a policy of constan
 
 def check(
     needed: int,
-    what: str,
+    purpose: str,
     device: jax.Device | None = None,
     host: bool = False,
     fewer: str = FEWER,
 ) -> None:
-    """Raise UserError if `needed` bytes for `what` exceed the free bytes of a device or the host.
+    """Raise UserError if `needed` bytes for `purpose` exceed the free ones of a device or the host.
 
     fewer: what the error message advises to reduce.
     """
@@ -117,21 +117,21 @@ def check(
     if free is not None and needed > free:
         where = " of host memory" if host else ""
         raise UserError(
-            f"{what} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
+            f"{purpose} would take {show(needed)}{where} and only {show(free)} is free; take fewer "
             f"{fewer}"
         )
 
 
-def check_host(what: str, device: jax.Device | None = None) -> None:
+def check_host(purpose: str, device: jax.Device | None = None) -> None:
     """Raise UserError unless the device can access pinned host memory.
 
-    what: the user's choice that needs it, for the message.
+    purpose: the user's choice that needs pinned memory, for the message.
     """
     device = device or jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise UserError(
-            f"{what} needs a platform with pinned host memory, and {device.platform} has "
+            f"{purpose} needs a platform with pinned host memory, and {device.platform} has "
             f"{', '.join(kinds)}; leave it out"
         )
 

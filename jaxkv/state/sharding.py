@@ -59,12 +59,12 @@ def axes_in(mesh: Mesh) -> tuple[str | None, str | None]:
 
 def check(mesh: Mesh, batch: int, kv_heads: int) -> None:
     """Raise UserError where the mesh does not divide the batch or the KV heads evenly."""
-    given = zip(axes_in(mesh), (batch, kv_heads), ("sequences", "KV heads"), strict=True)
-    for axis, size, what in given:
+    axes = zip(axes_in(mesh), (batch, kv_heads), ("sequences", "KV heads"), strict=True)
+    for axis, size, noun in axes:
         if axis is not None and size % mesh.shape[axis]:
             raise UserError(
-                f"the mesh axis {axis!r} must divide the {what}: {size} {what} over "
-                f"{mesh.shape[axis]} places; choose another mesh or number of {what}"
+                f"the mesh axis {axis!r} must divide the {noun}: {size} {noun} over "
+                f"{mesh.shape[axis]} places; choose another mesh or number of {noun}"
             )
 
 

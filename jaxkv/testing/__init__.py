@@ -175,8 +175,8 @@ def make_subject(
 
     evicts: the tokens until the first eviction, where a policy skips tokens before.
     """
-    most = max(capacity, evicts)
-    tokens, sizes = draw_tokens(SPEC, 3 * most + 5), (1, 5, max(6, 2 * most + 1))
+    limit = max(capacity, evicts)
+    tokens, sizes = draw_tokens(SPEC, 3 * limit + 5), (1, 5, max(6, 2 * limit + 1))
     return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens)
 
 
@@ -197,10 +197,10 @@ def check_law(law: tuple[int, str, Law], subject: Subject) -> LawResult | None:
     number, statement, checks = law
     checked = False
     try:
-        for what, passes in checks(subject):
+        for failure, passes in checks(subject):
             checked = True
             if not passes:
-                return LawResult(number, statement, False, what)
+                return LawResult(number, statement, False, failure)
     except Exception as error:  # a policy of somebody else's may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if isinstance(error, NOT_JITTABLE):

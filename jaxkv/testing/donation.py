@@ -17,15 +17,18 @@ from jaxkv.testing.subject import BATCH, QUICK, Checks, Subject, close
 def states_can_be_donated(subject: Subject) -> Checks:
     """A step that donates its state gives the same output and state as one that does not."""
     states, new = list(_states(subject)), subject.next(1)
-    for what, state in states:
+    for state_name, state in states:
         shared = shared_buffers(state)
-        yield f"{what}: leaves {' and '.join(shared)} share a buffer", not shared
-    for what, state in states[:1] + states[-1:]:
+        yield f"{state_name}: leaves {' and '.join(shared)} share a buffer", not shared
+    for state_name, state in states[:1] + states[-1:]:
         expected = subject.step(state, new)
         actual = donating_update(subject.policy, subject.spec, state, new)
-        yield f"donating {what} gives another result", close(actual, expected, subject.tolerance)
+        yield (
+            f"donating {state_name} gives another result",
+            close(actual, expected, subject.tolerance),
+        )
         kept = [name for name, leaf in _named(state) if leaf.size and not leaf.is_deleted()]
-        yield f"{what}: a step copies leaves {', '.join(kept)} that it could reuse", not kept
+        yield f"{state_name}: a step copies leaves {', '.join(kept)} that it could reuse", not kept
         shared = shared_buffers(actual[1])
         yield f"a step makes leaves {' and '.join(shared)} share a buffer", not shared
         # A later state, which a donating step made.

@@ -32,12 +32,12 @@ def estimates_are_unbiased(subject: Subject, tokens: int) -> Checks:
     The numerator and the denominator of its softmax must each be those of full attention in the
     mean. Their quotient, the output, is not unbiased.
     """
-    one = take_sequences(draw_tokens(subject.spec, tokens, dtype=subject.tokens.q.dtype), [0])
-    truths = _numerator_and_denominator(subject.spec, one)
-    partial = _last_of_many(subject, one)
+    text = take_sequences(draw_tokens(subject.spec, tokens, dtype=subject.tokens.q.dtype), [0])
+    truths = _numerator_and_denominator(subject.spec, text)
+    partial = _last_of_many(subject, text)
     out, lse = (np.asarray(leaf, np.float64)[:, 0] for leaf in partial)
-    found = out * np.exp(lse)[..., None], np.exp(lse)
-    for name, estimate, truth in zip(("numerator", "denominator"), found, truths, strict=True):
+    estimates = out * np.exp(lse)[..., None], np.exp(lse)
+    for name, estimate, truth in zip(("numerator", "denominator"), estimates, truths, strict=True):
         spread = estimate.std(axis=0)
         varies = bool((spread > ROUNDING * np.abs(estimate).max(axis=0)).all())
         yield f"the {name} after {tokens} tokens does not depend on the seed", varies
@@ -60,10 +60,10 @@ def protected_tokens_stay(subject: Subject, first: int, newest: int = 0) -> Chec
         numbers = tokens.positions[sequence][valid]
         needed = {int(n) for n in (*numbers[:first], *numbers[max(0, len(numbers) - newest) :])}
         for head in range(subject.spec.kv_heads):
-            there = set(positions[sequence, head][weight[sequence, head] == 0].tolist())
-            missing = sorted(needed - there)
-            what = f"adversarial keys evict the tokens at {missing}, or change their weight of 1"
-            yield what, not missing
+            full_weight = set(positions[sequence, head][weight[sequence, head] == 0].tolist())
+            missing = sorted(needed - full_weight)
+            failure = f"adversarial keys evict the tokens at {missing}, or change their weight of 1"
+            yield failure, not missing
 
 
 def positions_may_wrap(subject: Subject) -> Checks:
@@ -72,9 +72,9 @@ def positions_may_wrap(subject: Subject) -> Checks:
     positions = ((subject.tokens.positions.astype(np.int64) + first) % 2**32).astype(np.uint32)
     moved = subject.tokens._replace(positions=positions)
     for size in subject.sizes[:2]:
-        wanted = subject.read(size).outs.astype(np.float64)
-        found = subject.read_tokens(moved, size).outs.astype(np.float64)
-        away = np.abs(found - wanted).max(axis=(0, 2, 3))
+        expected = subject.read(size).outs.astype(np.float64)
+        actual = subject.read_tokens(moved, size).outs.astype(np.float64)
+        away = np.abs(actual - expected).max(axis=(0, 2, 3))
         yield (
             f"from position {first} in chunks of {size}, the output of token {away.argmax()} "
             f"differs by {away.max():.2g} from that of the same tokens from position 0",
@@ -89,10 +89,10 @@ def with_larger_keys(tokens: Chunk, first: int) -> Chunk:
     return tokens._replace(k=k.astype(tokens.k.dtype))
 
 
-def _last_of_many(subject: Subject, one: Chunk) -> Partial:
-    """The attention of the last token of `one` [1,T,...], in MANY sequences."""
-    policy, spec, count = subject.policy, subject.spec, one.q.shape[1]
-    many = Chunk(*(np.broadcast_to(leaf, (MANY, *leaf.shape[1:])) for leaf in one))
+def _last_of_many(subject: Subject, text: Chunk) -> Partial:
+    """The attention of the last token of `text` [1,T,...], in MANY sequences."""
+    policy, spec, count = subject.policy, subject.spec, text.q.shape[1]
+    many = Chunk(*(np.broadcast_to(leaf, (MANY, *leaf.shape[1:])) for leaf in text))
     state = policy.reserve(spec, subject.init(MANY), count)
     # Without its output: XLA then drops the attention of the first tokens.
     absorb = jax.jit(lambda state, chunk: policy.update(spec, state, chunk)[1])
@@ -103,9 +103,9 @@ def _last_of_many(subject: Subject, one: Chunk) -> Partial:
 
 
 def _numerator_and_denominator(
-    spec: Spec, one: Chunk
+    spec: Spec, text: Chunk
 ) -> tuple[Float[np.ndarray, "N H"], Float[np.ndarray, " N"]]:
-    """Of the softmax of the last token of `one` [1,T,...], in plain numpy."""
-    weights = np.exp(dense_logits(spec, one)[0, :, -1])
-    v = np.repeat(np.asarray(one.v, np.float64)[0], one.q.shape[2] // spec.kv_heads, axis=1)
+    """Both parts of the softmax of the last token of `text` [1,T,...], in plain numpy."""
+    weights = np.exp(dense_logits(spec, text)[0, :, -1])
+    v = np.repeat(np.asarray(text.v, np.float64)[0], text.q.shape[2] // spec.kv_heads, axis=1)
     return np.einsum("nt,tnh->nh", weights, v), weights.sum(axis=1)

@@ -40,8 +40,8 @@ def rows_are_rounded_once(subject: Subject) -> Checks:
             for name, rows, of_tokens in (("k", part.k, k), ("v", part.v, v)):
                 for sequence, valid in enumerate(tokens.valid):
                     stored = Int8Rows(*(np.asarray(leaf[sequence], np.float64) for leaf in rows))
-                    there = np.flatnonzero(valid).tolist()
-                    token_at = {int(tokens.positions[sequence, n]): n for n in there}
+                    valid_tokens = np.flatnonzero(valid).tolist()
+                    token_at = {int(tokens.positions[sequence, n]): n for n in valid_tokens}
                     positions = np.asarray(part.positions[sequence])
                     right = _near(stored, positions, of_tokens[sequence], token_at)
                     yield f"in chunks of {size} a row of {name} is not its token's", right
@@ -53,9 +53,9 @@ def _near(
     """Whether the rows [K,S,H] at these positions [S] or [K,S] are those of the tokens [T,K,H]."""
     head, slot, _ = np.nonzero(stored.scale)  # an empty slot has the scale 0
     positions = np.broadcast_to(positions, stored.shape[:2])[head, slot]
-    wanted = of_tokens[[token_at[int(at)] for at in positions], head]
+    expected = of_tokens[[token_at[int(at)] for at in positions], head]
     scale = stored.scale[head, slot]
-    return bool((np.abs(stored.values[head, slot] * scale - wanted) <= HALF * scale).all())
+    return bool((np.abs(stored.values[head, slot] * scale - expected) <= HALF * scale).all())
 
 
 def _is_int8(node: Any) -> bool:

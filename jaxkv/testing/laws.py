@@ -55,70 +55,70 @@ def padding_changes_nothing(subject: Subject) -> Checks:
     for size in subject.sizes[:2]:
         new = subject.next(size)
         pad = widen(new._replace(valid=np.zeros_like(new.valid)), subject.width(size))
-        found, after = subject.step(state, pad)
-        for (name, _, array), same in zip(
+        (out, _), after = subject.step(state, pad)
+        for (name, _, array), array_after in zip(
             named_leaves(policy, state), jax.tree.leaves(after), strict=True
         ):
-            yield f"{size} tokens of padding change leaf {name}", same_bits(array, same)
-        yield f"the output of {size} tokens of padding must be 0", not np.asarray(found.out).any()
+            yield f"{size} tokens of padding change leaf {name}", same_bits(array, array_after)
+        yield f"the output of {size} tokens of padding must be 0", not np.asarray(out).any()
     if subject.finishes:
         return  # the prompt of a padded sequence is shorter
     without = compact(subject.tokens)
     size = subject.sizes[1]
-    one, other = subject.read(size), subject.read_tokens(without, size)
-    yield "padding is cached", close(one.states[-1], other.states[-1])
-    found = one.outs[subject.tokens.valid], other.outs[without.valid]
-    yield "padding changes outputs", close(*found, subject.tolerance)
-    yield "the output of padding must be 0", not one.outs[~subject.tokens.valid].any()
+    padded, unpadded = subject.read(size), subject.read_tokens(without, size)
+    yield "padding is cached", close(padded.states[-1], unpadded.states[-1])
+    outs = padded.outs[subject.tokens.valid], unpadded.outs[without.valid]
+    yield "padding changes outputs", close(*outs, subject.tolerance)
+    yield "the output of padding must be 0", not padded.outs[~subject.tokens.valid].any()
 
 
 def sequences_are_independent(subject: Subject) -> Checks:
     size, tokens = subject.sizes[-1], subject.tokens
     straight = subject.read(size)
-    other = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
+    other_tokens = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
     for index in range(BATCH - 1):
         keep = np.arange(BATCH) == index
         mixed = tokens._replace(
             **{
                 name: np.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-                for name, a, b in zip(tokens._fields, tokens, other, strict=True)
+                for name, a, b in zip(tokens._fields, tokens, other_tokens, strict=True)
             }
         )
-        found = subject.read_tokens(mixed, size)
-        same = np.array_equal(found.outs[index], straight.outs[index])
-        last_states = (batch.take(run.states[-1], [index]) for run in (found, straight))
-        yield f"sequence {index} depends on the others", same and same_bits(*last_states)
+        mixed_run = subject.read_tokens(mixed, size)
+        equal = np.array_equal(mixed_run.outs[index], straight.outs[index])
+        last_states = (batch.take(run.states[-1], [index]) for run in (mixed_run, straight))
+        yield f"sequence {index} depends on the others", equal and same_bits(*last_states)
     permuted = take_sequences(tokens, ORDER), size, batch.take(subject.init(), ORDER)
-    found = subject.read_tokens(*permuted)
-    wanted = batch.take(straight.states[-1], ORDER), straight.outs[[*ORDER]]
+    permuted_run = subject.read_tokens(*permuted)
+    expected = batch.take(straight.states[-1], ORDER), straight.outs[[*ORDER]]
     yield (
         "another order of sequences gives other results",
-        close((found.states[-1], found.outs), wanted),
+        close((permuted_run.states[-1], permuted_run.outs), expected),
     )
 
 
 def below_capacity_it_is_full_attention(subject: Subject) -> Checks:
-    few = take_sequences(cut(subject.tokens, 0, subject.capacity), [0])
-    wanted = dense(subject.spec, few)[0]
+    prompt = take_sequences(cut(subject.tokens, 0, subject.capacity), [0])
+    expected = dense(subject.spec, prompt)[0]
     for size in (1, subject.sizes[-1]):
-        found = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
-        right = close(found, wanted, against_floats(subject))
+        actual = subject.read(size).outs[0, : subject.capacity].astype(np.float64)
+        right = close(actual, expected, against_floats(subject))
         yield f"in chunks of {size} it is not full attention", right
     run, tokens = subject.read(1), subject.tokens
     for count, state in zip(run.counts, run.states, strict=True):
         if count > subject.capacity:
             break
-        found = cached(subject.policy, subject.spec, state)
-        filled = np.asarray(found.log_weight) > -np.inf
+        cache = cached(subject.policy, subject.spec, state)
+        filled = np.asarray(cache.log_weight) > -np.inf
         for index in range(BATCH):
             written = tokens.positions[index, :count][tokens.valid[index, :count]]
             expected_positions = np.sort(written)
             for head in range(subject.spec.kv_heads):
-                there = np.sort(np.asarray(found.positions)[index, head][filled[index, head]])
+                present = np.sort(np.asarray(cache.positions)[index, head][filled[index, head]])
                 yield (
                     f"after {count} tokens `cached` must give positions {expected_positions}, got "
-                    f"{there}",
-                    np.array_equal(there, expected_positions),
+                    f"{present}",
+                    np.array_equal(present, expected_positions),
                 )
 
 
@@ -138,24 +138,24 @@ def logits_may_be_penalised_and_capped(subject: Subject) -> Checks:
         for at in range(0, subject.capacity, size):
             partial, state = update(subject.policy, spec, state, cut(tokens, at, at + size))
             outs.append(np.asarray(partial.out)[0])
-        wanted = dense(spec, take_sequences(tokens, [0]))[0]
-        right = close(np.concatenate(outs).astype(np.float64), wanted, against_floats(subject))
-        what = "under ALiBi and a softcap it is not full attention; use `masked_bias` and `softcap`"
-        yield f"in chunks of {size}, {what}", right
+        expected = dense(spec, take_sequences(tokens, [0]))[0]
+        right = close(np.concatenate(outs).astype(np.float64), expected, against_floats(subject))
+        hint = "under ALiBi and a softcap it is not full attention; use `masked_bias` and `softcap`"
+        yield f"in chunks of {size}, {hint}", right
 
 
 def chunking_changes_nothing(subject: Subject) -> Checks:
-    one = subject.read(1)
+    by_token = subject.read(1)
     for size in subject.sizes[1:]:
-        other = subject.read(size)
-        for count in set(one.counts) & set(other.counts):
-            first, second = (run.states[run.counts.index(count)] for run in (one, other))
+        by_chunk = subject.read(size)
+        for count in set(by_token.counts) & set(by_chunk.counts):
+            first, second = (run.states[run.counts.index(count)] for run in (by_token, by_chunk))
             equal = subject.cached(first) == subject.cached(second)
             yield f"after {count} tokens, chunks of {size} and of 1 cache different tokens", equal
             if same_shapes(first, second):  # else one of them has reserved more
-                what = f"after {count} tokens, chunks of {size} and of 1 give different states"
-                yield what, close(first, second)
-        right = close(other.outs, one.outs, subject.tolerance)
+                failure = f"after {count} tokens, chunks of {size} and of 1 give different states"
+                yield failure, close(first, second)
+        right = close(by_chunk.outs, by_token.outs, subject.tolerance)
         yield f"chunks of {size} and of 1 give different outputs", right
 
 
@@ -166,12 +166,14 @@ def kv_heads_are_independent(subject: Subject) -> Checks:
     alone, group = dataclasses.replace(subject.spec, kv_heads=1), tokens.q.shape[2]
     group //= subject.spec.kv_heads
     for head in range(subject.spec.kv_heads):
-        its, own = slice(group * head, group * (head + 1)), slice(head, head + 1)
-        few = tokens._replace(q=tokens.q[:, :, its], k=tokens.k[:, :, own], v=tokens.v[:, :, own])
-        found, now = update(policy, alone, of_head(policy, state, head), few)
-        wanted = out[:, :, its], of_head(policy, after, head)
-        same = close((found.out, now), wanted, subject.tolerance)
-        yield f"KV head {head} depends on the others", same
+        q_slice, kv_slice = slice(group * head, group * (head + 1)), slice(head, head + 1)
+        head_tokens = tokens._replace(
+            q=tokens.q[:, :, q_slice], k=tokens.k[:, :, kv_slice], v=tokens.v[:, :, kv_slice]
+        )
+        actual, now = update(policy, alone, of_head(policy, state, head), head_tokens)
+        expected = out[:, :, q_slice], of_head(policy, after, head)
+        equal = close((actual.out, now), expected, subject.tolerance)
+        yield f"KV head {head} depends on the others", equal
 
 
 def sequences_can_be_moved(subject: Subject) -> Checks:
@@ -185,8 +187,8 @@ def sequences_can_be_moved(subject: Subject) -> Checks:
     back = batch.to_device(batch.to_host(state))
     yield "the host changes a state", same_bits(back, state)
     new = subject.next(1)
-    same = same_bits(subject.step(state, new), subject.step(back, new))
-    yield "a state from the host gives another output", same
+    equal = same_bits(subject.step(state, new), subject.step(back, new))
+    yield "a state from the host gives another output", equal
 
 
 def equal_settings_compile_once(subject: Subject) -> Checks:
@@ -197,24 +199,24 @@ def equal_settings_compile_once(subject: Subject) -> Checks:
         for at in range(3):
             _, state = update(policy, spec, state, cut(subject.tokens, at, at + 1))
             counts.append(COMPILED[subject.policy, spec] + COMPILED[policy, spec])
-    more = counts[2] - counts[0]
-    yield f"three tokens compile {more + 1} times", not more
+    recompilations = counts[2] - counts[0]
+    yield f"three tokens compile {recompilations + 1} times", not recompilations
     yield "equal settings compile twice", counts[5] == counts[2]
 
 
 def an_empty_state_gives_nothing(subject: Subject) -> Checks:
     new, empty = subject.next(1), subject.policy.reserve(subject.spec, subject.init(), 1)
     pad = new._replace(valid=np.zeros_like(new.valid))
-    found, after = subject.step(empty, pad)
-    yield "an empty state gives an output", not np.asarray(found.out).any()
-    yield "its log-sum-exp must be -inf", bool((np.asarray(found.lse) == -np.inf).all())
+    attended, after = subject.step(empty, pad)
+    yield "an empty state gives an output", not np.asarray(attended.out).any()
+    yield "its log-sum-exp must be -inf", bool((np.asarray(attended.lse) == -np.inf).all())
     yield "padding changes an empty state", same_bits(after, empty)
     yield "an empty state caches tokens", not any(map(any, subject.cached(empty)))
-    found, _ = subject.step(empty, new)
+    attended, _ = subject.step(empty, new)
     group = new.q.shape[2] // subject.spec.kv_heads
-    out, wanted = found.out[: BATCH - 1], np.repeat(new.v[: BATCH - 1], group, axis=2)
-    same = close(np.asarray(out), wanted.astype(np.float32), against_floats(subject))
-    yield "the output of the first token must be its value", same
+    out, expected = attended.out[: BATCH - 1], np.repeat(new.v[: BATCH - 1], group, axis=2)
+    equal = close(np.asarray(out), expected.astype(np.float32), against_floats(subject))
+    yield "the output of the first token must be its value", equal
 
 
 def shared_leaves_are_equal(subject: Subject) -> Checks:
@@ -222,13 +224,17 @@ def shared_leaves_are_equal(subject: Subject) -> Checks:
     if not any_leaf(subject, lambda leaf: leaf.shared):
         return
     tokens, size = subject.tokens, subject.sizes[1]
-    other = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
-    other = other._replace(positions=tokens.positions, valid=tokens.valid)
-    one, two = subject.read(size).states[-1], subject.read_tokens(other, size).states[-1]
-    pairs = zip(named_leaves(subject.policy, one), jax.tree.leaves(two), strict=True)
-    for (name, leaf, array), same in pairs:
+    other_tokens = draw_tokens(subject.spec, subject.count, seed=1, dtype=tokens.q.dtype)
+    other_tokens = other_tokens._replace(positions=tokens.positions, valid=tokens.valid)
+    state = subject.read(size).states[-1]
+    other_state = subject.read_tokens(other_tokens, size).states[-1]
+    pairs = zip(named_leaves(subject.policy, state), jax.tree.leaves(other_state), strict=True)
+    for (name, leaf, array), other_array in pairs:
         if leaf.shared:
-            yield f"leaf {name} is shared but depends on keys or values", same_bits(array, same)
+            yield (
+                f"leaf {name} is shared but depends on keys or values",
+                same_bits(array, other_array),
+            )
 
 
 def append_only_leaves_stay(subject: Subject) -> Checks:
@@ -248,8 +254,8 @@ def append_only_leaves_stay(subject: Subject) -> Checks:
             now, end = (np.moveaxis(np.asarray(a), slots, 1) for a in (array, latest))
             for sequence, valid in enumerate(tokens.valid[:, :seen]):
                 count = valid.sum()
-                same = np.array_equal(now[sequence, :count], end[sequence, :count])
-                yield f"leaf {name} is append-only but changes", same
+                equal = np.array_equal(now[sequence, :count], end[sequence, :count])
+                yield f"leaf {name} is append-only but changes", equal
                 yield f"leaf {name}: an empty slot is not zero", not now[sequence, count:].any()
                 if leaf.axes == "B S":
                     positions = tokens.positions[sequence, :seen][valid]
@@ -294,9 +300,9 @@ def finish_prefill_is_per_sequence(subject: Subject) -> Checks:
     same_structure = jax.tree.structure(finished) == jax.tree.structure(state)
     yield "finish_prefill changes the structure of the state", same_structure
     yield "a sequence depends on the others", same_bits(swapped, batch.take(finished, ORDER))
-    more = policy.reserve(spec, finished, 1)
-    found, _ = subject.step(more, subject.next(1))
-    yield "the next token has no finite output", bool(np.isfinite(np.asarray(found.out)).all())
+    reserved = policy.reserve(spec, finished, 1)
+    attended, _ = subject.step(reserved, subject.next(1))
+    yield "the next token has no finite output", bool(np.isfinite(np.asarray(attended.out)).all())
 
 
 def it_caches_what_it_means(subject: Subject) -> Checks:
@@ -305,18 +311,18 @@ def it_caches_what_it_means(subject: Subject) -> Checks:
     count, run = subject.count, subject.read(1)
     seen = np.zeros((count, count), bool)
     means = [dict.fromkeys(sorted(subject.cached_tokens(at)), 0.0) for at in range(count)]
-    for at, wanted in enumerate(means):
-        seen[at, list(wanted)] = True
+    for at, expected in enumerate(means):
+        seen[at, list(expected)] = True
     for after, state in zip(run.counts, run.states, strict=True):
-        at, found = after - 1, subject.cached(state)[0]
-        wanted = means[at]
-        what = f"after token {at} the cache must have {[*wanted]}, got {[*map(list, found)]}"
-        yield what, found == [wanted] * subject.spec.kv_heads
+        at, actual = after - 1, subject.cached(state)[0]
+        expected = means[at]
+        failure = f"after token {at} the cache must have {[*expected]}, got {[*map(list, actual)]}"
+        yield failure, actual == [expected] * subject.spec.kv_heads
     # A policy may attend before it evicts: then a query sees the tokens before it, and its own.
     before = np.eye(count, dtype=bool)
     before[1:] |= seen[:-1]
-    whole, found = take_sequences(subject.tokens, [0]), run.outs[:1].astype(np.float64)
-    right = any(close(found, dense(subject.spec, whole, one), 1e-5) for one in (seen, before))
+    text, outs = take_sequences(subject.tokens, [0]), run.outs[:1].astype(np.float64)
+    right = any(close(outs, dense(subject.spec, text, mask), 1e-5) for mask in (seen, before))
     yield "the output is not attention to the cached tokens, by positions in the text", right
 
 
@@ -331,8 +337,8 @@ def gradients_exist(subject: Subject) -> Checks:
         return jnp.sum(out * weights)
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
-    found = gradient(*map(jnp.asarray, tokens[:3]))
-    for name, leaf in zip("qkv", found, strict=True):
+    gradients = gradient(*map(jnp.asarray, tokens[:3]))
+    for name, leaf in zip("qkv", gradients, strict=True):
         leaf = np.asarray(leaf, np.float32)
         # One key has weight 1 whatever q and k are. A row in int8 passes no gradient to its token.
         needed = subject.capacity > 1 or name == "v"
@@ -356,13 +362,13 @@ def gradients_pass_the_end_of_prefill(subject: Subject) -> Checks:
         return jnp.sum(policy.update(spec, state, after)[0].out)
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
-    found = gradient(*tokens[:3])
-    finite = all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in found)
+    gradients = gradient(*tokens[:3])
+    finite = all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in gradients)
     yield "the gradient through finish_prefill is not finite", finite
 
 
-def any_leaf(subject: Subject, wanted: Callable[[Leaf], bool]) -> bool:
-    return any(map(wanted, jax.tree.leaves(subject.policy.leaves)))
+def any_leaf(subject: Subject, condition: Callable[[Leaf], bool]) -> bool:
+    return any(map(condition, jax.tree.leaves(subject.policy.leaves)))
 
 
 Law = Callable[[Subject], Checks]

@@ -36,10 +36,10 @@ def update_keeps_the_state(subject: Subject) -> Checks:
                 f"{', '.join(names[1]) or 'none'}",
                 names[0] == names[1],
             )
-            for (path, one), (_, other) in zip(old, new, strict=True):
-                expected, found = ((x.shape, x.dtype.name) for x in (one, other))
+            for (path, old_array), (_, new_array) in zip(old, new, strict=True):
+                expected, actual = ((x.shape, x.dtype.name) for x in (old_array, new_array))
                 name = jax.tree_util.keystr(path)
-                yield f"update must return {name} as {expected}, got {found}", expected == found
+                yield f"update must return {name} as {expected}, got {actual}", expected == actual
         yield from _cached_has_the_shapes(jax.eval_shape(partial(policy.cached, spec), state), spec)
 
 
@@ -48,19 +48,19 @@ def _partial_has_the_shapes(attended: Partial, chunk: Chunk) -> Checks:
     yield f"update must return a Partial and a state, got a {kind}", isinstance(attended, Partial)
     for name, letters in (("out", "[B,T,N,H]"), ("lse", "[B,T,N]")):
         array = getattr(attended, name)
-        wanted = chunk.q.shape[: letters.count(",") + 1], "float32"
-        found = array.shape, array.dtype.name
-        yield f"update must return {name} {letters} as {wanted}, got {found}", found == wanted
+        expected = chunk.q.shape[: letters.count(",") + 1], "float32"
+        actual = array.shape, array.dtype.name
+        yield f"update must return {name} {letters} as {expected}, got {actual}", actual == expected
 
 
-def _cached_has_the_shapes(found: Cached, spec: Spec) -> Checks:
-    kind = type(found).__name__
-    yield f"cached must return a Cached, got a {kind}", isinstance(found, Cached)
-    shape = (BATCH, spec.kv_heads, found.positions.shape[-1] if found.positions.ndim else 0)
+def _cached_has_the_shapes(cache: Cached, spec: Spec) -> Checks:
+    kind = type(cache).__name__
+    yield f"cached must return a Cached, got a {kind}", isinstance(cache, Cached)
+    shape = (BATCH, spec.kv_heads, cache.positions.shape[-1] if cache.positions.ndim else 0)
     for name, dtype in (("positions", "uint32"), ("log_weight", "float32")):
-        array = getattr(found, name)
-        got, wanted = (array.shape, array.dtype.name), (shape, dtype)
-        yield f"cached must return {name} [B,K,S] as {wanted}, got {got}", got == wanted
+        array = getattr(cache, name)
+        got, expected = (array.shape, array.dtype.name), (shape, dtype)
+        yield f"cached must return {name} [B,K,S] as {expected}, got {got}", got == expected
 
 
 def leaves_describe_the_state(subject: Subject) -> Checks:
@@ -72,8 +72,8 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
     )
     wrong = [leaf for leaf in jax.tree.leaves(policy.leaves) if not isinstance(leaf, Leaf)]
     yield f"leaves must have a Leaf per array, got {wrong[:1]}", not wrong
-    made, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
-    yield f"leaves must describe {made} arrays, got {leaves}", made == leaves
+    num_arrays, leaves = len(jax.tree.leaves(state)), len(jax.tree.leaves(policy.leaves))
+    yield f"leaves must describe {num_arrays} arrays, got {leaves}", num_arrays == leaves
     sizes = {"B": count, "K": spec.kv_heads, "G": spec.group, "H": spec.head_dim}
     for name, leaf, array in named_leaves(policy, state):
         letters = leaf.letters
@@ -89,17 +89,20 @@ def leaves_describe_the_state(subject: Subject) -> Checks:
             not {"T", "N"} & set(letters),
         )
         for letter, size in zip(letters, array.shape, strict=True):
-            wanted = sizes.get(letter, size)
-            yield f"leaf {name}: axis {letter} must be {wanted}, got {size}", size in (wanted, 0)
+            expected = sizes.get(letter, size)
+            yield (
+                f"leaf {name}: axis {letter} must be {expected}, got {size}",
+                size in (expected, 0),
+            )
 
 
 def bytes_equal_the_arrays(subject: Subject) -> Checks:
     policy, spec, count = subject.policy, subject.spec, 5
     for tokens in (0, subject.capacity):
         state = jax.eval_shape(lambda n=tokens: policy.reserve(spec, subject.init(count), n))
-        found, said = batch.nbytes(state) // count, policy.bytes_per_sequence(spec, tokens)
+        actual, said = batch.nbytes(state) // count, policy.bytes_per_sequence(spec, tokens)
         yield (
-            f"bytes_per_sequence(spec, {tokens}) must be {found}, as the arrays have; got {said}",
+            f"bytes_per_sequence(spec, {tokens}) must be {actual}, as the arrays have; got {said}",
             batch.nbytes(state) == count * said,
         )
     if not subject.finishes:

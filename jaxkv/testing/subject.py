@@ -32,7 +32,7 @@ CachedTokens = Callable[[int], Sequence[int]]
 
 
 class Trajectory(NamedTuple):
-    """outs: of all tokens. states[i]: the state after `counts[i]` tokens.
+    """outs: outputs of all tokens. states[i]: the state after `counts[i]` tokens.
 
     All states if they fit into MAX_BYTES; else those after every 64th token, the prompt and the
     end.
@@ -47,9 +47,12 @@ class Trajectory(NamedTuple):
 class Subject:
     """A policy and the tokens of its laws.
 
-    capacity: the policy evicts none of its first `capacity` tokens. tokens: four sequences, see
-    `draw_tokens`. sizes: of the chunks, the first of them 1. tolerance: of outputs. real_widths:
-    chunks are compiled at their size; else at two widths, 1 and the largest size, with padding.
+    capacity: the policy evicts none of its first `capacity` tokens.
+    tokens: four sequences, see `draw_tokens`.
+    sizes: chunk sizes, the first of them 1.
+    tolerance: largest error of outputs.
+    real_widths: chunks are compiled at their size; else at two widths, 1 and the largest size, with
+      padding.
     """
 
     policy: Policy
@@ -98,8 +101,8 @@ class Subject:
                 chunk = widen(cut(tokens, at, stop), self.width(size))
                 partial, state = update(self.policy, self.spec, state, chunk)
                 outs.append(np.asarray(partial.out)[:, : stop - at])
-                few = batch.nbytes(state) * tokens.q.shape[1] <= MAX_BYTES
-                if few or stop == end or not stop % 64:
+                affordable = batch.nbytes(state) * tokens.q.shape[1] <= MAX_BYTES
+                if affordable or stop == end or not stop % 64:
                     states.append(state)
                     counts.append(stop)
         return Trajectory(np.concatenate(outs, axis=1), states, counts)
@@ -129,16 +132,16 @@ class Subject:
         before = self.tokens.valid[:, : self.prompt].sum(axis=1, keepdims=True)
         positions = (before + np.arange(size)).astype(np.uint32)
         valid = np.arange(BATCH)[:, None] < np.full((1, size), BATCH - 1)
-        whole = [np.repeat(leaf[:1], BATCH, axis=0) for leaf in new[:3]]
-        return Chunk(*(x + 0.1 * i for i, x in enumerate(whole)), positions, valid)
+        repeated = [np.repeat(leaf[:1], BATCH, axis=0) for leaf in new[:3]]
+        return Chunk(*(x + 0.1 * i for i, x in enumerate(repeated)), positions, valid)
 
     def step(self, state: State, chunk: Chunk) -> tuple[Partial, State]:
         return update(self.policy, self.spec, state, chunk)
 
     def cached(self, state: State) -> list[list[dict[int, float]]]:
         """Each cached position with its log weight, by sequence and KV head."""
-        found = cached(self.policy, self.spec, state)
-        pairs = zip(np.asarray(found.positions), np.asarray(found.log_weight), strict=True)
+        cache = cached(self.policy, self.spec, state)
+        pairs = zip(np.asarray(cache.positions), np.asarray(cache.log_weight), strict=True)
         return [
             [
                 {int(p): round(float(w), 4) for p, w in zip(*head, strict=True) if w > -np.inf}
@@ -181,10 +184,10 @@ def find_capacity(subject: Subject) -> int:
     state = policy.reserve(spec, subject.init(1), MAX_CAPACITY)
     for count in range(1, MAX_CAPACITY + 1):
         _, state = subject.step(state, cut(tokens, count - 1, count))
-        found = cached(policy, spec, state)
-        positions = np.asarray(found.positions, np.int64)
-        there = np.sort(np.where(np.asarray(found.log_weight) > -np.inf, positions, 2**32))
-        if there.shape[2] < count or (there[:, :, :count] != np.arange(count)).any():
+        cache = cached(policy, spec, state)
+        positions = np.asarray(cache.positions, np.int64)
+        present = np.sort(np.where(np.asarray(cache.log_weight) > -np.inf, positions, 2**32))
+        if present.shape[2] < count or (present[:, :, :count] != np.arange(count)).any():
             return max(1, count - 1)
     # Long enough that `finish_prefill` compresses the prompt of the laws, which is twice as long.
     return max(64, policy.min_prompt or 0) if policy.grows else MAX_CAPACITY
@@ -222,11 +225,11 @@ def widen(chunk: Chunk, width: int) -> Chunk:
 
 def compact(tokens: Chunk) -> Chunk:
     """The same tokens with all padding moved to the end of each sequence, as zeros."""
-    made = Chunk(*(np.zeros_like(leaf) for leaf in tokens))
+    compacted = Chunk(*(np.zeros_like(leaf) for leaf in tokens))
     for sequence, valid in enumerate(tokens.valid):
-        for old, new in zip(tokens, made, strict=True):
+        for old, new in zip(tokens, compacted, strict=True):
             new[sequence, : valid.sum()] = old[sequence][valid]
-    return made
+    return compacted
 
 
 @partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
@@ -246,27 +249,27 @@ def cached(policy: Policy, spec: Spec, state: State) -> Cached:
     return policy.cached(spec, state)
 
 
-def arrays(one: State, other: State) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def arrays(first: State, second: State) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The arrays of two states, pairwise."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return ((np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-def same_shapes(one: State, other: State) -> bool:
-    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in arrays(one, other))
+def same_shapes(first: State, second: State) -> bool:
+    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in arrays(first, second))
 
 
-def same_bits(one: State, other: State) -> bool:
-    return same_shapes(one, other) and all(
-        a.tobytes() == b.tobytes() for a, b in arrays(one, other)
+def same_bits(first: State, second: State) -> bool:
+    return same_shapes(first, second) and all(
+        a.tobytes() == b.tobytes() for a, b in arrays(first, second)
     )
 
 
-def close(one: State, other: State, tolerance: float = 1e-6) -> bool:
+def close(first: State, second: State, tolerance: float = 1e-6) -> bool:
     """Equal whole numbers; others equal up to the rounding of two compiled programs."""
-    if not same_shapes(one, other):
+    if not same_shapes(first, second):
         return False
-    for a, b in arrays(one, other):
+    for a, b in arrays(first, second):
         rounding = 8e-3 if a.dtype == jnp.bfloat16 else tolerance
         exact = a.dtype.kind in "iub"
         if exact and not np.array_equal(a, b):
@@ -294,7 +297,7 @@ def dense_logits(spec: Spec, tokens: Chunk) -> Float[np.ndarray, "B N T S"]:
 def dense(
     spec: Spec, tokens: Chunk, seen: Bool[np.ndarray, "T T"] | None = None
 ) -> Float[np.ndarray, "B T N H"]:
-    """Softmax attention in plain numpy; seen: by query and key; None: causal."""
+    """Softmax attention in plain numpy. seen: mask of query and key; None is causal."""
     logits = dense_logits(spec, tokens)
     v = np.repeat(np.asarray(tokens.v, np.float64), tokens.q.shape[2] // spec.kv_heads, axis=2)
     seen = np.tri(logits.shape[2], dtype=bool) if seen is None else seen

@@ -85,11 +85,11 @@ def _attend(
     kernels = {name: partial(kernel, settings) for name, kernel in kernels.items()}
     if implementation is None:
         has_triton = triton.is_supported()
-        whole = tpu.dense_is_cheaper(slots.shape[-1], group, *k.shape[2:], k.dtype.itemsize)
+        reads_all = tpu.dense_is_cheaper(slots.shape[-1], group, *k.shape[2:], k.dtype.itemsize)
         return jax.lax.platform_dependent(
             *args,
             cpu=kernels["xla"],
-            tpu=kernels["dense" if whole or "pallas_tpu" not in kernels else "pallas_tpu"],
+            tpu=kernels["dense" if reads_all or "pallas_tpu" not in kernels else "pallas_tpu"],
             cuda=kernels["pallas_gpu" if has_triton and "pallas_gpu" in kernels else "dense"],
             default=kernels["dense"],
         )

@@ -38,9 +38,9 @@ def main() -> None:
             for batch in options.batches:
                 heads = options.heads * options.kv_heads
                 shape = shape_of(slots, dtype, batch, heads, options.kv_heads, options.head_dim)
-                found = time_attention(shape, options.rounds)
+                timings = time_attention(shape, options.rounds)
                 line = f"{dtype:10}{slots:8}{batch:6}"
-                for row in found.values():
+                for row in timings.values():
                     line += f"{statistics.median(row['milliseconds']):9.3f} ms"
                     line += f"{statistics.median(row['times dense']):9.2f}"
                     line += f"{row['bytes read'] / 1e6:9.1f}"

@@ -40,8 +40,8 @@ def attend(
     grouped = lambda a: a.reshape(batch * kv_heads, heads // kv_heads, *a.shape[2:])  # noqa: E731
     flat = lambda a: a.reshape(batch * kv_heads, *a.shape[2:])  # noqa: E731
     at = cache_index(jnp.where(in_sample(slots, count), slots, np.int32(num_slots)), heads)
-    each = jnp.zeros((batch, heads, num_slots), jnp.float32)
-    bias = jnp.log(each.at[at].add(np.float32(1), mode="drop"))
+    zeros = jnp.zeros((batch, heads, num_slots), jnp.float32)
+    bias = jnp.log(zeros.at[at].add(np.float32(1), mode="drop"))
     if isinstance(weight, Angles):
         weight = Angles(
             flat(weight.norms)[:, None],
@@ -49,7 +49,7 @@ def attend(
             grouped(weight.length)[..., None],
         )
     elif weight is not None:
-        weight = grouped((each - jnp.inf).at[at].max(weight, mode="drop"))
+        weight = grouped((zeros - jnp.inf).at[at].max(weight, mode="drop"))
     keys, values = flat(k), flat(v)
     product = dot(grouped(q), keys, contract=(2, 2))
     bias = grouped(bias)

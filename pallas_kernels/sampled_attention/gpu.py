@@ -113,15 +113,15 @@ def _attend_part(count_ref, slots_ref, q_ref, *refs, settings: LogitSettings, pa
     def attend_block(i: Array, so_far: Sums) -> Sums:
         # Blocks alternate between parts, so that all parts have equal work for any count.
         first = (part + i * parts) * BLOCK
-        here = pl.ds(first, BLOCK)
-        slots = slots_ref[here]
+        block = pl.ds(first, BLOCK)
+        slots = slots_ref[block]
         keys, values = (ref[slots, :].astype(jnp.float32) for ref in (k_ref, v_ref))
         product = jnp.sum(keys * jnp.broadcast_to(q[None, :], keys.shape), axis=1)
         match weight:
             case [norms_ref, shift_ref, length_ref]:
                 block_weight = Angles(norms_ref[slots], shift_ref[0], length_ref[0])
             case [log_weight_ref]:
-                block_weight = log_weight_ref[here]
+                block_weight = log_weight_ref[block]
             case _:
                 block_weight = None
         block_logits = logits(settings, product, block_weight)

@@ -45,8 +45,8 @@ SCRATCH = 8192  # bytes of shared memory for the sum over the warps of a program
 def supports(k: Array) -> bool:
     """Whether the kernels support this cache [B,K,S,H], and this jax has Mosaic GPU."""
     head_dim = k.shape[3]
-    whole = head_dim <= MAX_HEAD_DIM and head_dim * k.dtype.itemsize % LINE == 0
-    return mosaic.is_available() and whole and k.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    fits = head_dim <= MAX_HEAD_DIM and head_dim * k.dtype.itemsize % LINE == 0
+    return mosaic.is_available() and fits and k.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class KernelSample(NamedTuple):

@@ -94,10 +94,10 @@ def attend(
             at = first + jnp.where(within, cut(slots), 0)  # a repeated slot is in the cache
             take = partial(xla_cpu.gather, at=at)
             product = dot(take(keys), q)
-            here = weight
+            block_weight = weight
             if weight is not None:
-                here = weight._replace(norms=take(norms)) if angles else cut(weight)
-            block_logits = logits(settings, product, here)
+                block_weight = weight._replace(norms=take(norms)) if angles else cut(weight)
+            block_logits = logits(settings, product, block_weight)
             block_logits = jnp.where(within, block_logits, -jnp.inf)
             return accumulate(so_far, block_logits, lambda share: dot(share, take(values)))
 
@@ -170,8 +170,8 @@ def cosine(product: Array, angles: Angles) -> Array:
 def accumulate(so_far: Sums, new: Array, apply: Callable[[Array], Array]) -> Sums:
     """The sums with new logits [...,M]. apply: multiplies their exponentials with the values."""
     # Any maximum gives the same result, so it needs no gradient.
-    here = jax.lax.stop_gradient(jnp.max(new, axis=-1, keepdims=True))
-    top = jnp.maximum(so_far.top, here)
+    new_top = jax.lax.stop_gradient(jnp.max(new, axis=-1, keepdims=True))
+    top = jnp.maximum(so_far.top, new_top)
     # Without a key in view it is -inf; a finite value keeps the exponentials at 0, not NaN.
     safe = jnp.where(top == -jnp.inf, np.float32(0), top)
     old, share = jnp.exp(so_far.top - safe), jnp.exp(new - safe)

@@ -99,7 +99,7 @@ def attend(
     bias = in_tiles(jnp.where(in_sample(slots, count), bias, -jnp.inf))
     place = jax.lax.broadcasted_iota(jnp.int32, bias.shape, 2) % size
     bias = jnp.where(place == in_tiles(slots % size), bias, -jnp.inf)
-    one = lambda a: pl.BlockSpec((None, 1, a.shape[-1]), lambda i, *_: (i, 0, 0))  # noqa: E731
+    block_spec = lambda a: pl.BlockSpec((None, 1, a.shape[-1]), lambda i, *_: (i, 0, 0))  # noqa: E731
     query, *weights = (flatten_heads(a)[:, None] for a in (q.astype(k.dtype), bias, *norms))
     indices = flatten_heads(slots // size * size)[:, None]
     sums = [(batch * heads, 1, head_dim), (batch * heads, 1, LANES)]
@@ -116,12 +116,12 @@ def attend(
                     lambda i, *_: (i, 0, 0),
                     memory_space=pltpu.SMEM,
                 ),
-                one(query),
+                block_spec(query),
                 in_hbm,
                 in_hbm,
-                *map(one, weights),
+                *map(block_spec, weights),
             ],
-            out_specs=[one(a) for a in sums],
+            out_specs=[block_spec(a) for a in sums],
             scratch_shapes=[
                 pltpu.VMEM((2, BLOCK * size, head_dim), k.dtype),
                 pltpu.VMEM((2, BLOCK * size, head_dim), v.dtype),
@@ -149,27 +149,29 @@ def _attend_head(*refs, settings: LogitSettings, group: int, size: int, angles: 
         def copy(i: Array, _: None) -> None:
             slot = slots_ref[0, block * BLOCK + i]
             source, target = (pl.ds(pl.multiple_of(at, size), size) for at in (slot, i * size))
-            for whole, buffer in ((k_ref, keys_ref), (v_ref, values_ref)):
-                tile_ref = whole.at[cache, source]
+            for cache_ref, buffer in ((k_ref, keys_ref), (v_ref, values_ref)):
+                tile_ref = cache_ref.at[cache, source]
                 pltpu.make_async_copy(tile_ref, buffer.at[side, target], arrived.at[side]).start()
 
         jax.lax.fori_loop(0, BLOCK, copy, None, unroll=UNROLL)
 
     def wait(side: Array) -> None:
         for buffer in (keys_ref, values_ref):  # for the bytes of all copies of the block
-            whole = buffer.at[side]
-            pltpu.make_async_copy(whole, whole, arrived.at[side]).wait()
+            block_ref = buffer.at[side]
+            pltpu.make_async_copy(block_ref, block_ref, arrived.at[side]).wait()
 
     def attend_block(block: Array, so_far: Sums) -> Sums:
         side = jax.lax.rem(block, np.int32(2))
         pl.when(block + 1 < blocks)(lambda: start(block + 1))
         wait(side)
-        here = pl.ds(pl.multiple_of(block * BLOCK * size, LANES), BLOCK * size)
+        block_slots = pl.ds(pl.multiple_of(block * BLOCK * size, LANES), BLOCK * size)
         product = _dot(q_ref[...], keys_ref[side], 1)
-        weight = bias_ref[:, here]
+        weight = bias_ref[:, block_slots]
         if angles:
             shift, length = (ref[head] for ref in numbers[1:])
-            weight += settings.weight_fn(cosine(product, Angles(norms[0][:, here], shift, length)))
+            weight += settings.weight_fn(
+                cosine(product, Angles(norms[0][:, block_slots], shift, length))
+            )
         values = values_ref[side]
         return accumulate(so_far, logits(settings, product, weight), lambda p: _dot(p, values, 0))
 

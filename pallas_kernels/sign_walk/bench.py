@@ -59,13 +59,18 @@ def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
     """
     kernel = KERNEL.get(jax.default_backend())
     names = {"xla": "xla"} | ({"kernel": kernel} if kernel else {})
-    run = {name: jax.jit(partial(function, implementation=of)) for name, of in names.items()}
-    found: dict = time_interleaved(run, args, rounds)
+    run = {
+        name: jax.jit(partial(function, implementation=implementation))
+        for name, implementation in names.items()
+    }
+    timings: dict = time_interleaved(run, args, rounds)
     if kernel:
         signs = {name: np.asarray(run[name](*args).signs) for name in names}
-        found["times faster"] = [a / b for a, b in zip(found["xla"], found["kernel"], strict=True)]
-        found["other signs"] = float(np.mean(signs["xla"] != signs["kernel"]))
-    return found
+        timings["times faster"] = [
+            a / b for a, b in zip(timings["xla"], timings["kernel"], strict=True)
+        ]
+        timings["other signs"] = float(np.mean(signs["xla"] != signs["kernel"]))
+    return timings
 
 
 if __name__ == "__main__":

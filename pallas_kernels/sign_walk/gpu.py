@@ -29,12 +29,12 @@ def supports(steps: int) -> bool:
 def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array, Array]:
     """`reference.walk`."""
     blocks, steps = thresholds.shape
-    one = pl.BlockSpec((None, steps), lambda i: (i, 0))
+    block_spec = pl.BlockSpec((None, steps), lambda i: (i, 0))
     return pl.pallas_call(
         _walk_block,
         grid=(blocks,),
-        in_specs=[pl.BlockSpec((None, steps, steps), lambda i: (i, 0, 0)), one],
-        out_specs=[one, one],
+        in_specs=[pl.BlockSpec((None, steps, steps), lambda i: (i, 0, 0)), block_spec],
+        out_specs=[block_spec, block_spec],
         out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,

@@ -22,7 +22,7 @@ def walk(gram: Array, thresholds: Array) -> tuple[Array, Array]:
     s_i < thresholds_i, else -1, or 0 where the threshold is NO_STEP; then s += sign x gram[i].
     """
 
-    def one(s: Array, step: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def take_step(s: Array, step: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         i, row, threshold = step
         inner = jax.lax.dynamic_index_in_dim(s, i, 1, keepdims=False)
         sign = sign_of(inner, threshold)
@@ -31,7 +31,7 @@ def walk(gram: Array, thresholds: Array) -> tuple[Array, Array]:
     steps = gram.shape[1]
     start = jnp.zeros(gram.shape[::2], jnp.float32)
     rows = (jnp.arange(steps), gram.transpose(1, 0, 2), thresholds.T)
-    _, (signs, inner) = jax.lax.scan(one, start, rows)
+    _, (signs, inner) = jax.lax.scan(take_step, start, rows)
     return signs.T, inner.T
 
 
@@ -47,14 +47,14 @@ def gram(keys: Array, values: Array, shift: Array, gain: Array, tau: float) -> A
     P = 1: gain x exp(<k_i,k_j> - shift) (<v_i,v_j> + tau). P = 2: a step is the difference of two
     tokens, so the entry is the sum over equal members minus the two cross products.
     """
-    each = lambda x: x[:, None, None]  # noqa: E731
+    per_walk = lambda x: x[:, None, None]  # noqa: E731
     return signed_sum(
         lambda p, q: (
-            jnp.exp(_dot(keys[:, p], keys[:, q]) - each(shift))
+            jnp.exp(_dot(keys[:, p], keys[:, q]) - per_walk(shift))
             * (_dot(values[:, p], values[:, q]) + np.float32(tau))
         ),
         keys.shape[1],
-    ) * each(gain)
+    ) * per_walk(gain)
 
 
 def signed_sum(part, members: int) -> Array:

@@ -40,8 +40,8 @@ SMALL = {  # for interpreters: full and partial groups, steps that no tile divid
 def arguments(shape: WalkBenchShape) -> tuple[jax.Array, ...]:
     """keys, values, thresholds, shift and gain of `api.balance_walk`, all zero."""
     tokens = jnp.zeros((shape.blocks, shape.members, shape.steps, shape.head_dim), jnp.float32)
-    each = jnp.zeros(shape.blocks, jnp.float32)
-    return tokens, tokens, jnp.zeros((shape.blocks, shape.steps), jnp.float32), each, each
+    scalars = jnp.zeros(shape.blocks, jnp.float32)
+    return tokens, tokens, jnp.zeros((shape.blocks, shape.steps), jnp.float32), scalars, scalars
 
 
 def inputs(shape: WalkBenchShape, seed: int = 0, share: float = 1.0) -> tuple[jax.Array, ...]:

@@ -36,12 +36,12 @@ def walk(gram: Array, thresholds: Array, interpret: object = False) -> tuple[Arr
     blocks, steps = thresholds.shape
     # So step i reads one contiguous tile: row i of eight walks.
     rows = gram.reshape(-1, GROUP, steps, steps).transpose(0, 2, 1, 3)
-    whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
+    block_spec = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
     return pl.pallas_call(
         _walk_group,
         grid=(blocks // GROUP,),
-        in_specs=[pl.BlockSpec((None, steps, GROUP, steps), lambda i: (i, 0, 0, 0)), whole],
-        out_specs=[whole, whole],
+        in_specs=[pl.BlockSpec((None, steps, GROUP, steps), lambda i: (i, 0, 0, 0)), block_spec],
+        out_specs=[block_spec, block_spec],
         out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
@@ -56,18 +56,18 @@ def _run(rows_ref, thresholds: Array, signs_ref, inner_ref) -> None:
     shape = thresholds.shape
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
-    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def take_step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         s, signs, inners = carry
-        here = lane == i
+        at_step = lane == i
         # A sum of one number and zeros is exact in any order.
-        pick = lambda x: jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)  # noqa: E731
+        pick = lambda x: jnp.sum(jnp.where(at_step, x, 0.0), axis=1, keepdims=True)  # noqa: E731
         inner = pick(s)
         sign = sign_of(inner, pick(thresholds))
         s = s + sign * rows_ref[i]
-        return s, jnp.where(here, sign, signs), jnp.where(here, inner, inners)
+        return s, jnp.where(at_step, sign, signs), jnp.where(at_step, inner, inners)
 
     zeros = jnp.where(thresholds > 4, thresholds, 0.0)  # zeros, in the layout of the thresholds
-    _, signs, inners = jax.lax.fori_loop(0, shape[1], one, (zeros, zeros, zeros))
+    _, signs, inners = jax.lax.fori_loop(0, shape[1], take_step, (zeros, zeros, zeros))
     signs_ref[...] = signs
     inner_ref[...] = inners
 
@@ -79,13 +79,13 @@ def balance(
     """`reference.balance`: the Gram matrices are computed on the chip and stay there."""
     blocks, steps = thresholds.shape
     tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
-    whole = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
+    block_spec = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
     lanes = lambda x: jnp.broadcast_to(x[:, None], thresholds.shape)  # noqa: E731
     return pl.pallas_call(
         partial(_balance_group, tau=tau),
         grid=(blocks // GROUP,),
-        in_specs=[tokens(keys), tokens(values), whole, whole, whole],
-        out_specs=[whole, whole],
+        in_specs=[tokens(keys), tokens(values), block_spec, block_spec, block_spec],
+        out_specs=[block_spec, block_spec],
         out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
         scratch_shapes=[pltpu.VMEM((steps, GROUP, steps), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -116,6 +116,6 @@ def _balance_group(
         return kernel * (dot(values_ref[block, p], values_ref[block, q]) + np.float32(tau))
 
     for block in range(GROUP):
-        whole = signed_sum(partial(part, block), keys_ref.shape[1])
-        rows_ref[:, block, :] = whole * gain_ref[block][None]
+        gram = signed_sum(partial(part, block), keys_ref.shape[1])
+        rows_ref[:, block, :] = gram * gain_ref[block][None]
     _run(rows_ref, thresholds_ref[...], signs_ref, inner_ref)

@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         """Check that the pages of an entry belong to its tokens."""
         salt, tokens = self.device[entry]
         for number, (page, last) in enumerate(
-            zip(self.pages.of(entry), REWRITTEN.last_write(len(tokens)), strict=True)
+            zip(self.pages.table(entry), REWRITTEN.last_write(len(tokens)), strict=True)
         ):
             assert self.written[page] == (salt, tokens[:last], number)
 

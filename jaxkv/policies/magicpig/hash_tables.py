@@ -71,7 +71,7 @@ def nbytes(keys: int, bits: int, tables: int) -> int:
 def build(codes: Int32[Array, "L S"], valid: Bool[Array, " S"], bits: int) -> Tables:
     """Tables of one sequence and KV head over the valid keys."""
     tables, keys = codes.shape
-    wide, most = width(keys, bits), blocks(keys, bits)
+    wide, num_blocks = width(keys, bits), blocks(keys, bits)
     codes = jnp.where(valid[None], codes, np.int32(1 << bits))
     ordered, keys_in_order = xla_cpu.sort_codes(codes, bits)
     edge = jnp.arange((1 << bits) + 1, dtype=jnp.int32)
@@ -81,16 +81,16 @@ def build(codes: Int32[Array, "L S"], valid: Bool[Array, " S"], bits: int) -> Ta
 
     def fill(ordered: Array, keys_in_order: Array, begin: Array, first: Array) -> Array:
         rank = jnp.arange(keys, dtype=jnp.int32) - begin[ordered]
-        place = jnp.where(ordered < 1 << bits, first[ordered] * wide + rank, most * wide)
-        empty = jnp.zeros(most * wide, entry_type(keys))
+        place = jnp.where(ordered < 1 << bits, first[ordered] * wide + rank, num_blocks * wide)
+        empty = jnp.zeros(num_blocks * wide, entry_type(keys))
         entry = (keys_in_order + 1).astype(empty.dtype)
         return empty.at[place].set(entry, mode="drop")
 
-    def one(args: tuple) -> Array:
+    def fill_table(args: tuple) -> Array:
         return fill(*args)
 
-    entries = jax.lax.map(one, (ordered, keys_in_order, begin, first))
-    return Tables(entries.reshape(tables, most, wide), first)
+    entries = jax.lax.map(fill_table, (ordered, keys_in_order, begin, first))
+    return Tables(entries.reshape(tables, num_blocks, wide), first)
 
 
 def tally(
@@ -104,7 +104,7 @@ def tally(
 
     kv_head: the number of sequence and KV head. 32 places per word, the first in its lowest bit.
     """
-    count, most, wide = tables.entries.shape[2:]
+    count, num_blocks, wide = tables.entries.shape[2:]
     # Gathers from the whole: slicing out one KV head would copy its tables.
     entries = tables.entries.reshape(-1, wide)
     first = tables.first.reshape(-1)
@@ -113,7 +113,7 @@ def tally(
     begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
     upto = xla_cpu.cumsum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
-    base = table * most + begin - (upto - (end - begin))
+    base = table * num_blocks + begin - (upto - (end - begin))
     total = upto[-1]
     # Several counts per word; words that make one word of bits are apart, so that many are packed
     # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally). This layout
@@ -121,7 +121,7 @@ def tally(
     bits = 8 if count < 2**8 else 16
     fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
-    def some(i: Array, counts: Array) -> Array:
+    def add_blocks(i: Array, counts: Array) -> Array:
         j = i * _BLOCKS + jnp.arange(_BLOCKS, dtype=jnp.int32)
         mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
@@ -129,12 +129,12 @@ def tally(
         entry = host_memory.take(entries, block).astype(jnp.uint32)
         entry = jnp.where((j < total)[:, None], entry, 0)
         place = jnp.maximum(entry, 1) - 1
-        one = jnp.minimum(entry, 1) << (place % fields * bits)
+        increment = jnp.minimum(entry, 1) << (place % fields * bits)
         at = place % WORD // fields * words + place // WORD
-        return counts.at[at].add(one, mode="promise_in_bounds")
+        return counts.at[at].add(increment, mode="promise_in_bounds")
 
     counts = jnp.zeros(WORD // fields * words, jnp.uint32)
-    counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), some, counts)
+    counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), add_blocks, counts)
     enough = _at_least(counts.reshape(-1, words), min_tables, bits)
     place = np.arange(0, WORD, fields, dtype=np.uint32)[:, None]
     return jnp.sum(enough << place, axis=0, dtype=jnp.uint32)
@@ -161,68 +161,68 @@ def compare(
     tables, size = tail.shape[1:]
     width = min(COMPARED, size)
 
-    def some(i: Array, found: Array) -> Array:
+    def compare_block(i: Array, matches: Array) -> Array:
         first = jnp.minimum(i * width, size - width)
         codes = jax.lax.dynamic_slice(tail, (kv_head, 0, first), (1, tables, width))[0]
-        same = jnp.sum(codes == code.astype(codes.dtype)[:, None], axis=0, dtype=jnp.int32)
-        enough = (same >= min_tables) & (first + jnp.arange(width) <= last)
-        return jax.lax.dynamic_update_slice(found, enough, (first,))
+        num_equal = jnp.sum(codes == code.astype(codes.dtype)[:, None], axis=0, dtype=jnp.int32)
+        enough = (num_equal >= min_tables) & (first + jnp.arange(width) <= last)
+        return jax.lax.dynamic_update_slice(matches, enough, (first,))
 
-    found = jax.lax.fori_loop(0, (last + width) // width, some, jnp.zeros(size, bool))
-    found = jnp.pad(found, (0, -size % WORD)).reshape(-1, WORD)
+    matches = jax.lax.fori_loop(0, (last + width) // width, compare_block, jnp.zeros(size, bool))
+    matches = jnp.pad(matches, (0, -size % WORD)).reshape(-1, WORD)
     place = np.uint32(1) << np.arange(WORD, dtype=np.uint32)
-    return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
+    return jnp.sum(jnp.where(matches, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
 class SampledPlaces(NamedTuple):
-    """places: of a sample; the first `count` are valid. total: how many there were to sample."""
+    """places: sampled places; the first `count` are valid. total: how many there were to sample."""
 
     places: Int32[Array, "... M"]
     count: Int32[Array, "..."]
     total: Int32[Array, "..."]
 
 
-def select(words: UInt32[Array, " W"], most: int, draw: Float32[Array, ""]) -> SampledPlaces:
-    """The places whose bits are set: all of them, or a systematic sample of `most`.
+def select(words: UInt32[Array, " W"], max_places: int, draw: Float32[Array, ""]) -> SampledPlaces:
+    """The places whose bits are set: all of them, or a systematic sample of `max_places`.
 
-    draw: in [0, 1). Where there are `total` > `most`, each is drawn with probability most / total,
-    at equal distances from one random start.
+    draw: in [0, 1). If there are `total` > `max_places`, each is drawn with probability
+    max_places / total, at equal distances from one random start.
     """
     ones = jax.lax.population_count(words).astype(jnp.int32)
     upto = xla_cpu.cumsum(ones)
     total = upto[-1]
-    count = jnp.minimum(total, most)
-    width = min(_SELECTED, most)
-    size = -(-most // width) * width
+    count = jnp.minimum(total, max_places)
+    width = min(_SELECTED, max_places)
+    size = -(-max_places // width) * width
     # How many words end by each slot, counted at the slot where they end.
     ends = jnp.zeros(size + 1, jnp.int32).at[jnp.minimum(upto, size)].add(1)
 
-    def some(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+    def select_block(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         places, before = so_far
         first = i * width
         slot = first + jnp.arange(width, dtype=jnp.int32)
 
-        def few() -> tuple[Array, Array]:
+        def take_all() -> tuple[Array, Array]:
             return before + xla_cpu.cumsum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
 
-        def many() -> tuple[Array, Array]:
-            rank = _systematic(slot.astype(jnp.uint32), total, most, draw)
+        def draw_sample() -> tuple[Array, Array]:
+            rank = _systematic(slot.astype(jnp.uint32), total, max_places, draw)
             return jnp.searchsorted(upto, rank, side="right").astype(jnp.int32), rank
 
-        word, rank = jax.lax.cond(total > most, many, few)
+        word, rank = jax.lax.cond(total > max_places, draw_sample, take_all)
         before, word = word[-1], jnp.minimum(word, words.shape[0] - 1)
         at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
         place = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
         return jax.lax.dynamic_update_slice(places, place, (first,)), before
 
     nothing = jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32)
-    places, _ = jax.lax.fori_loop(0, -(-count // width), some, nothing)
-    return SampledPlaces(places[:most], count, total)
+    places, _ = jax.lax.fori_loop(0, -(-count // width), select_block, nothing)
+    return SampledPlaces(places[:max_places], count, total)
 
 
-def _systematic(slot: Array, total: Array, most: int, draw: Array) -> Int32[Array, " M"]:
-    """floor((slot x total + begin) / most), begin from 0 to total - 1, in 32 bits."""
-    total, size = total.astype(jnp.uint32), np.uint32(most)
+def _systematic(slot: Array, total: Array, max_places: int, draw: Array) -> Int32[Array, " M"]:
+    """floor((slot x total + begin) / max_places), begin from 0 to total - 1, in 32 bits."""
+    total, size = total.astype(jnp.uint32), np.uint32(max_places)
     begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)
     rank = slot * (total // size) + begin // size
     return (rank + (slot * (total % size) + begin % size) // size).astype(jnp.int32)

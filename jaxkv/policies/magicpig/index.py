@@ -43,12 +43,17 @@ _TILE = 8  # a TPU kernel takes caches of whole tiles of this many slots
 class IndexState(NamedTuple):
     """dense: during prefill every token; then the first tokens, and those not indexed, in order.
 
-    The other arrays have no slots before the end of prefill. indexed: the tokens in the tables.
+    The other arrays have no slots before the end of prefill.
+    indexed: the tokens in the tables.
     center: the mean key, subtracted before hashing; NaN if any key is NaN, since such a key has no
-    code. norms: of the centred indexed keys. planes, tables: lsh.py, hash_tables.py. tail_codes:
-    codes of the tokens in `dense` after the sinks, Z places. tail_norms: norms of their centred
-    keys. finished: no bytes; X is 0 during prefill and then the slots that `indexed` had first,
-    because `reserve` sees only shapes and counts tokens since prefill. rng: seeds of the draws.
+      code.
+    norms: norms of the centred keys of `indexed`.
+    planes, tables: see lsh.py and hash_tables.py.
+    tail_codes: codes of the tokens in `dense` after the sinks, Z places.
+    tail_norms: norms of their centred keys.
+    finished: no bytes; X is 0 during prefill and then the slots that `indexed` had first, because
+      `reserve` sees only shapes and counts tokens since prefill.
+    rng: seeds of the draws.
     """
 
     dense: Ring
@@ -176,15 +181,15 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
     room = state.dense.positions.shape[1] - ends
     if tokens <= room:
         return state
-    more = max(tokens - room, settings.tail, min(room, _MAX_STEP))
+    growth = max(tokens - room, settings.tail, min(room, _MAX_STEP))
     prompt = state.prompt_slots
-    if ends + prompt + room + more > rows.MAX_SLOTS:
+    if ends + prompt + room + growth > rows.MAX_SLOTS:
         raise UserError(
             f"a prompt and its generated tokens are at most {rows.MAX_SLOTS} tokens, and "
-            f"{ends + prompt + room + more} are needed; use a policy of constant memory such as "
+            f"{ends + prompt + room + growth} are needed; use a policy of constant memory such as "
             f"{POLICY}"
         )
-    size = _whole_tiles(ends + room + more)
+    size = _whole_tiles(ends + room + growth)
     if not settings.hash_generated:
         longer = size - settings.sinks - state.tail_codes.shape[3]
         tail_codes = jnp.pad(state.tail_codes, ((0, 0), (0, 0), (0, 0), (0, longer)))
@@ -197,22 +202,24 @@ def _index_tail(state: IndexState, settings: IndexSettings, size: int, places: i
     """Move the tokens that left the window from `dense` to `indexed`; these get new sizes."""
     state = _to(host_memory.to_device, state) if settings.memory == "host" else state
     cache, indexed = state.dense, ring.grow(state.indexed, places)
-    most = cache.positions.shape[1] - settings.ends
-    moved = jnp.clip(cache.count - settings.ends, 0, most)
-    tail = Ring(*(_slots(leaf, settings.sinks, settings.sinks + most) for leaf in cache[:3]), moved)
+    tail_size = cache.positions.shape[1] - settings.ends
+    moved = jnp.clip(cache.count - settings.ends, 0, tail_size)
+    tail = Ring(
+        *(_slots(leaf, settings.sinks, settings.sinks + tail_size) for leaf in cache[:3]), moved
+    )
     place = jnp.arange(places)[None] - indexed.count[:, None]
     comes = (place >= 0) & (place < moved[:, None])
-    source = jnp.clip(place, 0, most - 1)
+    source = jnp.clip(place, 0, tail_size - 1)
 
     def join(old: Array, new: Array) -> Array:
-        here, slots = (comes, source) if old.ndim == 2 else (
+        written, slots = (comes, source) if old.ndim == 2 else (
             comes[:, None, :, None], source[:, None, :, None]
         )  # fmt: skip
-        return jnp.where(here, jnp.take_along_axis(new, slots, axis=old.ndim // 2), old)
+        return jnp.where(written, jnp.take_along_axis(new, slots, axis=old.ndim // 2), old)
 
     indexed = Ring(*map(join, indexed[:3], tail[:3]), indexed.count + moved)
-    left = _remove(cache, settings, moved, size)
-    return _build(state._replace(dense=left, indexed=indexed), settings)
+    remaining = _remove(cache, settings, moved, size)
+    return _build(state._replace(dense=remaining, indexed=indexed), settings)
 
 
 def _whole_tiles(size: int) -> int:
@@ -228,18 +235,18 @@ def _remove(cache: Ring, settings: IndexSettings, gone: Int32[Array, " B"], size
     slot = jnp.arange(settings.ends)[None]
     source = jnp.where(slot < settings.sinks, slot, slot + gone[:, None])
     source = jnp.minimum(source, cache.positions.shape[1] - 1)
-    left = Ring(
+    remaining = Ring(
         *(jnp.take_along_axis(leaf, source[:, None, :, None], axis=2) for leaf in cache[:2]),
         jnp.take_along_axis(cache.positions, source, axis=1),
         # An overfull sequence stays overfull.
         jnp.where(cache.count > cache.positions.shape[1], rows.OVERFULL, cache.count - gone),
     )
-    return ring.grow(left, size)
+    return ring.grow(remaining, size)
 
 
-def _mean(k: Float[Array, "B K S H"], of: Bool[Array, "B S"]) -> Float32[Array, "B K H"]:
-    of = of.astype(jnp.float32)
-    share = of / jnp.maximum(1, jnp.sum(of, axis=1, keepdims=True))
+def _mean(k: Float[Array, "B K S H"], included: Bool[Array, "B S"]) -> Float32[Array, "B K H"]:
+    included = included.astype(jnp.float32)
+    share = included / jnp.maximum(1, jnp.sum(included, axis=1, keepdims=True))
     return jnp.einsum("bs,bksh->bkh", share, k.astype(jnp.float32), precision="highest")
 
 
@@ -250,7 +257,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
     valid = jnp.arange(places)[None] < state.indexed.count[:, None]
     hashing, sinks, ends = settings.hashing, settings.sinks, settings.ends
 
-    def one(head: Array) -> tuple:
+    def build_head(head: Array) -> tuple:
         def pick(leaf: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(leaf.reshape(-1, *leaf.shape[2:]), head, 0, False)
 
@@ -266,7 +273,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
         codes = jnp.pad(codes, ((0, 0), (0, size - ends)))
         return tables, _norm(indexed), codes, _norm(keys)
 
-    built = jax.lax.map(one, jnp.arange(batch * kv_heads))
+    built = jax.lax.map(build_head, jnp.arange(batch * kv_heads))
     split = lambda a: a.reshape(batch, kv_heads, *a.shape[1:])  # noqa: E731
     tables, norms, tail_codes, tail_norms = jax.tree.map(split, built)
     state = state._replace(tables=tables, norms=norms, tail_codes=tail_codes, tail_norms=tail_norms)
@@ -292,8 +299,8 @@ def _codes(
     count = keys.shape[0]
     if count <= _HASHED:
         return lsh.codes(keys[None], planes[None], hashing)[0]
-    some = jnp.pad(keys, ((0, -count % _HASHED), (0, 0))).reshape(-1, _HASHED, keys.shape[1])
-    codes = jax.lax.map(lambda keys: lsh.codes(keys[None], planes[None], hashing)[0], some)
+    key_blocks = jnp.pad(keys, ((0, -count % _HASHED), (0, 0))).reshape(-1, _HASHED, keys.shape[1])
+    codes = jax.lax.map(lambda keys: lsh.codes(keys[None], planes[None], hashing)[0], key_blocks)
     return jnp.moveaxis(codes, 0, 1).reshape(hashing.tables, -1)[:, :count]
 
 
@@ -335,8 +342,8 @@ def _write(old: Array, new: Array, at: Int32[Array, "B T"]) -> Array:
 
 def token_numbers(state: IndexState, valid: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
     """Each token's number in its sequence, from 0; -1 for padding."""
-    own = ring.token_numbers(state.dense, valid)
-    return jnp.where(valid, own + state.indexed.count[:, None], own)
+    dense_numbers = ring.token_numbers(state.dense, valid)
+    return jnp.where(valid, dense_numbers + state.indexed.count[:, None], dense_numbers)
 
 
 def slot_of(state: IndexState, numbers: Int32[Array, "B ..."]) -> Int32[Array, "B ..."]:

@@ -59,7 +59,7 @@ _RARE = 0.1  # tables that agree, on average, below which u is a power series in
 
 @dataclass(frozen=True)
 class Hashing:
-    """bits: K of a table. tables: L. min_tables: in how many a key must agree to be sampled.
+    """bits: K of a table. tables: L. min_tables: tables that must agree on a sampled key.
 
     u_floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper.
     hash: simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table
@@ -161,26 +161,32 @@ def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[
 
 
 def log_weights(
-    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"], of: Angles,
-    hashing: Hashing,
+    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"],
+    angles: Angles, hashing: Hashing,
 ) -> Float32[Array, "B N M"]:  # fmt: skip
     """The log weights of these slots of k, a head at a time: all of them at once would be large."""
     kv_heads, size, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
-    keys, norms = k.reshape(-1, head_dim), of.norms.reshape(-1)
+    keys, norms = k.reshape(-1, head_dim), angles.norms.reshape(-1)
 
-    def one(given: tuple[Array, ...]) -> Array:
-        head, q, slots, shift, length = given
+    def weigh_head(arguments: tuple[Array, ...]) -> Array:
+        head, q, slots, shift, length = arguments
         at = head // group * size + slots
-        found = host_memory.take(keys, at).astype(jnp.float32)
-        dot = jnp.dot(found, q, precision="highest") - shift
-        of = host_memory.take(norms, at) * length
-        return hashing(jnp.where(of > 0, dot / jnp.where(of > 0, of, 1), 0))
+        selected = host_memory.take(keys, at).astype(jnp.float32)
+        dot = jnp.dot(selected, q, precision="highest") - shift
+        product = host_memory.take(norms, at) * length
+        return hashing(jnp.where(product > 0, dot / jnp.where(product > 0, product, 1), 0))
 
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
     heads = jnp.arange(q.shape[0] * q.shape[1])
-    each = heads, flat(q.astype(jnp.float32)), flat(slots), of.shift.reshape(-1), flat(of.length)
-    return jax.lax.stop_gradient(jax.lax.map(one, each).reshape(slots.shape))
+    head_arguments = (
+        heads,
+        flat(q.astype(jnp.float32)),
+        flat(slots),
+        angles.shift.reshape(-1),
+        flat(angles.length),
+    )
+    return jax.lax.stop_gradient(jax.lax.map(weigh_head, head_arguments).reshape(slots.shape))
 
 
 def planes(
@@ -212,9 +218,9 @@ def codes(
         return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)
     code, first, shift = jnp.zeros_like(products[:, :, 0], jnp.int32), 0, 0
     for bits in hashing.pieces:
-        own = products[:, :, first : first + (1 << bits - 1)]
-        nearest = jnp.argmax(jnp.abs(own), axis=2).astype(jnp.int32)
-        side = jnp.take_along_axis(own, nearest[:, :, None], axis=2)[:, :, 0] > 0
+        piece = products[:, :, first : first + (1 << bits - 1)]
+        nearest = jnp.argmax(jnp.abs(piece), axis=2).astype(jnp.int32)
+        side = jnp.take_along_axis(piece, nearest[:, :, None], axis=2)[:, :, 0] > 0
         code |= (2 * nearest + side.astype(jnp.int32)) << np.int32(shift)
         first, shift = first + (1 << bits - 1), shift + bits
     return code

@@ -105,9 +105,11 @@ class MagicPIG(Policy):
         import_pallas()
         _ = self.settings
         ring.check(self.sinks, self.window, "absolute")
-        most = hash_tables.MAX_FOUND
-        if not 1 <= self.budget <= most:
-            raise UserError(f"budget must be from 1 to {most}, got {self.budget}; try budget=4096")
+        max_budget = hash_tables.MAX_FOUND
+        if not 1 <= self.budget <= max_budget:
+            raise UserError(
+                f"budget must be from 1 to {max_budget}, got {self.budget}; try budget=4096"
+            )
         check_choice("memory", self.memory, ("device", "host"))
         if max(self.sinks, self.window) > rows.MAX_SLOTS:
             raise UserError(
@@ -169,8 +171,8 @@ class MagicPIG(Policy):
         q = spec.encoding.rotate(chunk.q, chunk.positions)
         seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
-        whole = merge(seen, local_attention(spec, chunk))
-        return ring.refuse_overfull(whole, after.dense), after
+        attended = merge(seen, local_attention(spec, chunk))
+        return ring.refuse_overfull(attended, after.dense), after
 
     def _update_chunk(
         self, spec: Spec, state: IndexState, chunk: Chunk
@@ -188,16 +190,16 @@ class MagicPIG(Policy):
     ) -> Partial:  # fmt: skip
         """Attention of rotated queries to a state whose prefill is finished.
 
-        numbers: of the queries' tokens, -1 on padding. A query sees its own key if it is cached.
+        numbers: the queries' token numbers, -1 on padding. A query sees its key if it is cached.
         """
         ends = self._attend_ends(spec, state, q, numbers, positions)
-        each = q, numbers, positions
+        queries = q, numbers, positions
         if numbers.shape[1] == 1:
-            sample = self.sample(spec, state, *(leaf[:, 0] for leaf in each))
+            sample = self.sample(spec, state, *(leaf[:, 0] for leaf in queries))
             sample = Partial(*(leaf[:, None] for leaf in sample))
         else:
-            each = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in each)
-            sample = jax.lax.map(lambda one: self.sample(spec, state, *one), each)
+            queries = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in queries)
+            sample = jax.lax.map(lambda query: self.sample(spec, state, *query), queries)
             sample = Partial(*(jnp.moveaxis(leaf, 0, 1) for leaf in sample))
         return merge(ends, sample)
 
@@ -206,8 +208,8 @@ class MagicPIG(Policy):
     ) -> Partial:
         """Attention to the sinks and the window of each query."""
         cache, tokens = state.dense, numbers.shape[1]
-        size, own = cache.positions.shape[1], index.slot_of(state, numbers)
-        last = jnp.minimum(own, cache.count[:, None] - 1)
+        size, query_slots = cache.positions.shape[1], index.slot_of(state, numbers)
+        last = jnp.minimum(query_slots, cache.count[:, None] - 1)
 
         def part(k: Array, v: Array, keys: Array, slot: Array, first: Array) -> Partial:
             seen = (slot[:, None] >= first[:, :, None]) & (slot[:, None] <= last[:, :, None])
@@ -215,17 +217,17 @@ class MagicPIG(Policy):
             return slot_attention(q, k, v, bias, spec.scale, spec.softcap)
 
         if not self.hash_generated:  # every token that is not indexed
-            return part(*cache[:3], jnp.arange(size)[None], jnp.zeros_like(own))
-        oldest = jnp.min(jnp.where(own < 0, np.int32(size), own), axis=1)
+            return part(*cache[:3], jnp.arange(size)[None], jnp.zeros_like(query_slots))
+        oldest = jnp.min(jnp.where(query_slots < 0, np.int32(size), query_slots), axis=1)
         width = min(size, self.window + tokens - 1)
         begin = jnp.clip(oldest + 1 - self.window, 0, size - width)
         tail = (_slice(leaf, begin, width) for leaf in cache[:3])
         slot = begin[:, None] + jnp.arange(width)[None]
-        parts = [part(*tail, slot, jnp.maximum(own - self.window + 1, self.sinks))]
+        parts = [part(*tail, slot, jnp.maximum(query_slots - self.window + 1, self.sinks))]
         if self.sinks:
             first = cache.k[:, :, : self.sinks], cache.v[:, :, : self.sinks]
             slot, keys = jnp.arange(self.sinks)[None], cache.positions[:, : self.sinks]
-            parts.append(part(*first, keys, slot, jnp.zeros_like(own)))
+            parts.append(part(*first, keys, slot, jnp.zeros_like(query_slots)))
         return merge(*parts)
 
     def sample(
@@ -233,22 +235,22 @@ class MagicPIG(Policy):
         positions: Array,
     ) -> Partial:  # fmt: skip
         """The sampled attention of one token per sequence: out [B,N,H], lse [B,N]."""
-        found = find(state, self.settings, self.budget, q, numbers, positions)
-        count = jnp.where(numbers[:, None] < 0, 0, found.count)  # padding
+        sampled = find(state, self.settings, self.budget, q, numbers, positions)
+        count = jnp.where(numbers[:, None] < 0, 0, sampled.count)  # padding
         places = state.indexed.positions.shape[1]
-        nth = jnp.arange(found.places.shape[2])[None, None]
-        indexed = (nth < count[:, :, None]) & (found.places < places)
+        nth = jnp.arange(sampled.places.shape[2])[None, None]
+        indexed = (nth < count[:, :, None]) & (sampled.places < places)
         indexed = jnp.sum(indexed, axis=2, dtype=jnp.int32)
         part = self._attend_found(
-            spec, state, state.indexed, state.norms, q, positions, found.places, indexed
+            spec, state, state.indexed, state.norms, q, positions, sampled.places, indexed
         )
         if self.hash_generated:  # places of the tail come after those of the tables
 
             def attend_tail() -> Partial:
-                in_tail = jnp.minimum(nth + indexed[:, :, None], found.places.shape[2] - 1)
-                slots = jnp.take_along_axis(found.places, in_tail, axis=2) - places + self.sinks
-                given = state.dense, state.tail_norms, q, positions, slots, count - indexed
-                return merge(part, self._attend_found(spec, state, *given))
+                in_tail = jnp.minimum(nth + indexed[:, :, None], sampled.places.shape[2] - 1)
+                slots = jnp.take_along_axis(sampled.places, in_tail, axis=2) - places + self.sinks
+                arguments = state.dense, state.tail_norms, q, positions, slots, count - indexed
+                return merge(part, self._attend_found(spec, state, *arguments))
 
             part = jax.lax.cond(jnp.any(count > indexed), attend_tail, lambda: part)
         nan = jnp.repeat(index.has_nan(state), q.shape[1] // state.center.shape[1], axis=1)
@@ -257,7 +259,8 @@ class MagicPIG(Policy):
             jnp.where(nan, np.float32(np.nan), part.lse),
         )
         # Beyond the budget, each drawn key counts for others.
-        share = found.total.astype(jnp.float32) / jnp.maximum(found.count, 1).astype(jnp.float32)
+        drawn = jnp.maximum(sampled.count, 1).astype(jnp.float32)
+        share = sampled.total.astype(jnp.float32) / drawn
         return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
 
     def _attend_found(
@@ -290,15 +293,16 @@ def find(
     """The places of the keys that one rotated query per head agrees with often enough.
 
     At most `budget` places; of more than that, a systematic sample. Places of `indexed` come first,
-    then those of the tail. numbers: of the query's token. positions: the draw is a function of it.
+    then those of the tail. numbers, positions: those of the queries; a draw is a function of the
+    position.
     """
-    own = index.slot_of(state, numbers)
+    query_slots = index.slot_of(state, numbers)
     batch, heads, head_dim = q.shape
     kv_heads, tail = state.tail_codes.shape[1], 0
     if settings.hash_generated:
         tail = state.tail_codes.shape[3]
     places, hashing = state.indexed.positions.shape[1], settings.hashing
-    group, most = heads // kv_heads, min(budget, places + tail)
+    group, max_places = heads // kv_heads, min(budget, places + tail)
     codes = lsh.codes(
         q.reshape(batch * kv_heads, group, head_dim),
         state.planes.reshape(batch * kv_heads, head_dim, -1),
@@ -309,29 +313,29 @@ def find(
     nth = positions[:, None, None] * np.uint32(group) + nth
     draws = contract.uniforms(nth * contract.GOLDEN, state.rng)  # far from the planes' draws
 
-    def one(head: Array, code: Array, draw: Array) -> SampledPlaces:
+    def find_for_head(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group
         in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
         if not settings.hash_generated:
-            return hash_tables.select(in_tables, most, draw)
-        last = own[head // heads] - settings.window - settings.sinks
+            return hash_tables.select(in_tables, max_places, draw)
+        last = query_slots[head // heads] - settings.window - settings.sinks
         in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.min_tables)
-        found = hash_tables.select(jnp.concatenate([in_tables, in_tail]), most, draw)
+        selected = hash_tables.select(jnp.concatenate([in_tables, in_tail]), max_places, draw)
         # Words are whole, so bits of no place may stand between tables and tail.
-        whole = in_tables.shape[0] * hash_tables.WORD
-        skip = jnp.where(found.places >= whole, whole - places, 0)
-        return found._replace(places=found.places - skip)
+        tables_end = in_tables.shape[0] * hash_tables.WORD
+        skip = jnp.where(selected.places >= tables_end, tables_end - places, 0)
+        return selected._replace(places=selected.places - skip)
 
     every = jnp.arange(batch * heads, dtype=jnp.int32), codes, draws.reshape(-1)
-    found = jax.lax.map(lambda given: one(*given), every)
-    return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), found)
+    sampled = jax.lax.map(lambda arguments: find_for_head(*arguments), every)
+    return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), sampled)
 
 
 def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:
     """[B,...,S,H] or [B,S], `width` slots of each sequence from its own beginning on."""
     axis = 0 if leaf.ndim == 2 else 1
 
-    def one(slots: Array, at: Array) -> Array:
+    def slice_sequence(slots: Array, at: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(slots, at, width, axis)
 
-    return xla_cpu.map_sequences(one, leaf, begin)
+    return xla_cpu.map_sequences(slice_sequence, leaf, begin)

@@ -48,13 +48,13 @@ def log2_group_size(size: TreeSize, num_evicted: UInt32[Array, "..."]) -> UInt32
 def filled_per_level(size: TreeSize, num_evicted: UInt32[Array, "..."]) -> Int32[Array, "... L"]:
     """Filled slots of each level; for level 0 the number of groups that have begun."""
     half = np.uint32(size.half)
-    r, begun = group_size_and_start(size, num_evicted)
+    r, start = group_size_and_start(size, num_evicted)
     blocks = (num_evicted >> r) // np.uint32(size.block)
     levels = range(1, size.levels)
     last = size.levels - 1
     inner = [(blocks >> np.uint32(level - 1)) & np.uint32(1) for level in levels if level < last]
     top = [jnp.minimum(blocks >> np.uint32(last - 1), np.uint32(1))] if last else []
-    first = (num_evicted - begun + (np.uint32(1) << r) - np.uint32(1)) >> r
+    first = (num_evicted - start + (np.uint32(1) << r) - np.uint32(1)) >> r
     return jnp.stack([first, *(half * x for x in [*inner, *top])], axis=-1).astype(jnp.int32)
 
 
@@ -63,22 +63,22 @@ def group_size_and_start(
 ) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
     """r, and the number of the first token in level 0."""
     r = log2_group_size(size, num_evicted)
-    begun = num_evicted & ~((np.uint32(size.block) << r) - np.uint32(1))
-    return r, begun if size.levels > 1 else jnp.zeros_like(begun)
+    start = num_evicted & ~((np.uint32(size.block) << r) - np.uint32(1))
+    return r, start if size.levels > 1 else jnp.zeros_like(start)
 
 
 def tokens_until_full(size: TreeSize, num_evicted: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Tokens until level 0 is full."""
-    r, begun = group_size_and_start(size, num_evicted)
-    return begun + (np.uint32(size.block) << r) - num_evicted
+    r, start = group_size_and_start(size, num_evicted)
+    return start + (np.uint32(size.block) << r) - num_evicted
 
 
 def token_of_slot(
     size: TreeSize, num_evicted: UInt32[Array, "B T"], rng: UInt32[Array, "B K 2"]
 ) -> UInt32[Array, "B K T t"]:
     """The number of the token that each slot of level 0 stores or will store."""
-    r, begun = (x[:, None, :, None] for x in group_size_and_start(size, num_evicted))
-    first = begun + (jnp.arange(size.block, dtype=jnp.uint32)[None, None, None] << r)
+    r, start = (x[:, None, :, None] for x in group_size_and_start(size, num_evicted))
+    first = start + (jnp.arange(size.block, dtype=jnp.uint32)[None, None, None] << r)
     flat = draws(first.reshape(len(num_evicted), 1, -1), rng)
     bits = flat.reshape(*rng.shape[:2], *first.shape[2:])
     # The group's highest r bits of a draw; two shifts, for one by 32 is not defined.
@@ -107,15 +107,15 @@ def last_writes(size: TreeSize, num_evicted: int) -> tuple[int, ...]:
 def _last_write(size: TreeSize, num_evicted: int, level: int) -> int:
     last = size.levels - 1
     for r in range((num_evicted // size.before).bit_length(), -1, -1):
-        whole = size.block << r
+        fill_tokens = size.block << r
         minimum = 2 ** (last - 1) if r else 0  # blocks that the halving before it left
-        maximum = min(2**last, num_evicted // whole)
+        maximum = min(2**last, num_evicted // fill_tokens)
         step = 2 ** (level - 1)
         block = maximum // step * step
         if level < last and block // step % 2 == 0:
             block -= step
         if block > minimum:
-            return block * whole
+            return block * fill_tokens
     return 0
 
 

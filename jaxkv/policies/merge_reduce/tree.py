@@ -67,16 +67,16 @@ def absorb(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> tuple[PerHeadTokens, Array]:
     """The levels and `num_evicted` after all evicted tokens were absorbed."""
-    one = evicted.tokens.positions.shape[2] == 1
-    return (_absorb_one if one else _absorb)(reducer, sample, num_evicted, rng, evicted)
+    single = evicted.tokens.positions.shape[2] == 1
+    return (_absorb_one if single else _absorb)(reducer, sample, num_evicted, rng, evicted)
 
 
 def _absorb_one(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> tuple[PerHeadTokens, Array]:
     size, token, valid = reducer.size, evicted.tokens, evicted.valid[:, 0]
-    r, begun = group_size_and_start(size, num_evicted)
-    slot = jnp.minimum((num_evicted - begun) >> r, np.uint32(size.block - 1))
+    r, start = group_size_and_start(size, num_evicted)
+    slot = jnp.minimum((num_evicted - start) >> r, np.uint32(size.block - 1))
     picked = token_of_slot(size, num_evicted[:, None], rng)[:, :, 0] == num_evicted[:, None, None]
     takes = valid[:, None] & jnp.any(picked, axis=2)
     if reducer.stored_at_slot:  # the KV heads of a sequence evict the same token
@@ -94,30 +94,32 @@ def _absorb(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> tuple[PerHeadTokens, Array]:
     """A block at a time."""
-    order, left = _order_of(evicted)
+    order, count = _order_of(evicted)
 
-    def more(carry: tuple) -> Array:
-        return jnp.any(carry[2] < left)
+    def unfinished(carry: tuple) -> Array:
+        return jnp.any(carry[2] < count)
 
-    def one(carry: tuple) -> tuple:
+    def absorb_block(carry: tuple) -> tuple:
         sample, num_evicted, done = carry
-        sample = _fill_level_0(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
+        sample = _fill_level_0(
+            reducer, sample, num_evicted, rng, evicted.tokens, order, done, count
+        )
         until = tokens_until_full(reducer.size, num_evicted)
-        step = jnp.minimum(until.astype(jnp.int32), left - done)
+        step = jnp.minimum(until.astype(jnp.int32), count - done)
         later = num_evicted + step.astype(jnp.uint32)
         sample, num_evicted = _reduce(reducer, sample, num_evicted, later, rng)
         return sample, num_evicted, done + step
 
-    start = sample, num_evicted, jnp.zeros_like(left)
-    sample, num_evicted, _ = jax.lax.while_loop(more, one, start)
+    start = sample, num_evicted, jnp.zeros_like(count)
+    sample, num_evicted, _ = jax.lax.while_loop(unfinished, absorb_block, start)
     return sample, num_evicted
 
 
 def _absorb_for_gradients(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> tuple[tuple[PerHeadTokens, Array], tuple]:
-    found = absorb(reducer, sample, num_evicted, rng, evicted)
-    return found, (sample, num_evicted, rng, evicted, found[0].positions)
+    absorbed = absorb(reducer, sample, num_evicted, rng, evicted)
+    return absorbed, (sample, num_evicted, rng, evicted, absorbed[0].positions)
 
 
 def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
@@ -130,21 +132,23 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
         return None, None, None, None
     sample, num_evicted, rng, evicted, positions = seen
     sequence, new = jnp.arange(len(num_evicted))[:, None], evicted.tokens
-    left = jnp.zeros(new.positions[:, 0].shape, bool).at[sequence, evicted.index].max(evicted.valid)
+    was_evicted = (
+        jnp.zeros(new.positions[:, 0].shape, bool).at[sequence, evicted.index].max(evicted.valid)
+    )
     valid = [
-        jnp.broadcast_to(left[:, None], new.positions.shape),
+        jnp.broadcast_to(was_evicted[:, None], new.positions.shape),
         filled_slots(reducer.size, num_evicted[:, None], rng)[:, :, 0],
     ]
-    both = per_head.join(new, sample)
-    same = both.positions[:, :, None] == positions[..., None]
-    source = jnp.argmax(same & jnp.concatenate(valid, axis=2)[:, :, None], axis=3)
+    candidates = per_head.join(new, sample)
+    matches = candidates.positions[:, :, None] == positions[..., None]
+    source = jnp.argmax(matches & jnp.concatenate(valid, axis=2)[:, :, None], axis=3)
     slot = jax.lax.broadcasted_iota(jnp.uint32, positions.shape, 2) % np.uint32(reducer.size.half)
     rotated_to = jnp.concatenate([new.positions, slot], axis=2)
     by = slot - jnp.take_along_axis(rotated_to, source, axis=2)
 
     def again(sample: PerHeadTokens, new: PerHeadTokens) -> tuple[Array, Array]:
-        found = pick(per_head.join(new, sample), source)
-        return rerotate(reducer.spec, found.k, by) if reducer.cache_relative else found.k, found.v
+        moved = pick(per_head.join(new, sample), source)
+        return rerotate(reducer.spec, moved.k, by) if reducer.cache_relative else moved.k, moved.v
 
     back = jax.vjp(
         lambda k, v, new_k, new_v: again(
@@ -167,9 +171,9 @@ def fill_level_0(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array, evicted: Evicted
 ) -> PerHeadTokens:
     """The levels after level 0 took evicted tokens until it is full, before any halving."""
-    order, left = _order_of(evicted)
-    done = jnp.zeros_like(left)
-    return _fill_level_0(reducer, sample, num_evicted, rng, evicted.tokens, order, done, left)
+    order, count = _order_of(evicted)
+    done = jnp.zeros_like(count)
+    return _fill_level_0(reducer, sample, num_evicted, rng, evicted.tokens, order, done, count)
 
 
 def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]]:
@@ -183,13 +187,13 @@ def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]
 
 def _fill_level_0(
     reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array,
-    tokens: PerHeadTokens, order: Array, done: Array, left: Array,
+    tokens: PerHeadTokens, order: Array, done: Array, count: Array,
 ) -> PerHeadTokens:  # fmt: skip
     """Level 0 takes its tokens, from the `done`-th evicted one on, until it is full."""
     chosen = token_of_slot(reducer.size, num_evicted[:, None], rng)[:, :, 0]
-    wanted = chosen - num_evicted[:, None, None]
-    takes = wanted < (left - done).astype(jnp.uint32)[:, None, None]
-    number = jnp.where(takes, wanted.astype(jnp.int32) + done[:, None, None], 0)
+    offset = chosen - num_evicted[:, None, None]
+    takes = offset < (count - done).astype(jnp.uint32)[:, None, None]
+    number = jnp.where(takes, offset.astype(jnp.int32) + done[:, None, None], 0)
     new = pick(tokens, jax.vmap(lambda tokens, at: tokens[at])(order, number))
     if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, takes.shape, 2) % np.uint32(reducer.size.half)
@@ -206,13 +210,13 @@ def _write(
 ) -> PerHeadTokens:
     """The sample with `new` in the slots from `at` on, where `takes`."""
 
-    def one(old: Array, new: Array) -> Array:
+    def write_leaf(old: Array, new: Array) -> Array:
         before = jax.lax.dynamic_slice_in_dim(old, at, new.shape[2], 2)
         wide = takes if old.ndim == 3 else takes[..., None]
         new = jnp.where(wide, new.astype(old.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=2)
 
-    return jax.tree.map(one, sample, new)
+    return jax.tree.map(write_leaf, sample, new)
 
 
 def _reduce(
@@ -224,9 +228,9 @@ def _reduce(
     """
     size = reducer.size
     r, _ = group_size_and_start(size, num_evicted)
-    whole = np.uint32(size.block) << r
-    blocks = after // whole  # that filled level 0
-    full = (after != num_evicted) & (after % whole == 0)
+    fill_tokens = np.uint32(size.block) << r
+    blocks = after // fill_tokens  # that filled level 0
+    full = (after != num_evicted) & (after % fill_tokens == 0)
     top = np.uint32(size.levels - 1)
 
     def merges(level: Array) -> Bool[Array, " B"]:
@@ -234,24 +238,24 @@ def _reduce(
         last = after == np.uint32(size.before) << r
         return full & jnp.where(level < top, blocks % (np.uint32(1) << level) == 0, last)
 
-    def more(carry: tuple) -> Array:
+    def unfinished(carry: tuple) -> Array:
         level, _ = carry
         return (level <= top) & jnp.any(merges(level))
 
-    def one(carry: tuple) -> tuple:
+    def merge_level(carry: tuple) -> tuple:
         level, sample = carry
         further = level + np.uint32(1)
         on = merges(further) & (level < top)
         half = _halve_level(reducer, sample, level, after, rng)
         # Where the next level stores a half already, the new one waits in level 0, now empty.
-        own = _first_slot_of_level(reducer, jnp.where(level < top, further, level))
+        slot = _first_slot_of_level(reducer, jnp.where(level < top, further, level))
         takes = merges(level)
-        sample = _write(sample, half, own, (takes & ~on)[:, None, None])
+        sample = _write(sample, half, slot, (takes & ~on)[:, None, None])
         sample = _write(sample, half, size.half, (takes & on)[:, None, None])
         return further, sample
 
     # A loop that mostly runs zero times: a branch per level would copy the sample and compile more.
-    _, sample = jax.lax.while_loop(more, one, (jnp.zeros((), jnp.uint32), sample))
+    _, sample = jax.lax.while_loop(unfinished, merge_level, (jnp.zeros((), jnp.uint32), sample))
     return sample, jnp.where(after == HALVE_COUNT_AT, after // np.uint32(2), after)
 
 
@@ -270,16 +274,16 @@ def _halve_level(
     block, half = reducer.size.block, reducer.size.half
     older = _cut(sample, _first_slot_of_level(reducer, level), half)
     newer = _cut(sample, half, half)
-    both = per_head.join(older, newer)
-    keys, values = rows.dequantise(both.k), rows.dequantise(both.v)
+    joined = per_head.join(older, newer)
+    keys, values = rows.dequantise(joined.k), rows.dequantise(joined.v)
     if reducer.cache_relative:  # at consecutive positions
         place = jax.lax.broadcasted_iota(jnp.uint32, keys.shape[:3], 2)
-        rotated_to = place % np.uint32(half) if reducer.stored_at_slot else both.positions
+        rotated_to = place % np.uint32(half) if reducer.stored_at_slot else joined.positions
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
     draws = uniforms(after[:, None, None] * contract.GOLDEN + number[None, None], rng)
     chosen = halve(reducer.halving, reducer.spec.scale, keys, values, draws).chosen
-    stays = pick(both, chosen)
+    stays = pick(joined, chosen)
     if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
         was = chosen.astype(jnp.uint32) % np.uint32(half)

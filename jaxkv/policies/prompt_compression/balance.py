@@ -115,7 +115,7 @@ class Balance(CompressionPolicy):
         uniforms = contract.uniforms(place * np.uint32(16) + np.uint32(number), rng)
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
-        given = (
+        arguments = (
             self._halving,
             spec.scale,
             split(rows.dequantise(tokens.k)),
@@ -123,10 +123,10 @@ class Balance(CompressionPolicy):
         )
         if self.weights == "published":
             valid = jnp.arange(block)[None, None, None] < members[..., None]
-            _, signs = walk(*given, split(uniforms), valid)
+            _, signs = walk(*arguments, split(uniforms), valid)
             chosen, doubled = _as_published(signs.reshape(batch, kv_heads, -1), count)
         else:
-            chosen = halve(*given, split(uniforms), members).chosen
+            chosen = halve(*arguments, split(uniforms), members).chosen
             first = block * jnp.arange(blocks, dtype=jnp.int32)[None, None, :, None]
             chosen, doubled = (chosen + first).reshape(batch, kv_heads, -1), np.float32(2)
         times = jnp.take_along_axis(times, chosen, axis=2)

@@ -105,7 +105,7 @@ class CompressionPolicy(Policy):
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
-        """What replaces the first `count` of the tokens between the ends; state: of the prompt."""
+        """Select the tokens that represent the first `count` between the ends of the prompt."""
         raise contract.missing(self, "choose")
 
     @property
@@ -203,17 +203,17 @@ def check_group(spec: Spec) -> None:
 
 def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
     """The state with the last W queries, those of the chunk among them."""
-    batch, kv_heads, most, group, head_dim = state.queries.shape
-    if not most:
+    batch, kv_heads, num_queries, group, head_dim = state.queries.shape
+    if not num_queries:
         return state
     q = spec.encoding.rotate(chunk.q.astype(jnp.float32), chunk.positions)
     q = q.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     queries = jnp.concatenate([state.queries, q], axis=2)
     positions = jnp.concatenate([state.query_positions, chunk.positions], axis=1)
-    valid = jnp.concatenate([jnp.ones((batch, most), bool), chunk.valid], axis=1)
+    valid = jnp.concatenate([jnp.ones((batch, num_queries), bool), chunk.valid], axis=1)
     order = jnp.argsort(~valid, axis=1, stable=True)  # valid queries first
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)[:, None]
-    last = jnp.take_along_axis(order, new + jnp.arange(most)[None], axis=1)
+    last = jnp.take_along_axis(order, new + jnp.arange(num_queries)[None], axis=1)
     return state._replace(
         queries=jnp.take_along_axis(queries, last[:, None, :, None, None], axis=2),
         query_positions=jnp.take_along_axis(positions, last, axis=1),
@@ -232,9 +232,9 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
     count -= count % ends.multiple
     between = max(0, size - ends.sinks - ends.window)
     if between:
-        here = slice(ends.sinks, ends.sinks + between)
-        positions = jnp.broadcast_to(prompt.positions[:, None, here], (batch, kv_heads, between))
-        k, v = (rows.cut(leaf, here.start, here.stop) for leaf in prompt[:2])
+        middle = slice(ends.sinks, ends.sinks + between)
+        positions = jnp.broadcast_to(prompt.positions[:, None, middle], (batch, kv_heads, between))
+        k, v = (rows.cut(leaf, middle.start, middle.stop) for leaf in prompt[:2])
         chosen, weight = choose(PerHeadTokens(k, v, positions), count)
     else:  # one empty slot: its presence says that prefill is finished
         chosen = resize(state.sample, 1)
@@ -280,15 +280,15 @@ def keep_best(
 
 def resize(tokens: PerHeadTokens, size: int) -> PerHeadTokens:
     """The first `size` slots, padded with empty ones where there are fewer."""
-    more = max(0, size - tokens.positions.shape[2])
-    pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
+    padding = max(0, size - tokens.positions.shape[2])
+    pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
     return jax.tree.map(lambda leaf: pad(leaf)[:, :, :size], tokens)
 
 
 def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Array, "B K G S"]:
     """The attention that each token gets from the last queries of the prompt, summed over them."""
     prompt = state.dense
-    kv_heads, most = state.queries.shape[1:3]
+    kv_heads, num_queries = state.queries.shape[1:3]
     logits = jnp.einsum(
         "bkwgh,bksh->bkgws", state.queries, rows.dequantise(prompt.k).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
@@ -298,7 +298,7 @@ def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Arr
     penalty = spec.encoding.bias(state.query_positions, prompt.positions, kv_heads)
     logits = logits if penalty is None else logits + penalty
     # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
-    number = prompt.count[:, None] - most + jnp.arange(most)[None]
+    number = prompt.count[:, None] - num_queries + jnp.arange(num_queries)[None]
     slot = jnp.arange(prompt.positions.shape[1])
     seen = slot[None, None] <= number[:, :, None]
     seen = seen[:, None, None]

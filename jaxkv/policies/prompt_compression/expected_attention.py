@@ -132,20 +132,20 @@ class ExpectedAttention(CompressionPolicy):
         batch, kv_heads, _, group, head_dim = state.mean.shape
         q = chunk.q.astype(jnp.float32).reshape(batch, -1, kv_heads, group, head_dim)
         q, valid = q.transpose(0, 2, 1, 3, 4), counted[:, None, :, None, None]
-        few = column(jnp.maximum(new, 1.0))
-        mean = jnp.sum(jnp.where(valid, q, 0.0), axis=2, keepdims=True) / few
+        divisor = column(jnp.maximum(new, 1.0))
+        mean = jnp.sum(jnp.where(valid, q, 0.0), axis=2, keepdims=True) / divisor
         centred = jnp.where(valid, q - mean, 0.0)
-        own = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / few
+        covariance = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / divisor
         # The difference of the two means merges both covariances without cancellation.
         # Both shares are divided, because a GPU divides inexactly: 1 - share might not be 0.
         total, apart = jnp.maximum(before + new, 1.0), mean - state.mean
         share, rest = column(new / total), column(before / total)
         outer = apart[:, :, 0, :, :, None].transpose(0, 1, 3, 2, 4) * apart
-        merged = state.covariance + (own - state.covariance) * share + outer * share * rest
-        some = column(new > 0)
+        merged = state.covariance + (covariance - state.covariance) * share + outer * share * rest
+        has_new = column(new > 0)
         return state._replace(
-            mean=jnp.where(some, state.mean + apart * share, state.mean),
-            covariance=jnp.where(some, merged, state.covariance),
+            mean=jnp.where(has_new, state.mean + apart * share, state.mean),
+            covariance=jnp.where(has_new, merged, state.covariance),
         )
 
     def finish_prefill(self, spec: Spec, state: ExpectedState) -> ExpectedState:

@@ -137,10 +137,10 @@ def attend_selected(
 
     def attend(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
         numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
-        own = jnp.where(piece.valid, numbers, -1)
-        found = _candidates(spec, after, piece, own, sinks, window)
-        bias = jnp.where(found.exact, np.float32(0), select(found))
-        return blend(found.logits + bias, after.dense.v), numbers[:, -1] + 1
+        query_numbers = jnp.where(piece.valid, numbers, -1)
+        candidates = _candidates(spec, after, piece, query_numbers, sinks, window)
+        bias = jnp.where(candidates.exact, np.float32(0), select(candidates))
+        return blend(candidates.logits + bias, after.dense.v), numbers[:, -1] + 1
 
     partial, _ = chunked_scan(attend, state.dense.count, chunk, _SCAN)
     return ring.refuse_overfull(partial, after.dense), after
@@ -159,9 +159,9 @@ def _candidates(
     logits = scores(q, cache.k, spec.scale, spec.softcap)
     penalty = spec.encoding.bias(chunk.positions, cache.positions, cache.k.shape[1])
     slot = jnp.arange(cache.positions.shape[1])[None, None]
-    own = numbers[:, :, None]
-    near = ((slot < sinks) | (slot > own - window))[:, None, None]
-    seen = (slot <= own)[:, None, None]
+    query_slot = numbers[:, :, None]
+    near = ((slot < sinks) | (slot > query_slot - window))[:, None, None]
+    seen = (slot <= query_slot)[:, None, None]
     return Candidates(
         logits if penalty is None else logits + penalty,
         seen & near, seen & ~near,
@@ -172,8 +172,8 @@ def _candidates(
 def share_of(share: float, among: Bool[Array, "... S"]) -> Int32[Array, "... 1"]:
     """How many keys are a share of these, rounded up."""
     count = jnp.sum(among, axis=-1, keepdims=True, dtype=jnp.int32)
-    wanted = count.astype(jnp.float32) * np.float32(share * (1 - _ROUNDING))
-    return jnp.ceil(wanted).astype(jnp.int32)
+    target = count.astype(jnp.float32) * np.float32(share * (1 - _ROUNDING))
+    return jnp.ceil(target).astype(jnp.int32)
 
 
 def largest(
@@ -185,8 +185,8 @@ def largest(
     order = _order(jnp.where(among, jax.lax.stop_gradient(score), -jnp.inf))
     threshold = _nth_largest(order, count)
     above, equal = order > threshold, (order == threshold) & among
-    left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= left))
+    num_ties = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal.astype(jnp.int32), axis=-1) <= num_ties))
 
 
 def _order(score: Float32[Array, "... S"]) -> UInt32[Array, "... S"]:
@@ -200,12 +200,12 @@ def _nth_largest(
 ) -> UInt32[Array, "... 1"]:
     """The largest number that at least `count` of S reach, bit by bit: a sort costs more."""
 
-    def one(place: Array, minimum: Array) -> Array:
+    def set_bit(place: Array, minimum: Array) -> Array:
         higher = minimum | (np.uint32(1 << 31) >> place.astype(jnp.uint32))
         num_at_least = jnp.sum(order >= higher, axis=-1, keepdims=True, dtype=jnp.int32)
         return jnp.where(num_at_least >= count, higher, minimum)
 
-    return jax.lax.fori_loop(0, 32, one, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
+    return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
 
 
 def unweighted(selected: Bool[Array, "B K G T S"]) -> Float32[Array, "B K G T S"]:
@@ -232,6 +232,6 @@ def uniforms(
     head = jnp.arange(group, dtype=jnp.uint32)[None, :, None]
     query = candidates.query_positions[:, None] * np.uint32(group) + head
     query = query * contract.GOLDEN  # [B,G,T]
-    each = (query[..., None] + numbers[:, None]).reshape(batch, 1, -1)
-    draws = contract.uniforms(each, candidates.rng)
+    draw_numbers = (query[..., None] + numbers[:, None]).reshape(batch, 1, -1)
+    draws = contract.uniforms(draw_numbers, candidates.rng)
     return draws.reshape(batch, kv_heads, group, queries, -1)

@@ -49,8 +49,8 @@ class Oracle(SparsePolicy):
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
         times, count = self.draw(candidates)
         share = jnp.maximum(times, 1) / jnp.maximum(count, 1)
-        whole = base.log_sum(candidates.logits, candidates.selectable)
-        return jnp.where(times > 0, jnp.log(share) + whole - candidates.logits, -jnp.inf)
+        log_total = base.log_sum(candidates.logits, candidates.selectable)
+        return jnp.where(times > 0, jnp.log(share) + log_total - candidates.logits, -jnp.inf)
 
     def draw(
         self, candidates: Candidates

@@ -65,23 +65,23 @@ class Quest(SparsePolicy):
     ) -> tuple[Float32[Array, "B K G T P"], Bool[Array, "B 1 1 T P"]]:
         """An upper bound on each page's unscaled logits, and whether it has selectable keys."""
         batch, kv_heads, group, queries, slots = candidates.logits.shape
-        more = -slots % self.page
-        k = jnp.pad(jax.lax.stop_gradient(candidates.k), ((0, 0), (0, 0), (0, more), (0, 0)))
+        padding = -slots % self.page
+        k = jnp.pad(jax.lax.stop_gradient(candidates.k), ((0, 0), (0, 0), (0, padding), (0, 0)))
         k = k.astype(jnp.float32).reshape(batch, kv_heads, -1, self.page, k.shape[-1])
         q = jax.lax.stop_gradient(candidates.q).astype(jnp.float32)
         q = q.reshape(batch, queries, kv_heads, group, -1)
-        selectable = jnp.pad(candidates.selectable[:, 0, 0], ((0, 0), (0, 0), (0, more)))
+        selectable = jnp.pad(candidates.selectable[:, 0, 0], ((0, 0), (0, 0), (0, padding)))
         selectable = selectable.reshape(batch, queries, -1, self.page)
 
-        def one(query: tuple[Array, Array]) -> Array:  # [B,K,G,H], [B,P,page] -> [B,K,G,P]
+        def score_pages(query: tuple[Array, Array]) -> Array:  # [B,K,G,H], [B,P,page] -> [B,K,G,P]
             q, selectable = query
             seen = selectable[:, None, :, :, None]
-            some = jnp.any(seen, axis=3)
-            low = jnp.where(some, jnp.min(jnp.where(seen, k, jnp.inf), axis=3), np.float32(0))
-            high = jnp.where(some, jnp.max(jnp.where(seen, k, -jnp.inf), axis=3), np.float32(0))
+            has_keys = jnp.any(seen, axis=3)
+            low = jnp.where(has_keys, jnp.min(jnp.where(seen, k, jnp.inf), axis=3), np.float32(0))
+            high = jnp.where(has_keys, jnp.max(jnp.where(seen, k, -jnp.inf), axis=3), np.float32(0))
             # The larger of q low and q high, channel by channel.
             dot = partial(jnp.einsum, "bkgh,bkph->bkgp", precision=jax.lax.Precision.HIGHEST)
             return dot(jnp.maximum(q, 0), high) + dot(jnp.minimum(q, 0), low)
 
-        scores = jax.lax.map(one, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(selectable, 1, 0)))
+        scores = jax.lax.map(score_pages, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(selectable, 1, 0)))
         return jnp.moveaxis(scores, 0, 3), jnp.any(selectable, axis=3)[:, None, None]

@@ -45,10 +45,10 @@ class TopP(SparsePolicy):
 
     def select(self, candidates: Candidates) -> Float32[Array, "B K G T S"]:
         logits = jax.lax.stop_gradient(candidates.logits)
-        whole = base.log_sum(logits, candidates.selectable)
-        weights = jnp.where(candidates.selectable, jnp.exp(logits - whole), np.float32(0))
+        log_total = base.log_sum(logits, candidates.selectable)
+        weights = jnp.where(candidates.selectable, jnp.exp(logits - log_total), np.float32(0))
         # Summed from the smallest up, to lose little: the many small weights may stay unseen.
         unseen = jnp.cumsum(jnp.sort(weights, axis=-1), axis=-1)
-        few = unseen <= np.float32(1 - self.mass) * unseen[..., -1:]
-        count = jnp.sum(~few, axis=-1, keepdims=True, dtype=jnp.int32)
+        dropped = unseen <= np.float32(1 - self.mass) * unseen[..., -1:]
+        count = jnp.sum(~dropped, axis=-1, keepdims=True, dtype=jnp.int32)
         return base.unweighted(base.largest(logits, candidates.selectable, count))

@@ -83,20 +83,20 @@ class VAttention(SparsePolicy):
     ) -> Int32[Array, "B K G T 1"]:  # fmt: skip
         """How many of the `count` others to draw, estimated from the first `pilot` of them."""
         logits = jax.lax.stop_gradient(candidates.logits)
-        here = candidates.exact | candidates.selectable
-        weights = jnp.exp(logits - shared.log_sum(logits, here))
+        visible = candidates.exact | candidates.selectable
+        weights = jnp.exp(logits - shared.log_sum(logits, visible))
         mean = _sum(weights, first) / jnp.maximum(pilot, 1).astype(jnp.float32)
-        others = jnp.maximum(pilot - 1, 1).astype(jnp.float32)
-        variance = _sum(jnp.square(weights - mean), first) / others
+        degrees_of_freedom = jnp.maximum(pilot - 1, 1).astype(jnp.float32)
+        variance = _sum(jnp.square(weights - mean), first) / degrees_of_freedom
         many = count.astype(jnp.float32)
-        whole = _sum(weights, exact) + many * mean
-        whole = jnp.where(whole == 0, np.float32(1), whole)
+        total = _sum(weights, exact) + many * mean
+        total = jnp.where(total == 0, np.float32(1), total)
         tail = self.delta / 2 if self.sides == "two" else self.delta
         quantile = max(0.0, NormalDist().inv_cdf(1 - tail))
-        error = many * jnp.sqrt(variance) / whole
+        error = many * jnp.sqrt(variance) / total
         needed = jnp.ceil(jnp.square(error * np.float32(quantile / self.epsilon)))
         return jnp.maximum(pilot, jnp.minimum(needed, many).astype(jnp.int32))
 
 
-def _sum(of: Array, among: Array) -> Array:
-    return jnp.sum(jnp.where(among, of, np.float32(0)), axis=-1, keepdims=True)
+def _sum(values: Array, among: Array) -> Array:
+    return jnp.sum(jnp.where(among, values, np.float32(0)), axis=-1, keepdims=True)
