@@ -128,7 +128,7 @@ def read(folder: Path | str) -> DataFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(
-            f"data must be a folder that `jaxkv data` made, and {folder} is none; create one"
+            f"data must be a folder that `jaxkv data` made, got {folder}; make it with `jaxkv data`"
         )
     remedy = "delete the folder and create it again with `jaxkv data`"
     manifest = read_json(folder / MANIFEST, remedy)

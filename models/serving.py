@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -85,6 +85,7 @@ def make_engine(
     step_seconds: float = 300.0,
     max_per_owner: int | None = None,
     fixed_batch: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """Compile an engine for a loaded model; the arguments are those of `Engine`."""
     model = make_model(llm, policy)
@@ -96,5 +97,5 @@ def make_engine(
     return Engine(
         model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
         queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
-        max_per_owner=max_per_owner, fixed_batch=fixed_batch,
+        max_per_owner=max_per_owner, fixed_batch=fixed_batch, progress=progress,
     )  # fmt: skip

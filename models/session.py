@@ -172,10 +172,14 @@ def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) 
             raise _unlike(path, name, notes[name], value)
 
 
+# What gives a chat the same as a session has.
+FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights"}
+
+
 def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:
     return UserError(
         f"a session continues with its own {name}: {path} has {of_session}, this chat "
-        f"has {of_chat}; begin a chat with that {name}"
+        f"has {of_chat}; give {FLAGS.get(name, 'another session')}, or begin a new session"
     )
 
 

@@ -106,7 +106,8 @@ def check_system(args: argparse.Namespace, path: str) -> None:
     if args.system is not None and args.system != system:
         raise UserError(
             f"a session continues with its own system message: {path} has "
-            f"{system or 'none'!r:.60}, --system is {args.system!r:.60}; leave --system out"
+            f"{repr(system)[:60] if system else 'none'}, --system is {args.system!r:.60}; "
+            "leave --system out"
         )
 
 

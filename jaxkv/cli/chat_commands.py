@@ -161,7 +161,7 @@ def load_session(chat: ChatState, path: str) -> str:
     chat.talk, chat.policy = files.load(path, talk), policy
     first = chat.talk.messages[:1]
     chat.system = first[0]["content"] if first and first[0]["role"] == "system" else None
-    count = sum(message["role"] == "user" for message in chat.talk.messages)
+    count = len(chat.talk.messages)
     return (
         f"loaded {path}, {count} message{'s' * (count != 1)}, position {chat.talk.position}, "
         f"under {policy}"

@@ -336,7 +336,8 @@ def make(
     """The engine, compiled and ready. has_keys: no API key can take every batch entry."""
     if prefixes is not None:
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
-    with Progress("jaxkv: compiling", logged=True):  # for a log, because it takes up to minutes
+    progress = Progress("jaxkv: compiling", unit="programs", steady=False, logged=True)
+    with progress:  # logged, because it takes up to minutes
         from jaxkv.models.serving import make_engine
 
         return make_engine(
@@ -344,7 +345,7 @@ def make(
             max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
             queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
             step_seconds=args.step_timeout, fixed_batch=args.fixed_batch,
-            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
+            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None, progress=progress.at,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,6 +67,7 @@ class Engine:
     fixed_batch: every step computes max_batch sequences, however few run, so that no bit of an
       answer depends on their number. Otherwise the batch grows with load, so that fewer sequences
       take less time.
+    progress: called with (programs compiled, all programs).
     `bytes` of an engine are its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
@@ -84,6 +86,7 @@ class Engine:
         step_seconds: float = 300.0,
         max_per_owner: int | None = None,
         fixed_batch: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         check_int("chunk", chunk, maximum=MAX_CHUNK)
         budget = chunk if max_prefill_tokens is None else max_prefill_tokens
@@ -102,7 +105,7 @@ class Engine:
         self._queue = RequestQueue(queue, queue_tokens)
         self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
-        self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1)
+        self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1, progress)
         self._running = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
         if prefix_cache is not None:

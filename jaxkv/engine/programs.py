@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -244,6 +244,7 @@ class Programs:
     """All programs of one engine, compiled for its shapes.
 
     sizes: entries of the decode batches, in order. widths: tokens in the chunks of a prompt.
+    progress: called with (programs compiled, all programs).
     bytes: memory of `prefills` prefills and of a decode batch of each size.
     num_compiled: the number of programs.
     Raises UserError if these bytes do not fit into memory.
@@ -251,7 +252,7 @@ class Programs:
 
     def __init__(
         self, model: Model, sizes: Sequence[int], max_len: int | None, widths: Sequence[int],
-        prefills: int = PREFILLS,
+        prefills: int = PREFILLS, progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.sizes = model, tuple(sizes)
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
@@ -265,12 +266,20 @@ class Programs:
         length = "" if max_len is None else f" of {max_len} tokens"
         memory.check(self.bytes, f"{sum(sizes)} sequences and {prefills} prefills{length}")
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            begin = partial(threads.submit, self.compile)
+            compiling: list[Future] = []
+
+            def begin(*arguments: Any, **options: Any) -> Future:
+                compiling.append(threads.submit(self.compile, *arguments, **options))
+                return compiling[-1]
+
             batch_programs = {
                 size: self._begin_batch(begin, size, batches, max_len) for size in self.sizes
             }
             chunks = {width: begin_prefill(model, begin, state, width) for width in widths}
             init = begin(partial(init_prefill, model, max_len), np.uint32(0))
+            if progress is not None:
+                for done, _ in enumerate(as_completed(compiling), 1):
+                    progress(done, len(compiling))
         self.init_prefill = init.result()
         self.of_size = {size: programs.result() for size, programs in batch_programs.items()}
         self.chunks = {width: programs.result() for width, programs in chunks.items()}

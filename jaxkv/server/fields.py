@@ -86,6 +86,11 @@ def number(minimum: float, maximum: float, above: bool = False) -> Check:
     return check
 
 
+def likeliest(name: str, value: Any) -> int | None:
+    """How many of the likeliest tokens to report; false, as in a chat, asks for none."""
+    return None if value is False else integer(0, LIKELIEST)(name, value)
+
+
 def flag(name: str, value: Any) -> bool:
     if type(value) is not bool:
         raise wrong(name, "true or false", value)
@@ -291,7 +296,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     | {
         "prompt": Field(prompt, required=True),
         "max_tokens": Field(unlimited(0)),
-        "logprobs": Field(integer(0, LIKELIEST)),
+        "logprobs": Field(likeliest),
         "echo": Field(flag, False),
     },
     "chat": SHARED

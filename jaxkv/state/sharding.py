@@ -33,7 +33,7 @@ def mesh_of(text: str) -> Mesh:
         if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
             raise UserError(
                 f"a mesh must be data=BATCH,model=HEADS, each at most once and at least 1, got "
-                f"{part!r} in {text!r}; try data=1,model=1"
+                f"{text!r}; try data=1,model=1"
             )
         sizes[name] = int(size)
     needed = math.prod(sizes.values())

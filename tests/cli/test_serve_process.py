@@ -54,6 +54,8 @@ def started(model, *more, program=("-m", "jaxkv.cli")):
         try:
             assert process.stderr.readline() == "jaxkv: compiling ...\n"
             line = process.stderr.readline()
+            while line.startswith("jaxkv: compiling: "):  # on a busy machine
+                line = process.stderr.readline()
             pattern = (
                 rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "
                 r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+"

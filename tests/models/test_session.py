@@ -48,7 +48,7 @@ def saved(llm, tmp_path):
 
 def test_another_policy_model_or_version(llm, saved, tmp_path, monkeypatch):
     other = models.load(write_tiny(tmp_path / "tiny", seed=1, hidden_size=64))
-    with pytest.raises(UserError, match=r"own model: .* begin a chat with that model"):
+    with pytest.raises(UserError, match=r"own model: .* give --model, or begin a new session"):
         session.load(saved, models.Conversation(other, POLICY))
     changed = dict(llm.weights)
     name = next(name for name in changed if "q_proj" in name or name.endswith("q"))

@@ -207,6 +207,11 @@ def test_echo_with_logprobs(served, stream):
     assert "".join(event["choices"][0]["text"] for event in reply) == "é|abab"
 
 
+def test_a_completion_without_log_probabilities_as_clients_of_chats_ask(served):
+    answer = served.complete("a|b", logprobs=False)
+    assert answer.status == 200 and answer.json["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_a_chat(served, stream):
     answer = served.chat("|✓", logprobs=True, top_logprobs=2, stream=stream)
