@@ -31,21 +31,23 @@ class ContiguousStream(BalanceStream):
 
     def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:
         heads = spec.kv_heads
-        state = _each(self.leaves, state, lambda leaf, array: _split(leaf, array, heads))
+        state = _map_leaves(self.leaves, state, lambda leaf, array: _split(leaf, array, heads))
         rng = state.rng
 
         def num_cached(self: TreePolicy, num_evicted: Array) -> Array:
             filled = occupancy.filled_slots(self.size, num_evicted, rng)
             return jnp.sum(filled[:, 0], axis=-1, dtype=jnp.int32)
 
-        one, chunk = dataclasses.replace(spec, kv_heads=1), _by_head(chunk, heads)
+        head_spec, chunk = dataclasses.replace(spec, kv_heads=1), _by_head(chunk, heads)
         with mock.patch.object(TreePolicy, "_num_sampled", num_cached):
-            found, state = super().update(one, state, chunk)
-        found = Partial(*(_join_heads(x, heads) for x in found))
-        return found, _each(self.leaves, state, lambda leaf, array: _join(leaf, array, heads))
+            attended, state = super().update(head_spec, state, chunk)
+        attended = Partial(*(_join_heads(x, heads) for x in attended))
+        return attended, _map_leaves(
+            self.leaves, state, lambda leaf, array: _join(leaf, array, heads)
+        )
 
 
-def _each(leaves: TreeState, state: TreeState, change: Any) -> TreeState:
+def _map_leaves(leaves: TreeState, state: TreeState, change: Any) -> TreeState:
     return jax.tree.map(change, leaves, state, is_leaf=lambda leaf: isinstance(leaf, Leaf))
 
 

@@ -56,55 +56,57 @@ METHODS = {  # names in tables and plots; `rounds` is added
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.balancekv.single_layer", __doc__)
-    ask.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
-    ask.add_argument("--text", required=True, type=Path, nargs="+",
-                     help="texts, or a folder of books, which is one text")  # fmt: skip
-    ask.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
-    ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
-    ask.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
-    ask.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
-    ask.add_argument("--seeds", type=int, default=10)
-    ask.add_argument("--name", default="single_layer", help="name of the record")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.balancekv.single_layer", __doc__)
+    parser.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
+    parser.add_argument("--text", required=True, type=Path, nargs="+",
+                        help="texts, or a folder of books, which is one text")  # fmt: skip
+    parser.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
+    parser.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--name", default="single_layer", help="name of the record")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
 
-    llm = models.load(*([given.model] if given.model else []))
-    tokens = given.tokens or llm.config.context - QUERIES
+    llm = models.load(*([options.model] if options.model else []))
+    tokens = options.tokens or llm.config.context - QUERIES
     length = tokens + QUERIES
     if tokens < 2 * ENDS + BLOCK:
-        ask.error(f"--tokens must be at least {2 * ENDS + BLOCK}, got {tokens}")
-    ids, files = stretches_of(llm, given.text, given.stretches, length)
+        parser.error(f"--tokens must be at least {2 * ENDS + BLOCK}, got {tokens}")
+    ids, files = stretches_of(llm, options.text, options.stretches, length)
     last = llm.config.layers - 1
-    layers = given.layers or sorted({0, last // 2, last})
+    layers = options.layers or sorted({0, last // 2, last})
     if not 0 <= min(layers) <= max(layers) <= last:
-        ask.error(f"--layers must be from 0 to {last}, got {layers}")
-    seeds = list(range(given.seeds))
-    record = Record(given.name, [*llm.files, *files], seeds, quick=given.quick)
+        parser.error(f"--layers must be from 0 to {last}, got {layers}")
+    seeds = list(range(options.seeds))
+    record = Record(options.name, [*llm.files, *files], seeds, quick=options.quick)
     results: dict[str, Any] = {
-        "model": llm.name, "tokens": tokens, "stretches": given.stretches,
-        "texts": len(given.text),
-        "context": llm.config.context, "ends": ENDS, "rounds": given.rounds,
+        "model": llm.name, "tokens": tokens, "stretches": options.stretches,
+        "texts": len(options.text),
+        "context": llm.config.context, "ends": ENDS, "rounds": options.rounds,
     }  # fmt: skip
-    each = []
-    for number in range(given.stretches):
+    errors_by_stretch = []
+    for number in range(options.stretches):
         seen = capture(llm, ids[number * length : (number + 1) * length])
-        each.append({
+        errors_by_stretch.append({
             str(layer): errors(
-                llm.spec, *seen[layer], given.rounds,
+                llm.spec, *seen[layer], options.rounds,
                 # Every layer and stretch has its own seeds.
-                [seed + given.seeds * (layer + len(seen) * number) for seed in seeds],
-                f"stretch {number + 1} of {given.stretches}, layer {layer}",
+                [seed + options.seeds * (layer + len(seen) * number) for seed in seeds],
+                f"stretch {number + 1} of {options.stretches}, layer {layer}",
             )
             for layer in layers
         })  # fmt: skip
     results["layers"] = jax.tree.map(
-        lambda *found: np.mean(found, axis=0).tolist(), *each, is_leaf=lambda x: isinstance(x, list)
+        lambda *by_stretch: np.mean(by_stretch, axis=0).tolist(),
+        *errors_by_stretch,
+        is_leaf=lambda x: isinstance(x, list),
     )
-    results["summary"] = summary(results["layers"], given.rounds)
-    results["by_stretch"] = by_stretch(each, given.rounds)
+    results["summary"] = summary(results["layers"], options.rounds)
+    results["by_stretch"] = by_stretch(errors_by_stretch, options.rounds)
     results["saturated"] = {
-        mode: np.mean([found["saturated"][mode] for found in results["layers"].values()])
+        mode: np.mean([layer["saturated"][mode] for layer in results["layers"].values()])
         for mode in ("walk", "pairs")
     }
     show(results)
@@ -125,8 +127,10 @@ def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, 
     parts = []
     for first in range(0, len(ids), CHUNK):
         tokens = jnp.asarray([ids[first : first + CHUNK]], jnp.int32)
-        found = _captured(llm.config, policies, llm.weights, tokens, jnp.uint32(first), states)
-        states, seen = zip(*((state, seen) for state, *seen in found), strict=True)
+        captured_layers = _captured(
+            llm.config, policies, llm.weights, tokens, jnp.uint32(first), states
+        )
+        states, seen = zip(*((state, seen) for state, *seen in captured_layers), strict=True)
         parts.append([[np.asarray(a) for a in layer] for layer in seen])
     return [
         tuple(np.concatenate([part[layer][i] for part in parts]) for i in range(3))
@@ -158,25 +162,25 @@ def errors(
     exact = attend(spec, q, k, v, parse_policy("full"))
     if not np.isfinite(exact).all():
         raise SystemExit(f"{title}: full attention is not finite; nothing is compared")
-    found: dict[str, Any] = {}
+    by_method: dict[str, Any] = {}
     for name, text in METHODS.items():
-        found[name] = {}
+        by_method[name] = {}
         for number in rounds:
             chosen = parse_policy(f"{text},rounds={number},sinks={ENDS},window={ENDS}")
-            each = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
-            found[name][str(number)] = each
-            print(f"{title}, T={number}, {name}: {np.mean(each):.4f}", flush=True)
-    found["saturated"] = {
+            by_seed = [relative_error(attend(spec, q, k, v, chosen, seed), exact) for seed in seeds]
+            by_method[name][str(number)] = by_seed
+            print(f"{title}, T={number}, {name}: {np.mean(by_seed):.4f}", flush=True)
+    by_method["saturated"] = {
         mode: saturated(spec, k, v, Halving(mode), seeds) for mode in ("walk", "pairs")
     }
     alone = relative_error(attend(spec, q, k, v, parse_policy("full"), between=False), exact)
-    found["ends alone"] = {str(number): [alone] for number in rounds}
-    found["snapkv"] = {}
+    by_method["ends alone"] = {str(number): [alone] for number in rounds}
+    by_method["snapkv"] = {}
     for number in rounds:
         capacity = 2 * ENDS + (len(k) - QUERIES - 2 * ENDS) // 2**number
         chosen = parse_policy(f"snapkv:capacity={capacity},window={WINDOW}")
-        found["snapkv"][str(number)] = [relative_error(attend(spec, q, k, v, chosen), exact)]
-    return found
+        by_method["snapkv"][str(number)] = [relative_error(attend(spec, q, k, v, chosen), exact)]
+    return by_method
 
 
 def attend(
@@ -186,21 +190,21 @@ def attend(
 
     between: whether the tokens between the ends are valid.
     """
-    there = np.ones(len(k), bool)
-    there[ENDS : len(k) - QUERIES - ENDS] = between
-    given = map(jnp.asarray, (q, k, v, there))
-    return np.asarray(_attend(chosen, spec, *given, jnp.uint32(seed)))
+    valid = np.ones(len(k), bool)
+    valid[ENDS : len(k) - QUERIES - ENDS] = between
+    arrays = map(jnp.asarray, (q, k, v, valid))
+    return np.asarray(_attend(chosen, spec, *arrays, jnp.uint32(seed)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _attend(
-    chosen: Policy, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, there: jax.Array,
+    chosen: Policy, spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array,
     seed: jax.Array,
 ) -> Float32[jax.Array, "T N H"]:  # fmt: skip
     tokens = len(k) - QUERIES
     positions = jnp.arange(len(k), dtype=jnp.uint32)
     prompt, after = (
-        Chunk(*(a[None, part] for a in (q, k, v, positions, there)))
+        Chunk(*(a[None, part] for a in (q, k, v, positions, valid)))
         for part in (slice(tokens), slice(tokens, None))
     )
     state = chosen.init(spec, 1, jax.random.key(seed))
@@ -228,17 +232,17 @@ def certain(inner: Float32[jax.Array, "..."]) -> Bool[jax.Array, "..."]:
     return ~(jnp.abs(inner) <= 0.5)
 
 
-def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
-    """|found - exact| / |exact| of each query head; the mean over heads."""
+def relative_error(estimate: np.ndarray, exact: np.ndarray) -> float:
+    """|estimate - exact| / |exact| of each query head; the mean over heads."""
     norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))  # noqa: E731
-    return float((norm(found - exact) / norm(exact)).mean())
+    return float((norm(estimate - exact) / norm(exact)).mean())
 
 
 def summary(layers: dict[str, Any], rounds: Sequence[int]) -> dict[str, Any]:
     """The spread over seeds of each method's error, in the mean over layers."""
     return {
         name: {
-            str(number): spread(np.mean([found[name][str(number)] for found in layers.values()], 0))
+            str(number): spread(np.mean([layer[name][str(number)] for layer in layers.values()], 0))
             for number in rounds
         }
         for name in methods(layers)
@@ -250,7 +254,7 @@ def by_stretch(stretches: Sequence[dict[str, Any]], rounds: Sequence[int]) -> di
     return {
         name: {
             str(number): [
-                np.mean([found[name][str(number)] for found in layers.values()])
+                np.mean([layer[name][str(number)] for layer in layers.values()])
                 for layers in stretches
             ]
             for number in rounds
@@ -266,8 +270,8 @@ def methods(layers: dict[str, Any]) -> list[str]:
 def show(results: dict[str, Any]) -> None:
     """The paper's Figure 3 as a table: medians over the seeds; how sure the walks were."""
     print(f"{'':34}" + "".join(f"{f'T={number}':>10}" for number in results["rounds"]))
-    for name, found in results["summary"].items():
-        print(f"{name:34}" + "".join(f"{line['median']:10.4f}" for line in found.values()))
+    for name, by_rounds in results["summary"].items():
+        print(f"{name:34}" + "".join(f"{line['median']:10.4f}" for line in by_rounds.values()))
     for mode, share in results["saturated"].items():
         print(f"steps of a {mode} that left nothing to chance: {share:.0%}")
 
@@ -319,8 +323,8 @@ TABLES = {f"balance_error{name.removeprefix(DEFAULT)}": partial(table, name)
 def differs(record: str, says: str, *pairs: tuple[str, str, str]) -> Statement:
     """A sentence of the page: with so many rounds, the first method has a lower error."""
     comparisons = [
-        below(f"by_stretch/{method}/{rounds}", f"by_stretch/{other}/{rounds}")
-        for rounds, method, other in pairs
+        below(f"by_stretch/{method}/{rounds}", f"by_stretch/{baseline}/{rounds}")
+        for rounds, method, baseline in pairs
     ]
     return Statement("docs/results/balancekv.md", says, record, comparisons)
 

@@ -58,17 +58,17 @@ HEADS = 32  # whose draws say how often a head has a hole
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.balancekv.tree_slots", __doc__)
-    ask.add_argument("--tokens", type=int, default=10_000, help="of each text, for losses")
-    ask.add_argument("--captured", type=int, default=2_048, help="of each text, for errors")
-    ask.add_argument("--layers", type=int, nargs="+", help="for errors; default: every sixth")
-    ask.add_argument("--seeds", type=int, default=2, help="of the samples, for errors")
-    given = ask.parse_args()
-    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
-    seeds = list(range(given.seeds))
-    record = Record("tree_slots", [*llm.files, *given.texts], seeds, quick=given.quick)
-    record.finish(run(llm, texts, record, errors(llm, texts, given)))
+    parser = ask_for_texts("jaxkv.evals.balancekv.tree_slots", __doc__)
+    parser.add_argument("--tokens", type=int, default=10_000, help="of each text, for losses")
+    parser.add_argument("--captured", type=int, default=2_048, help="of each text, for errors")
+    parser.add_argument("--layers", type=int, nargs="+", help="for errors; default: every sixth")
+    parser.add_argument("--seeds", type=int, default=2, help="of the samples, for errors")
+    options = parser.parse_args()
+    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
+    texts = {path.stem: tokens_of(llm, path, options.tokens + 1)[0] for path in options.texts}
+    seeds = list(range(options.seeds))
+    record = Record("tree_slots", [*llm.files, *options.texts], seeds, quick=options.quick)
+    record.finish(run(llm, texts, record, errors(llm, texts, options)))
 
 
 def run(
@@ -111,14 +111,14 @@ def cases(llm: Llm) -> dict[str, Case]:
     trees = {named(size): tree(size, SLOTS) for size in TREES}
     window = streaming_window(llm, trees.values())
     tokens = SLOTS - FIRST.slots + round(used(FIRST))
-    found = {BASE: streaming(window)} | trees
+    policies = {BASE: streaming(window)} | trees
     for size in AT_EQUAL_TOKENS:
         empty = size.slots - round(used(size))
-        found[f"{named(size)}, equal tokens"] = tree(size, tokens + empty)
-    found[FEWER] = streaming(tokens - SINKS)
+        policies[f"{named(size)}, equal tokens"] = tree(size, tokens + empty)
+    policies[FEWER] = streaming(tokens - SINKS)
     ends = f"sinks={SINKS},window={SLOTS - SINKS - FIRST.slots}"
-    found[FULL] = f"reservoir:{ends},sample={FIRST.slots}"
-    return {name: Case(policy) for name, policy in found.items()}
+    policies[FULL] = f"reservoir:{ends},sample={FIRST.slots}"
+    return {name: Case(policy) for name, policy in policies.items()}
 
 
 def tree(size: TreeSize, slots: int) -> str:
@@ -134,11 +134,11 @@ def about(size: TreeSize) -> dict[str, Any]:
 def used(size: TreeSize) -> float:
     """The mean number of cached tokens of a tree, over a doubling of the stream."""
     num_evicted = doubling(size)
-    r, begun = occupancy.group_size_and_start(size, num_evicted)
+    r, group_start = occupancy.group_size_and_start(size, num_evicted)
     # A group that has begun has its token with the share of its tokens that came.
-    first = np.asarray(num_evicted - begun, float) / 2.0 ** np.asarray(r)
-    others = np.asarray(occupancy.filled_per_level(size, num_evicted))[:, 1:]
-    return float(np.mean(first + others.sum(axis=1)))
+    first = np.asarray(num_evicted - group_start, float) / 2.0 ** np.asarray(r)
+    upper_levels = np.asarray(occupancy.filled_per_level(size, num_evicted))[:, 1:]
+    return float(np.mean(first + upper_levels.sum(axis=1)))
 
 
 def doubling(size: TreeSize) -> jax.Array:
@@ -148,10 +148,10 @@ def doubling(size: TreeSize) -> jax.Array:
 
 
 def errors(
-    llm: Llm, texts: Mapping[str, Sequence[int]], given: argparse.Namespace
+    llm: Llm, texts: Mapping[str, Sequence[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """The error of attention under streaming and under each tree of equal slots."""
-    layers = given.layers or range(0, llm.config.layers, 6)
+    layers = options.layers or range(0, llm.config.layers, 6)
     sizes = {named(size): parse_policy(tree(size, SLOTS)) for size in TREES}
     caches: dict[str, Policy] = {BASE: Streaming(SINKS, SLOTS - SINKS, "absolute")}
     for name, policy in sizes.items():
@@ -160,8 +160,8 @@ def errors(
                 policy.sinks, policy.window, policy.levels, policy.block, weighted=True,
                 positions="absolute", exponent=exponent,
             )  # fmt: skip
-    beginnings = {name: ids[: given.captured] for name, ids in texts.items()}
-    return attention_error.run(llm, beginnings, list(layers), range(given.seeds), caches)
+    beginnings = {name: ids[: options.captured] for name, ids in texts.items()}
+    return attention_error.run(llm, beginnings, list(layers), range(options.seeds), caches)
 
 
 def holes(
@@ -174,22 +174,22 @@ def holes(
     policy = parse_policy(tree(FIRST, SLOTS))
     contiguous = ContiguousStream(policy.sinks, policy.window, policy.levels, policy.block)
     parts, name = Parts(record, len(texts)), named(FIRST)
-    both = {}
+    bins_by_text = {}
     for text, ids in texts.items():
         key = f"{llm.name}, {text}, {len(ids)}, {contiguous}"
 
         def losses(ids: Sequence[int] = ids) -> np.ndarray:
             return gather(models.losses(llm, ids, contiguous))[0].astype(np.float64)
 
-        without = {"loss": bin_means(parts.part(key, losses)), "commit": parts.made[key]}
-        both[text] = {"bins": {name: by_text[text]["bins"][name], "contiguous": without}}
+        without = {"loss": bin_means(parts.part(key, losses)), "commit": parts.commit_of[key]}
+        bins_by_text[text] = {"bins": {name: by_text[text]["bins"][name], "contiguous": without}}
     seeds = jax.random.bits(jax.random.key(0), (1, HEADS, 2), jnp.uint32)
     missing = positions_without_token(FIRST, doubling(FIRST), seeds)
     return {
         "widest": int(missing.max()),
         "share": float(np.mean(missing > 0)),
-        "by_text": both,
-        "over_holes": compare(both, [name, "contiguous"], name, SKIP)["rows"]["contiguous"],
+        "by_text": bins_by_text,
+        "over_holes": compare(bins_by_text, [name, "contiguous"], name, SKIP)["rows"]["contiguous"],
     }
 
 
@@ -228,10 +228,10 @@ def table() -> str:
     lines.append(table_row("`reservoir`", "", f"{rows[FULL]['cached']:.0f}", over_base(rows[FULL]),
                            *3 * [""]))  # fmt: skip
     for name, size in results["trees"].items():
-        same = equal.get(name if name == THREE else f"{name}, equal tokens")
+        equal_tokens = equal.get(name if name == THREE else f"{name}, equal tokens")
         lines.append(table_row(
             name, f"{size['used']:.0f} of {size['slots']}", f"{rows[name]['cached']:.0f}",
-            over_base(rows[name]), over_base(same) if same else "",
+            over_base(rows[name]), over_base(equal_tokens) if equal_tokens else "",
             *(f"{errors[f'{name}, {exponent}']['error']:.3f}" for exponent in (0, 1)),
         ))  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -101,19 +101,23 @@ def case(llm: Llm, start: int, length: int, seed: int) -> Probed:
     spans = [line + document[at : at + size]
              for at in np.linspace(0, len(document) - size, SPANS).astype(int)]  # fmt: skip
     asked = [line + encode(f"{lead} {n}") for lead, n in zip(leads, numbers, strict=True)]
-    given = [len(line) + len(encode(lead)) for lead in leads]
+    lead_sizes = [len(line) + len(encode(lead)) for lead in leads]
     return Probed(
         document,
-        (texts([following], [1]), texts(spans, [len(line) + GIVEN] * SPANS), texts(asked, given)),
+        (
+            texts([following], [1]),
+            texts(spans, [len(line) + GIVEN] * SPANS),
+            texts(asked, lead_sizes),
+        ),
     )
 
 
-def texts(rows: Sequence[Sequence[int]], given: Sequence[int]) -> Texts:
-    """Padded texts of which all but the first `given` tokens are scored."""
+def texts(rows: Sequence[Sequence[int]], context_sizes: Sequence[int]) -> Texts:
+    """Padded texts of which all tokens but the first `context_sizes` are scored."""
     size = max(map(len, rows))
     ids = np.array([[*row, *[0] * (size - len(row))] for row in rows], np.int32)
     at, lengths = np.arange(size)[None], np.array(list(map(len, rows)))[:, None]
-    return Texts(ids, (at >= np.array(given)[:, None]) & (at < lengths))
+    return Texts(ids, (at >= np.array(context_sizes)[:, None]) & (at < lengths))
 
 
 def scores(
@@ -121,17 +125,17 @@ def scores(
     policies: tuple[Policy, ...],
     states: tuple[State, ...],
     position: int,
-    one: Probed,
+    probed: Probed,
 ) -> list[np.ndarray]:
     """Per kind of text, the losses of its scored tokens and whether the likeliest is right.
 
     Arrays [2,B,T], NaN where a token is not scored.
     """
-    found = []
-    for ids, scored in one.texts:
-        both = _scores(llm.config, policies, llm.weights, states, jnp.uint32(position), ids)
-        found.append(np.where(scored[:, 1:], np.stack(both), np.nan).astype(np.float64))
-    return found
+    by_kind = []
+    for ids, scored in probed.texts:
+        arrays = _scores(llm.config, policies, llm.weights, states, jnp.uint32(position), ids)
+        by_kind.append(np.where(scored[:, 1:], np.stack(arrays), np.nan).astype(np.float64))
+    return by_kind
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -151,7 +155,7 @@ def after(llm: Llm, policy: str, document: Sequence[int]) -> models.Stream:
     stream = models.Stream(llm, policy, tokens=len(document) + ROOM)
     if document:
         stream.prefill([document])
-    if any(one.min_prompt is not None for one in stream.policies):
+    if any(layer_policy.min_prompt is not None for layer_policy in stream.policies):
         stream.finish_prefill()
     stream.reserve(ROOM)
     return stream
@@ -159,53 +163,61 @@ def after(llm: Llm, policy: str, document: Sequence[int]) -> models.Stream:
 
 def cached(llm: Llm, stream: models.Stream) -> float:
     """Tokens cached per KV head, averaged over layers and heads."""
-    both = zip(stream.policies, stream.decoding.states, strict=True)
-    counts = [np.isfinite(one.cached(llm.spec, state).log_weight).sum(2) for one, state in both]
+    pairs = zip(stream.policies, stream.decoding.states, strict=True)
+    counts = [
+        np.isfinite(policy.cached(llm.spec, state).log_weight).sum(2) for policy, state in pairs
+    ]
     return float(np.mean(counts))
 
 
-def measure(llm: Llm, one: Probed, slots: int, pairs: np.ndarray) -> dict[str, dict[str, Any]]:
+def measure(llm: Llm, probed: Probed, slots: int, pairs: np.ndarray) -> dict[str, dict[str, Any]]:
     """By variant: the cached tokens and the scores of one document."""
     learned = models.Llm(**vars(llm) | {"weights": llm.weights | compaction.Pairs(*pairs).weights})
-    full = f"full:start={len(one.document) + ROOM}"
-    variants = {"full": (llm, full, one.document), "no document": (llm, full, [])}
-    variants |= {name: (llm, policy, one.document)
-                 for name, policy in settings(len(one.document), slots).items()}  # fmt: skip
+    full = f"full:start={len(probed.document) + ROOM}"
+    variants = {"full": (llm, full, probed.document), "no document": (llm, full, [])}
+    variants |= {name: (llm, policy, probed.document)
+                 for name, policy in settings(len(probed.document), slots).items()}  # fmt: skip
     variants["learned"] = (learned, f"full:start={slots + ROOM}", [])
-    found = {}
+    by_variant = {}
     for name, (model, policy, document) in variants.items():
         stream = after(model, policy, document)
         position = int(stream.decoding.position[0])
-        given = stream.policies, stream.decoding.states, position, one
-        found[name] = {"cached": cached(llm, stream), "scores": scores(llm, *given)}
-        means = ", ".join(f"{np.nanmean(kind[0]):.3f}" for kind in found[name]["scores"])
-        print(f"{name}: {found[name]['cached']:.1f} tokens; losses {means}", flush=True)
-    return found
+        arguments = stream.policies, stream.decoding.states, position, probed
+        by_variant[name] = {"cached": cached(llm, stream), "scores": scores(llm, *arguments)}
+        means = ", ".join(f"{np.nanmean(kind[0]):.3f}" for kind in by_variant[name]["scores"])
+        print(f"{name}: {by_variant[name]['cached']:.1f} tokens; losses {means}", flush=True)
+    return by_variant
 
 
-def table(llm: Llm, found: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def table(llm: Llm, documents: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """By variant, over all documents: bytes, losses over full attention, and recalled facts."""
-    each = llm.config.layers * llm.config.kv_heads * llm.config.head_dim * 2 * 4
+    token_bytes = llm.config.layers * llm.config.kv_heads * llm.config.head_dim * 2 * 4
     rows = {}
-    for name in found[0]:
-        row: dict[str, Any] = {"cached": np.mean([one[name]["cached"] for one in found])}
-        row["bytes"] = round(row["cached"] * each)
+    for name in documents[0]:
+        row: dict[str, Any] = {
+            "cached": np.mean([document[name]["cached"] for document in documents])
+        }
+        row["bytes"] = round(row["cached"] * token_bytes)
         for number, kind in enumerate(KINDS):
-            losses, right = zip(*(one[name]["scores"][number] for one in found), strict=True)
-            full = [one["full"]["scores"][number][0] for one in found]
+            losses, right = zip(
+                *(document[name]["scores"][number] for document in documents), strict=True
+            )
+            full = [document["full"]["scores"][number][0] for document in documents]
             over = [np.nanmean(mine - base) for mine, base in zip(losses, full, strict=True)]
             row[kind] = {
-                "loss": np.mean([np.nanmean(one) for one in losses]),
+                "loss": np.mean([np.nanmean(document_losses) for document_losses in losses]),
                 "over_full": np.mean(over),
                 "over_full_two_errors": _two_errors(over),
                 "over_full_by_document": over,
-                "right_tokens": np.mean([np.nanmean(one) for one in right]),
+                "right_tokens": np.mean([np.nanmean(document_right) for document_right in right]),
             }
-        recalled = [_recalled(one[name]["scores"][2][1]) for one in found]
-        known = [_recalled(one["full"]["scores"][2][1]) for one in found]
+        recalled = [_recalled(document[name]["scores"][2][1]) for document in documents]
+        recalled_by_full = [_recalled(document["full"]["scores"][2][1]) for document in documents]
         row["facts"] |= {
-            "recalled": sum(int((a & b).sum()) for a, b in zip(recalled, known, strict=True)),
-            "of": sum(int(b.sum()) for b in known),
+            "recalled": sum(
+                int((a & b).sum()) for a, b in zip(recalled, recalled_by_full, strict=True)
+            ),
+            "of": sum(int(b.sum()) for b in recalled_by_full),
         }
         rows[name] = row
     return rows
@@ -222,39 +234,41 @@ def _recalled(right: Float[np.ndarray, "B T"]) -> Bool[np.ndarray, " B"]:
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.comparison.learned_memory", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--starts", type=int, nargs="+", default=[0, 4000, 8000],
-                     help="first tokens of the documents in the passage")  # fmt: skip
-    ask.add_argument("--length", type=int, default=994,
-                     help="tokens of a document; halving leaves 64 of 994")  # fmt: skip
-    ask.add_argument("--slots", type=int, default=64, help="tokens per KV head of every cache")
-    ask.add_argument("--steps", type=int, default=300, help="of training")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    llm = models.load(given.model, "float32")
-    record = Record("learned_memory", [*llm.files, PASSAGE], [0], quick=given.quick)
-    cases = [case(llm, start, given.length, seed=start) for start in given.starts]
-    parts, seconds, found = Parts(record, len(cases)), [], []
-    for start, one in zip(given.starts, cases, strict=True):
+    parser = make_parser("jaxkv.evals.comparison.learned_memory", __doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--starts", type=int, nargs="+", default=[0, 4000, 8000],
+                        help="first tokens of the documents in the passage")  # fmt: skip
+    parser.add_argument("--length", type=int, default=994,
+                        help="tokens of a document; halving leaves 64 of 994")  # fmt: skip
+    parser.add_argument("--slots", type=int, default=64, help="tokens per KV head of every cache")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    llm = models.load(options.model, "float32")
+    record = Record("learned_memory", [*llm.files, PASSAGE], [0], quick=options.quick)
+    cases = [case(llm, start, options.length, seed=start) for start in options.starts]
+    parts, seconds, measurements = Parts(record, len(cases)), [], []
+    for start, probed in zip(options.starts, cases, strict=True):
 
-        def train(one: Probed = one) -> np.ndarray:
-            begun = time.perf_counter()
-            pairs = compaction.compact(llm, one.document, given.slots, given.steps)
-            seconds.append(time.perf_counter() - begun)
+        def train(probed: Probed = probed) -> np.ndarray:
+            start = time.perf_counter()
+            pairs = compaction.compact(llm, probed.document, options.slots, options.steps)
+            seconds.append(time.perf_counter() - start)
             return np.stack(pairs)
 
-        name = f"{llm.name}, {given.length} from {start}, {given.slots}, {given.steps} steps"
-        found.append(measure(llm, one, given.slots, parts.part(name, train)))
+        name = f"{llm.name}, {options.length} from {start}, {options.slots}, {options.steps} steps"
+        measurements.append(measure(llm, probed, options.slots, parts.part(name, train)))
     record.finish({
         "model": llm.name,
-        "length": given.length,
-        "slots": given.slots,
-        "steps": given.steps,
-        "starts": given.starts,
+        "length": options.length,
+        "slots": options.slots,
+        "steps": options.steps,
+        "starts": options.starts,
         "training_seconds": seconds,
-        "policies": [settings(len(one.document), given.slots) for one in cases],
-        "variants": table(llm, found),
+        "policies": [settings(len(probed.document), options.slots) for probed in cases],
+        "variants": table(llm, measurements),
         "commits_of_parts": parts.commits,
     })  # fmt: skip
 

@@ -61,12 +61,12 @@ class PromptedText(NamedTuple):
     prompt: int
 
 
-def settings(rounds: int, more: int = 0) -> dict[str, str]:
+def settings(rounds: int, room: int = 0) -> dict[str, str]:
     """Every policy, with a budget of BUDGET tokens for this prompt.
 
     more: tokens after the prompt, for which growing caches reserve room.
     """
-    slots, share = prompt_of(rounds) + more, 0.5**rounds
+    slots, share = prompt_of(rounds) + room, 0.5**rounds
     ends = f"sinks={SINKS},window={WINDOW}"
     compress = f"{ends},rounds={rounds}"
     snap = f"capacity={BUDGET},window={WINDOW}"
@@ -89,7 +89,7 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
         # With these bounds it draws the set share and no more.
         "vattention": f"top={best:g},base={drawn:.3g},epsilon=0.99,delta=0.99,sides=one,{ends}",
     }
-    found = {
+    policies = {
         "window": f"window:window={BUDGET}",
         "streaming": f"streaming:sinks={SINKS},window={BUDGET - SINKS}",
         "h2o": f"h2o:heavy={BUDGET // 2},window={BUDGET // 2}",
@@ -101,7 +101,7 @@ def settings(rounds: int, more: int = 0) -> dict[str, str]:
         name: f"{name}:{','.join(filter(None, (setting, f'start={slots}')))}"
         for name, setting in grow.items()
     }
-    return {name: found[name] for name in POLICIES}
+    return {name: policies[name] for name in POLICIES}
 
 
 def prompt_of(rounds: int) -> int:
@@ -110,14 +110,14 @@ def prompt_of(rounds: int) -> int:
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.comparison.side_by_side", __doc__)
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.comparison.side_by_side", __doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    options = parser.parse_args()
     llm = models.load()
     record = Record("side_by_side", [PASSAGE, *llm.files],
-                    range(2 if given.quick else SEEDS), quick=given.quick)  # fmt: skip
-    print("wrote", record.save(measure(llm, given.quick)))
-    if not given.quick:
+                    range(2 if options.quick else SEEDS), quick=options.quick)  # fmt: skip
+    print("wrote", record.save(measure(llm, options.quick)))
+    if not options.quick:
         from jaxkv.evals.lib.figures import main as draw
 
         draw()
@@ -145,9 +145,9 @@ def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
         name: blocks(llm, ids, short[name], draws(name, seeds))
         for name in POLICIES if POLICIES[name]().min_prompt is None
     }  # fmt: skip
-    for name, each in endless.items():
-        rows[name]["endless"] = excess(each, endless["streaming"])
-        rows[name]["endless"]["loss"] = float(each.mean())
+    for name, block_losses in endless.items():
+        rows[name]["endless"] = excess(block_losses, endless["streaming"])
+        rows[name]["endless"]["loss"] = float(block_losses.mean())
     after_long = settings(SHORT if quick else LONG, WRITTEN)
     cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
     for name in rows:
@@ -183,14 +183,14 @@ def losses(text: PromptedText, setting: str, seeds: int, title: str) -> Float[np
         seed, stretch = divmod(number, count)
         return after_prompt(text, setting, stretch, seed + seeds * stretch)  # seeds of its own
 
-    found = [mean(0)]  # compiles
+    means = [mean(0)]  # compiles
     progress = show_progress(title, seeds * count, "stretches")
     with progress as report, ThreadPoolExecutor(cores()) as pool:
-        for one in pool.map(mean, range(1, seeds * count)):
-            found.append(one)
-            report(len(found))
+        for mean_loss in pool.map(mean, range(1, seeds * count)):
+            means.append(mean_loss)
+            report(len(means))
     jax.clear_caches()  # a process can map only this many compiled programs
-    return np.reshape(found, (seeds, count))
+    return np.reshape(means, (seeds, count))
 
 
 def after_prompt(text: PromptedText, policy: str | Policy, stretch: int, seed: int) -> float:
@@ -198,27 +198,29 @@ def after_prompt(text: PromptedText, policy: str | Policy, stretch: int, seed: i
     tokens, prompt = text.tokens[stretch], text.prompt
     stream = models.Stream(text.llm, policy, seed=seed, tokens=len(tokens))
     by_chunk = models.losses(text.llm, tokens, chunk=prompt, stream=stream, prompt=prompt)
-    found = np.concatenate(list(by_chunk))
-    if not np.isfinite(found).all():
+    token_losses = np.concatenate(list(by_chunk))
+    if not np.isfinite(token_losses).all():
         raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
-    return float(found.mean(dtype=np.float64))
+    return float(token_losses.mean(dtype=np.float64))
 
 
 def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.ndarray, "X N"]:
     """The mean loss of each whole block of an unbounded text, by seed."""
 
-    def one(seed: int) -> Float[np.ndarray, " N"]:
+    def block_means(seed: int) -> Float[np.ndarray, " N"]:
         stream = models.Stream(llm, setting, seed=seed, tokens=len(ids))
-        each = np.concatenate(list(models.losses(llm, ids, stream=stream)))
-        each = each[: len(each) - len(each) % BLOCK].reshape(-1, BLOCK)
-        return each.mean(axis=1, dtype=np.float64)
+        token_losses = np.concatenate(list(models.losses(llm, ids, stream=stream)))
+        token_losses = token_losses[: len(token_losses) - len(token_losses) % BLOCK].reshape(
+            -1, BLOCK
+        )
+        return token_losses.mean(axis=1, dtype=np.float64)
 
-    found = []
+    by_seed = []
     with show_progress(f"{setting.split(':')[0]}, endless text", seeds, "seeds") as report:
         for seed in range(seeds):
-            found.append(one(seed))
-            report(len(found))
-    return np.stack(found)
+            by_seed.append(block_means(seed))
+            report(len(by_seed))
+    return np.stack(by_seed)
 
 
 def attended_after(text: PromptedText, setting: str) -> dict[str, dict[str, float]]:
@@ -237,7 +239,7 @@ def costs(
 ) -> dict[str, dict[str, Any]]:
     """By policy: attended tokens and bytes after prefill, bytes during prefill, and the time of a
     token and its ratio to full attention's, over `count` rounds."""
-    found: dict[str, dict[str, Any]] = {}
+    by_policy: dict[str, dict[str, Any]] = {}
     variants = {}
     for name, setting in chosen.items():
         stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
@@ -246,13 +248,13 @@ def costs(
         stream.finish_prefill()
         tokens = attended(stream)
         variants[name] = timing.decode_variant(stream, WRITTEN)
-        found[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
-                       "tokens": tokens}  # fmt: skip
+        by_policy[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
+                           "tokens": tokens}  # fmt: skip
     seconds = timing.time_rounds(variants, count, "time of a token")
-    for name, of in found.items():
-        of["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))
-        of["times_as_long"] = timing.ratio(seconds[name], seconds["full"])
-    return found
+    for name, policy_costs in by_policy.items():
+        policy_costs["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))
+        policy_costs["times_as_long"] = timing.ratio(seconds[name], seconds["full"])
+    return by_policy
 
 
 def attended(stream: models.Stream) -> dict[str, float]:
@@ -275,7 +277,7 @@ def attended(stream: models.Stream) -> dict[str, float]:
         cached = [policy.cached(llm.spec, state) for policy, state in
                 zip(stream.policies, stream.decoding.states, strict=True)]  # fmt: skip
         counts = np.stack(
-            [np.sum(np.asarray(one.log_weight)[0] > -np.inf, axis=1) for one in cached]
+            [np.sum(np.asarray(layer.log_weight)[0] > -np.inf, axis=1) for layer in cached]
         )
     return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}
 

@@ -74,7 +74,7 @@ def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     module = path.removesuffix(".py").replace("/", ".")
     return {
         case.attrib["name"]: {
-            each.attrib["name"]: json.loads(each.attrib["value"]) for each in properties
+            element.attrib["name"]: json.loads(element.attrib["value"]) for element in properties
         }
         for case in ElementTree.parse(reported).iter("testcase")
         if case.attrib["classname"] == module and (properties := case.findall("*/property"))

@@ -70,9 +70,9 @@ class Baseline:
 
         import torch
 
-        other = Baseline(copy.copy(self.model))
-        other.model.forward = torch.compile(self.model.forward, dynamic=False)
-        return other
+        copied = Baseline(copy.copy(self.model))
+        copied.model.forward = torch.compile(self.model.forward, dynamic=False)
+        return copied
 
 
 def thread_variants(name: str, work: Callable[[], object]) -> dict[str, Variant]:
@@ -93,7 +93,7 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    theirs = LlamaForCausalLM(
+    llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=shape["vocab"],
             hidden_size=shape["width"],
@@ -108,13 +108,13 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
         )
     )
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
+        llama.save_pretrained(folder)
         config = read_config(Path(folder))
         weights = load_weights(Path(folder), config, "float32")
     # The text has no meaning, but detokenizing it is part of the measured time.
     table = tuple(f" {i}".encode() for i in range(config.vocab))
     tokenizer = Tokenizer(lambda *_: [], table, frozenset(), None, (), False)
-    return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(theirs)
+    return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(llama)
 
 
 def check_same_tokens(

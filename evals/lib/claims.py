@@ -118,7 +118,7 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
     records = {name: read(name, folder) for name in names}
     sections = [table(*section, records) for section in SECTIONS if measured(section[2], records)]
     runs = [*miscompiled(records)]
-    runs += [f"- [{name}]({name}.json): {made(name, x)}" for name, x in records.items()]
+    runs += [f"- [{name}]({name}.json): {provenance(name, x)}" for name, x in records.items()]
     return {
         CLAIMS: HEAD + "\n" + "\n".join(line for section in sections for line in section),
         BARS: BARS_HEAD + "".join(f"{x}\n" for name in names for x in bars(name, records[name])),
@@ -130,19 +130,19 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
     names = [name for name in (claim.record, claim.beside) if name]
     model = measured = where = ""
     if claim.needs:
-        found = f"{OPEN}: needs {claim.needs}"
+        verdict = f"{OPEN}: needs {claim.needs}"
     elif not set(names) <= set(records):
-        found = f"{OPEN}: needs a run"
+        verdict = f"{OPEN}: needs a run"
         where = BY_GPU.get(claim.record, f"`python -m jaxkv.evals.{MODULES[claim.record]}`")
     else:
         results = records[claim.record]["results"]
         if claim.beside:
             results = results | {"beside": records[claim.beside]["results"]}
-        cases, found = decide(claim, results)
+        cases, verdict = decide(claim, results)
         measured = summary(cases, claim.unit)
         model = measured_on(claim.record, records[claim.record], claim.model)
         where = ", ".join(map(link, names))
-    cells = (claim.says, claim.paper, model, measured, found, where)
+    cells = (claim.says, claim.paper, model, measured, verdict, where)
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
@@ -161,13 +161,15 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def made(name: str, record: dict[str, Any]) -> str:
+def provenance(name: str, record: dict[str, Any]) -> str:
     """The command of a record, with the current module name, and where and when it ran."""
     arguments = "".join(f" {word}" for word in record["command"].split()[3:])
     cpu, device = record["cpu"], record["device"]
     changed = " with changes" if record["dirty"] else ""
     by_text = record["results"].get("by_text", {})  # a record that grows: its parts have commits
-    commits = sorted({c["commit"][:7] for one in by_text.values() for c in one["bins"].values()})
+    commits = sorted(
+        {c["commit"][:7] for entry in by_text.values() for c in entry["bins"].values()}
+    )
     changed += f", measured at {', '.join(commits)}" if commits else ""
     changed += f" ({record['incomplete']})" if "incomplete" in record else ""
     if device.startswith("cpu"):
@@ -198,9 +200,9 @@ def link(name: str) -> str:
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.lib.claims", __doc__)
-    ask.add_argument("--check", action="store_true", help="write nothing, fail if stale")
-    check = ask.parse_args().check
+    parser = make_parser("jaxkv.evals.lib.claims", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if stale")
+    check = parser.parse_args().check
     for page, text in pages().items():
         if check and (not page.exists() or page.read_text("utf-8") != text):
             raise SystemExit(f"{page.name} is stale; run python -m jaxkv.evals.lib.claims")

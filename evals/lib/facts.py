@@ -28,27 +28,27 @@ FARTHEST = 420  # maximal distance of two occurrences in training, in tokens
 def stream(length: int, seed: int) -> list[int]:
     """Facts and their repetitions. Distances are log-uniform in a third of them, from which a model
     learns first, and uniform in the others."""
-    random, found = np.random.default_rng(seed), []
+    random, tokens = np.random.default_rng(seed), []
     unused, due = list(map(int, random.permutation(NAMES))), []
 
-    def say(fact: int, left: int) -> None:
-        if left:
-            far = random.uniform(math.log(3), math.log(FARTHEST))
-            far = math.exp(far) if random.random() < 1 / 3 else random.uniform(3, FARTHEST)
-            heappush(due, (len(found) + int(far), fact, left))
+    def say(fact: int, times_left: int) -> None:
+        if times_left:
+            gap = random.uniform(math.log(3), math.log(FARTHEST))
+            gap = math.exp(gap) if random.random() < 1 / 3 else random.uniform(3, FARTHEST)
+            heappush(due, (len(tokens) + int(gap), fact, times_left))
         else:
             unused.insert(int(random.integers(len(unused) // 2 + 1)), fact // VALUES)
-        found.append(fact)
+        tokens.append(fact)
 
-    while len(found) < length:
-        found += letters(random, random.integers(0, 3))
-        if due and due[0][0] <= len(found):
-            _, fact, left = heappop(due)
-            found.append(FIRST_NAME + fact // VALUES)
-            say(fact, left - 1)
+    while len(tokens) < length:
+        tokens += letters(random, random.integers(0, 3))
+        if due and due[0][0] <= len(tokens):
+            _, fact, times_left = heappop(due)
+            tokens.append(FIRST_NAME + fact // VALUES)
+            say(fact, times_left - 1)
         elif unused:
             say(unused.pop() * VALUES + int(random.integers(VALUES)), TIMES - 1)
-    return found[:length]
+    return tokens[:length]
 
 
 def letters(random: np.random.Generator, count: int) -> list[int]:
@@ -65,19 +65,19 @@ def question(
     """
     random = np.random.default_rng(seed)
     names = random.permutation(NAMES)
-    asked, others = names[: len(distances)], names[len(distances) :]
-    known = asked * VALUES + random.integers(VALUES, size=len(asked))
-    found = np.array(
+    asked, other_names = names[: len(distances)], names[len(distances) :]
+    answers = asked * VALUES + random.integers(VALUES, size=len(asked))
+    tokens = np.array(
         stream(length, int(random.integers(2**31))) if facts else letters(random, length)
     )
     renamed = np.arange(NAMES)
-    renamed[asked] = random.choice(others, len(asked), replace=False)
-    is_fact, is_name = found < FIRST_NAME, (found >= FIRST_NAME) & (found < FIRST_LETTER)
-    of_fact = renamed[np.where(is_fact, found, 0) // VALUES] * VALUES + found % VALUES
-    of_name = FIRST_NAME + renamed[np.where(is_name, found - FIRST_NAME, 0)]
-    found = np.where(is_fact, of_fact, np.where(is_name, of_name, found))
-    found[-np.array(distances)] = known
-    return tuple(found.tolist()), tuple(known.tolist())
+    renamed[asked] = random.choice(other_names, len(asked), replace=False)
+    is_fact, is_name = tokens < FIRST_NAME, (tokens >= FIRST_NAME) & (tokens < FIRST_LETTER)
+    of_fact = renamed[np.where(is_fact, tokens, 0) // VALUES] * VALUES + tokens % VALUES
+    of_name = FIRST_NAME + renamed[np.where(is_name, tokens - FIRST_NAME, 0)]
+    tokens = np.where(is_fact, of_fact, np.where(is_name, of_name, tokens))
+    tokens[-np.array(distances)] = answers
+    return tuple(tokens.tolist()), tuple(answers.tolist())
 
 
 def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.DataFolder:

@@ -72,7 +72,11 @@ def fill(text: str) -> str:
 def draw(name: str) -> list[str]:
     """Draw the plots of one record; return their names."""
     results = read(name)["results"]
-    drawn = {picture: fill_in for picture, (of, fill_in) in FIGURES.items() if of == name}
+    drawn = {
+        picture: fill_in
+        for picture, (record_name, fill_in) in FIGURES.items()
+        if record_name == name
+    }
     for picture, fill_in in drawn.items():
         size, columns = SHAPES.get(picture, (3.5, 1))
         figure, axes = pictures.begin(6.4, size, columns)
@@ -136,31 +140,31 @@ def backcopy(axes: Any, results: dict[str, Any]) -> None:
     """Loss over a cache with the first four tokens; median, minimum and maximum of seeds. Only
     models with a trained sink lose when it is evicted. In the band the loss is the same to
     rounding (StreamingLLM, Table 3, at small scale)."""
-    same = 1e-4  # nats; rounding gives 1e-5
-    for number, (variant, found) in enumerate(results["variants"].items()):
-        over = found["summary"]["loss_over_base"]
+    rounding = 1e-4  # nats; rounding gives 1e-5
+    for number, (variant, variant_results) in enumerate(results["variants"].items()):
+        over = variant_results["summary"]["loss_over_base"]
         at = np.arange(len(over)) + 0.15 * (number - (len(results["variants"]) - 1) / 2)
         draw_spreads(axes, at, over, fmt="o", markersize=5, color=VARIANTS[variant], label=variant)
-    axes.axhspan(-same, same, color=COLOURS["full"], alpha=0.2, lw=0)
-    for left in range(1, len(over)):
-        axes.axvline(left - 0.5, color=COLOURS["full"], lw=0.4)
-    axes.set_yscale("symlog", linthresh=same, linscale=0.5)
+    axes.axhspan(-rounding, rounding, color=COLOURS["full"], alpha=0.2, lw=0)
+    for boundary in range(1, len(over)):
+        axes.axvline(boundary - 0.5, color=COLOURS["full"], lw=0.4)
+    axes.set_yscale("symlog", linthresh=rounding, linscale=0.5)
     axes.set_yticks([0, 1e-3, 1e-2, 1e-1, 1], ["0", "0.001", "0.01", "0.1", "1"])
     axes.set_xticks(range(len(over)), over)
     axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats per token)",
-             xlim=(-0.5, len(over) - 0.5), ylim=(-2 * same, 4))  # fmt: skip
+             xlim=(-0.5, len(over) - 0.5), ylim=(-2 * rounding, 4))  # fmt: skip
 
 
 def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
     """Attention on the first token during training of each model."""
     runs = [
-        (variant, found["seeds"][0], VARIANTS[variant], "solid")
-        for variant, found in results["variants"].items()
+        (variant, trained["seeds"][0], VARIANTS[variant], "solid")
+        for variant, trained in results["variants"].items()
     ]
     tries = zip(results["tries"].items(), OTHERS, strict=True)
-    runs += [(f"none, {name}", found, colour, "dashed") for (name, found), colour in tries]
-    for label, found, colour, line in runs:
-        steps, _, attention = zip(*found["curve"], strict=True)
+    runs += [(f"none, {name}", trial, colour, "dashed") for (name, trial), colour in tries]
+    for label, trained, colour, line in runs:
+        steps, _, attention = zip(*trained["curve"], strict=True)
         axes.plot(steps, attention, color=colour, linestyle=line, label=label)
     axes.set(xlabel="steps of training", ylabel="share of attention on first token", ylim=(0, None))
 
@@ -168,9 +172,9 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
     """Error of attention to a compressed prompt; median, minimum and maximum of seeds (BalanceKV,
     Figure 3)."""
-    for name, found in results["summary"].items():
-        kept = [100 / 2 ** int(number) for number in found]
-        draw_spreads(axes, kept, found, label=name, **COMPRESSION[name])
+    for name, by_rounds in results["summary"].items():
+        kept = [100 / 2 ** int(number) for number in by_rounds]
+        draw_spreads(axes, kept, by_rounds, label=name, **COMPRESSION[name])
     axes.set(xscale="log", xlabel="kept, of the tokens between the ends of the prompt (%)",
              ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
     axes.set_xticks(kept, [f"{share:g}" for share in kept])
@@ -180,8 +184,8 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
 def sparse(axes: Any, results: dict[str, Any]) -> None:
     """Loss after a prompt minus full attention's, with two standard errors over texts, by the
     share of the keys between the ends that is read."""
-    found = next(iter(results["perplexity"].values()))
-    by_share = list(found["shares"].values())
+    perplexity = next(iter(results["perplexity"].values()))
+    by_share = list(perplexity["shares"].values())
     names = [name for name in by_share[0] if ", " not in name]
     for name, style in zip(names, styles(names), strict=True):
         lines = [share[name] for share in by_share]
@@ -189,12 +193,12 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
         errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
         losses = [line["over_full"]["mean"] for line in lines]
         axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
-    ends, full = found["ends alone"]["over_full"]["mean"], COLOURS["full"]
+    ends, full = perplexity["ends alone"]["over_full"]["mean"], COLOURS["full"]
     axes.axhline(ends, color=full, linestyle="dotted", label="ends alone")
     axes.axhline(0, color=full, linewidth=0.8)
     axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)",
              ylabel="loss over full (nats per token)")  # fmt: skip
-    ticks = [100 * float(share) for share in found["shares"]]
+    ticks = [100 * float(share) for share in perplexity["shares"]]
     axes.set_xticks(ticks, [f"{share:g}" for share in ticks])
     axes.set_xticks([], minor=True)
 
@@ -202,8 +206,8 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
 def sampling(axes: Any, results: dict[str, Any]) -> None:
     """Error of attention to a share of the keys, with two standard errors; SmolLM2-135M."""
     (model,) = results["models"].values()
-    found = model["captured"]
-    for (name, lines), style in zip(found.items(), styles(list(found)), strict=True):
+    methods = model["captured"]
+    for (name, lines), style in zip(methods.items(), styles(list(methods)), strict=True):
         read = [100 * line["share"] for line in lines.values()]
         draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
     axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
@@ -218,19 +222,19 @@ def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
     deviation σ (MagicPIG, Figures 3 and 5)."""
     (model,) = results["models"].values()
     for name in ("topk", "oracle"):
-        found = model["budgets"][name]
-        draw_intervals(axes, [100 * float(share) for share in found], found.values(),
+        by_share = model["budgets"][name]
+        draw_intervals(axes, [100 * float(share) for share in by_share], by_share.values(),
                        color=COLOURS[name], label=f"{name}, SmolLM2-135M")  # fmt: skip
     for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
         for name in ("topk", "oracle"):
-            found = results["drawn"][sigma][name]
-            axes.plot([100 * float(share) for share in found],
-                      [each["error"]["median"] for each in found.values()],
+            by_share = results["drawn"][sigma][name]
+            axes.plot([100 * float(share) for share in by_share],
+                      [line["error"]["median"] for line in by_share.values()],
                       color=COLOURS[name], linestyle=line, linewidth=1,
                       label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
         tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
-        axes.plot([100 * each["share"] for each in tables],
-                  [each["error"]["median"] for each in tables], "o", linestyle=line, markersize=3,
+        axes.plot([100 * point["share"] for point in tables],
+                  [point["error"]["median"] for point in tables], "o", linestyle=line, markersize=3,
                   color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
              ylabel="relative error of attention")  # fmt: skip
@@ -246,11 +250,11 @@ def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
     """Every K and L by share read and error, and the Pareto frontier; the line is the target
     error."""
-    for colour, (name, found) in zip(OTHERS, results["models"].items(), strict=False):
-        at = [100 * point["share"] for point in found["points"]]
-        off = [point["error"]["mean"] for point in found["points"]]
+    for colour, (name, model) in zip(OTHERS, results["models"].items(), strict=False):
+        at = [100 * point["share"] for point in model["points"]]
+        off = [point["error"]["mean"] for point in model["points"]]
         axes.scatter(at, off, s=6, alpha=0.3, linewidth=0, color=colour)
-        for line, (kind, best) in zip(LINES, found["frontier"].items(), strict=False):
+        for line, (kind, best) in zip(LINES, model["frontier"].items(), strict=False):
             axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
                       linestyle=line, label=f"{name}, {kind}")  # fmt: skip
     axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)

@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterator
 
 def computations(text: str) -> dict[str, list[str]]:
     """The lines of each computation."""
-    found: dict[str, list[str]] = {}
+    bodies: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
         if begin := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             name = begin[1]
-            found[name] = []
+            bodies[name] = []
         elif name is not None:
-            found[name].append(line)
-    return found
+            bodies[name].append(line)
+    return bodies
 
 
 def copies(text: str, sizes: Collection[int]) -> list[str]:
@@ -34,13 +34,13 @@ def copies_in_loops(text: str, sizes: Collection[int]) -> list[str]:
     return [line.strip() for line in _in_loops(text, True) if _copied(line) in sizes]
 
 
-def floats_in_loops(text: str, least: int) -> list[str]:
+def floats_in_loops(text: str, min_floats: int) -> list[str]:
     """Lines in loop bodies whose result has a float array of at least so many elements.
 
     The inside of a fusion is left out, because its values need no memory of their own.
     Raises ValueError if the program has no loop.
     """
-    return [line.strip() for line in _in_loops(text, False) if _largest_float(line) >= least]
+    return [line.strip() for line in _in_loops(text, False) if _largest_float(line) >= min_floats]
 
 
 def _in_loops(text: str, in_fusions: bool) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _in_loops(text: str, in_fusions: bool) -> Iterator[str]:
             if in_fusions or " fusion(" not in line:
                 todo += re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
             for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):
-                todo += [one.strip().lstrip("%") for one in several.split(",")]
+                todo += [name.strip().lstrip("%") for name in several.split(",")]
             yield line
 
 

@@ -58,7 +58,7 @@ def bandwidth(sides: Sequence[int] | None = None) -> Limit:
     """Bytes per second that are read from memory.
 
     The programs are products of square float32 matrices with a vector, in XLA's own form and in
-    that of decoding, and the sum of a matrix. sides: of the matrices.
+    that of decoding, and the sum of a matrix. sides: sizes of the matrices.
     """
     variants, amounts = {}, {}
     for side in sides or VECTOR_SIDES:
@@ -77,7 +77,7 @@ def bandwidth(sides: Sequence[int] | None = None) -> Limit:
 def products(sides: Sequence[int] | None = None) -> Limit:
     """Floating-point operations per second of products of two square float32 matrices.
 
-    sides: of the matrices.
+    sides: sizes of the matrices.
     """
     variants, amounts = {}, {}
     for side in sides or MATRIX_SIDES:

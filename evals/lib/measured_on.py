@@ -36,7 +36,7 @@ OTHERS = {
 def measured_on(name: str, record: dict[str, Any], model: str = "") -> str:
     """The model of a record, and whether it read only one novel.
 
-    name: of the record. model: replaces what the record says, for a claim about a part of it.
+    name: name of the record. model: replaces what the record says, for a claim about a part of it.
     Raises ValueError for a record of which nothing says the model.
     """
     data = record.get("data", {})
@@ -45,5 +45,5 @@ def measured_on(name: str, record: dict[str, Any], model: str = "") -> str:
     if not shown:
         raise ValueError(f"{name} names no file of a model; add it to OTHERS")
     novels = [path for path in data if path.endswith(".txt") and "tinystories" not in path]
-    alone = len(novels) == 1 and any(one in shown for one in FILES.values())
+    alone = len(novels) == 1 and any(file in shown for file in FILES.values())
     return f"{shown}, one novel" if alone else shown

@@ -17,9 +17,9 @@ def count() -> int:
     return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
 
 
-def release(most: int = MOST) -> bool:
+def release(max_maps: int = MOST) -> bool:
     """Clear compiled programs if the process has more memory maps; returns whether it did."""
-    if count() <= most:
+    if count() <= max_maps:
         return False
     import jax
 

@@ -52,12 +52,12 @@ def begin(
 
     module: its full name. record: the record's name. about: the help text.
     """
-    ask = ask_for_texts(module, about)
-    ask.add_argument("--tokens", type=int, default=20_000, help="read of each text, at most")
-    given = ask.parse_args()
-    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-    texts = {path.stem: tokens_of(llm, path, given.tokens + 1)[0] for path in given.texts}
-    return llm, texts, Record(record, [*llm.files, *given.texts], [0], quick=given.quick)
+    parser = ask_for_texts(module, about)
+    parser.add_argument("--tokens", type=int, default=20_000, help="read of each text, at most")
+    options = parser.parse_args()
+    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
+    texts = {path.stem: tokens_of(llm, path, options.tokens + 1)[0] for path in options.texts}
+    return llm, texts, Record(record, [*llm.files, *options.texts], [0], quick=options.quick)
 
 
 def measure(
@@ -72,26 +72,26 @@ def measure(
     texts: token ids by name, the stem of their file. Texts and cases that the record has already
     are taken from it, with the commit that measured them.
     """
-    known = known_bins(llm, texts, cases, base, record)
-    missing = {text: [name for name in cases if name not in known[text]] for text in texts}
+    recorded = known_bins(llm, texts, cases, base, record)
+    missing = {text: [name for name in cases if name not in recorded[text]] for text in texts}
     # The base is read again for the tokens of cases that predict only some.
     again = [
         text for text, names in missing.items()
         if base not in names and any(cases[name].every > 1 for name in names)
     ]  # fmt: skip
     parts = Parts(record, sum(map(len, missing.values())) + len(again))
-    found: ByText = {}
+    by_text: ByText = {}
     for text, ids in texts.items():
-        bins = known[text]
+        bins = recorded[text]
         for name in missing[text]:
             losses, commit = part_of(parts, llm, text, ids, cases[name])
             bins[name] = {"commit": commit, "loss": bin_means(losses)}
             if cases[name].every > 1:
                 of_base, _ = part_of(parts, llm, text, ids, cases[base])
-                some = np.where(np.isnan(losses), np.nan, of_base[: len(losses)])
-                bins[name]["base"] = bin_means(some)
-        found[text] = {"tokens": len(ids) - 1, "bins": {name: bins[name] for name in cases}}
-    return found
+                base_losses = np.where(np.isnan(losses), np.nan, of_base[: len(losses)])
+                bins[name]["base"] = bin_means(base_losses)
+        by_text[text] = {"tokens": len(ids) - 1, "bins": {name: bins[name] for name in cases}}
+    return by_text
 
 
 def part_of(
@@ -101,7 +101,7 @@ def part_of(
     ids = ids if case.tokens is None else ids[: case.tokens + 1]
     hash_ = zlib.crc32(np.asarray(ids, np.int32).tobytes())
     key = f"{llm.name}, {text}, {hash_:x}, {case.policy}, {case.prefix!r}, every {case.every}"
-    return parts.part(key, lambda: losses_of(llm, ids, case)), parts.made[key]
+    return parts.part(key, lambda: losses_of(llm, ids, case)), parts.commit_of[key]
 
 
 def known_bins(
@@ -112,22 +112,29 @@ def known_bins(
     record: Record,
 ) -> dict[str, dict[str, Any]]:
     """By text and case, what the record of that name has of the same model, texts and cases."""
-    found: dict[str, dict[str, Any]] = {text: {} for text in texts}
+    recorded: dict[str, dict[str, Any]] = {text: {} for text in texts}
     if not record.file.exists():
-        return found
-    known = read(record.file.stem, record.file.parent)
-    results, now = known["results"], record.about["data"]
-    unchanged = {Path(path).stem for path, hash_ in known["data"].items() if hash_ == now.get(path)}
+        return recorded
+    earlier_record = read(record.file.stem, record.file.parent)
+    results, now = earlier_record["results"], record.about["data"]
+    unchanged = {
+        Path(path).stem for path, hash_ in earlier_record["data"].items() if hash_ == now.get(path)
+    }
     if llm.name not in unchanged:
-        return found
-    same = {n for n, case in cases.items() if results["cases"].get(n) == plain(asdict(case))}
-    if base not in same:  # the losses of the base at the tokens of these cases are stored with them
-        same -= {name for name, case in cases.items() if case.every > 1}
+        return recorded
+    unchanged_cases = {
+        n for n, case in cases.items() if results["cases"].get(n) == plain(asdict(case))
+    }
+    if base not in unchanged_cases:
+        # The losses of the base at the tokens of these cases are stored with them.
+        unchanged_cases -= {name for name, case in cases.items() if case.every > 1}
     for text in texts.keys() & unchanged & results["by_text"].keys():
         earlier = results["by_text"][text]
         if earlier["tokens"] == len(texts[text]) - 1:
-            found[text] = {name: earlier["bins"][name] for name in same & earlier["bins"].keys()}
-    return found
+            recorded[text] = {
+                name: earlier["bins"][name] for name in unchanged_cases & earlier["bins"].keys()
+            }
+    return recorded
 
 
 def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
@@ -138,11 +145,11 @@ def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:
     window = recompute.window_of(case.policy)
     prefix = [i for part in case.prefix for i in llm.tokenizer.encode(part, bos=False)]
     if window:
-        found = recompute.losses(llm, ids, window, case.every)
+        chunks = recompute.losses(llm, ids, window, case.every)
     else:
         policy = f"full:max={len(prefix) + len(ids)}" if case.policy == "full" else case.policy
-        found = models.losses(llm, [*prefix, *ids], policy)
-    losses = gather(found)[0].astype(np.float64)[len(prefix) :]
+        chunks = models.losses(llm, [*prefix, *ids], policy)
+    losses = gather(chunks)[0].astype(np.float64)[len(prefix) :]
     later = len(losses) - min(window or len(losses), len(losses))  # those that `every` thins out
     if np.isfinite(losses).sum() != len(losses) - later + later // case.every:
         raise SystemExit(f"{case.policy} gives losses that are not finite; nothing is written")
@@ -155,23 +162,30 @@ def bin_means(losses: np.ndarray) -> list[float]:
     return np.nanmean(losses[:size].reshape(-1, BIN), axis=1).tolist()
 
 
-def loss_over_base(one: Mapping[str, Any], name: str, base: str) -> np.ndarray:
+def loss_over_base(entry: Mapping[str, Any], name: str, base: str) -> np.ndarray:
     """A case's loss minus the base's, of the same tokens, by bin of one text."""
-    mine = one["bins"][name]
-    theirs = mine.get("base", one["bins"][base]["loss"])
-    size = min(len(mine["loss"]), len(theirs))
-    return np.array(mine["loss"][:size]) - np.array(theirs[:size])
+    mine = entry["bins"][name]
+    base_losses = mine.get("base", entry["bins"][base]["loss"])
+    size = min(len(mine["loss"]), len(base_losses))
+    return np.array(mine["loss"][:size]) - np.array(base_losses[:size])
 
 
-def excess(each: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+def excess(losses: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     """Losses [seeds,texts] minus the base's: the mean, two standard errors over texts and over
     seeds, and the difference by text."""
-    more = each - base
+    difference = losses - base
     errors = {
         name: 2 * standard_error(means) if len(means) > 1 else None
-        for name, means in (("stretches", more.mean(axis=0)), ("seeds", more.mean(axis=1)))
+        for name, means in (
+            ("stretches", difference.mean(axis=0)),
+            ("seeds", difference.mean(axis=1)),
+        )
     }
-    return {"mean": more.mean(), "two_errors": errors, "each": more.mean(axis=0).tolist()}
+    return {
+        "mean": difference.mean(),
+        "two_errors": errors,
+        "each": difference.mean(axis=0).tolist(),
+    }
 
 
 def compare(
@@ -183,18 +197,20 @@ def compare(
     some tokens, its perplexity is that of the base times the exponential of this difference. skip,
     end: multiples of BIN. Exits where a text is too short.
     """
-    shared = min(len(one["bins"][name]["loss"]) for one in by_text.values() for name in names)
+    shared = min(len(entry["bins"][name]["loss"]) for entry in by_text.values() for name in names)
     last = shared if end is None else min(shared, end // BIN)
     if last <= skip // BIN:
         raise UserError(
             f"a text must have more than {skip:,} tokens to compare {', '.join(names)}, got "
             f"{shared * BIN:,}; give longer texts or larger --tokens"
         )
-    some = slice(skip // BIN, last)
-    of_base = np.mean([np.mean(one["bins"][base]["loss"][some]) for one in by_text.values()])
+    bins = slice(skip // BIN, last)
+    of_base = np.mean([np.mean(entry["bins"][base]["loss"][bins]) for entry in by_text.values()])
     rows = {}
     for name in names:
-        gaps = [float(np.mean(loss_over_base(one, name, base)[some])) for one in by_text.values()]
+        gaps = [
+            float(np.mean(loss_over_base(entry, name, base)[bins])) for entry in by_text.values()
+        ]
         rows[name] = {
             "perplexity": np.exp(of_base + np.mean(gaps)),
             "loss_over_base": np.mean(gaps),
@@ -209,7 +225,7 @@ def record_header(llm: Llm, cases: Mapping[str, Case], by_text: ByText) -> dict[
     return {
         "model": llm.name,
         "context": llm.config.context,
-        "texts": {text: one["tokens"] for text, one in by_text.items()},
+        "texts": {text: entry["tokens"] for text, entry in by_text.items()},
         "cases": {name: asdict(case) for name, case in cases.items()},
         "by_text": by_text,
     }

@@ -27,12 +27,12 @@ class Parts:
         self.commit = record.about["commit"] + ("+" if record.about["dirty"] else "")
         self.count, self.done = count, 0
         self.seconds, self.computed = 0.0, 0
-        self.made: dict[str, str] = {}  # by name: the commit that computed the part
+        self.commit_of: dict[str, str] = {}  # by name: the commit that computed the part
 
     @property
     def commits(self) -> Counter[str]:
         """How many parts each commit computed."""
-        return Counter(self.made.values())
+        return Counter(self.commit_of.values())
 
     def part(self, name: str, compute: Callable[[], np.ndarray], again: bool = False) -> np.ndarray:
         """The part of that name, read from its file or computed now.
@@ -41,22 +41,22 @@ class Parts:
         compute it even if there is a file.
         """
         file = self.folder / f"{name.replace('/', '_')}.npz"
-        self.done += name not in self.made
+        self.done += name not in self.commit_of
         if file.exists() and not again:
             with np.load(file) as part:
-                self.made[name] = str(part["commit"])
+                self.commit_of[name] = str(part["commit"])
                 return part["value"]
         memory_maps.release()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         value = compute()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         out = io.BytesIO()
         np.savez(out, value=value, commit=self.commit, seconds=seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write({file: out.getvalue()})
-        self.made[name] = self.commit
+        self.commit_of[name] = self.commit
         self.seconds, self.computed = self.seconds + seconds, self.computed + 1
-        left = (self.count - self.done) * self.seconds / self.computed
-        print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s, at most {left:,.0f} s "
-              "left", flush=True)  # fmt: skip
+        seconds_left = (self.count - self.done) * self.seconds / self.computed
+        print(f"part {self.done} of {self.count}, {name}: {seconds:,.0f} s, at most "
+              f"{seconds_left:,.0f} s left", flush=True)  # fmt: skip
         return value

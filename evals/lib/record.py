@@ -36,10 +36,10 @@ class Record:
         self, name: str, data: Iterable[Path] = (), seeds: Sequence[int] = (), quick: bool = False
     ):
         self.file = (TRIALS if quick else RESULTS) / f"{name}.json"
-        there = next(folder for folder in self.file.parents if folder.exists())
-        if not os.access(there, os.W_OK):  # fail before the run
+        parent = next(folder for folder in self.file.parents if folder.exists())
+        if not os.access(parent, os.W_OK):  # fail before the run
             raise UserError(
-                f"records go to {self.file.parent}, and {there} cannot be written; use another "
+                f"records go to {self.file.parent}, and {parent} cannot be written; use another "
                 "copy of the repository"
             )
         self.about = run_metadata(name, data, seeds)

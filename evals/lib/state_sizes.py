@@ -20,8 +20,8 @@ def sequence_bytes(llm: Llm, policy: str) -> int:
 
 def streaming_window(llm: Llm, policies: Iterable[str]) -> int:
     """The smallest window of `streaming` with four sinks that takes the bytes of the largest."""
-    most = max(sequence_bytes(llm, policy) for policy in policies)
-    return next(w for w in count(1) if sequence_bytes(llm, streaming(w)) >= most)
+    max_bytes = max(sequence_bytes(llm, policy) for policy in policies)
+    return next(w for w in count(1) if sequence_bytes(llm, streaming(w)) >= max_bytes)
 
 
 def streaming(window: int) -> str:

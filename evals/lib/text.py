@@ -25,19 +25,21 @@ def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
 
     module: its full name. about: the help text.
     """
-    ask = make_parser(module, about)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    return ask
+    parser = make_parser(module, about)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    return parser
 
 
-def passage(llm: Llm, most: int) -> list[int]:
+def passage(llm: Llm, max_tokens: int) -> list[int]:
     """The first `most` tokens of the passage. Prints a line if the tokenizer makes fewer."""
     ids = llm.tokenizer.encode(PASSAGE.read_text("utf-8"))
-    if len(ids) < most:
-        print(f"all {len(ids):,} tokens of the passage are used, {most:,} were requested")
-    return ids[:most]
+    if len(ids) < max_tokens:
+        print(f"all {len(ids):,} tokens of the passage are used, {max_tokens:,} were requested")
+    return ids[:max_tokens]
 
 
 def tokens_of(
@@ -57,7 +59,7 @@ def tokens_of(
 
 
 def first_tokens(
-    ask: argparse.ArgumentParser, llm: Llm, texts: Sequence[Path], count: int
+    parser: argparse.ArgumentParser, llm: Llm, texts: Sequence[Path], count: int
 ) -> dict[str, list[int]]:
     """The first `count` tokens of each text, by its name.
 
@@ -65,12 +67,12 @@ def first_tokens(
     """
     names = [path.stem for path in texts]
     if len(set(names)) < len(names):
-        ask.error(f"--texts must have names of their own, got {', '.join(names)}; rename one")
-    found = {path.stem: tokens_of(llm, path, count)[0] for path in texts}
-    short = [name for name, ids in found.items() if len(ids) < count]
+        parser.error(f"--texts must have names of their own, got {', '.join(names)}; rename one")
+    by_name = {path.stem: tokens_of(llm, path, count)[0] for path in texts}
+    short = [name for name, ids in by_name.items() if len(ids) < count]
     if short:
-        ask.error(f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others")
-    return found
+        parser.error(f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others")
+    return by_name
 
 
 def stretches_of(
@@ -94,13 +96,13 @@ def stretches_of(
             raise UserError(
                 f"a text must exist, got {text}; name a text file, or a folder of books"
             )
-        some, found = tokens_of(llm, text, of_each * length, HELD_BACK)
-        if len(some) < of_each * length:
+        text_ids, text_files = tokens_of(llm, text, of_each * length, HELD_BACK)
+        if len(text_ids) < of_each * length:
             raise UserError(
-                f"{of_each} x {length} tokens of each text are needed, {text} has {len(some)}; "
+                f"{of_each} x {length} tokens of each text are needed, {text} has {len(text_ids)}; "
                 "give fewer --stretches or --tokens"
             )
-        ids, files = [*ids, *some], [*files, *found]
+        ids, files = [*ids, *text_ids], [*files, *text_files]
     return ids, files
 
 

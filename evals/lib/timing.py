@@ -26,17 +26,17 @@ def time_rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict
     """
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    begun = perf_counter()
+    start = perf_counter()
     for number in range(count + 1):
         for name in names if number % 2 else reversed(names):
             taken = variants[name]()
             if number:
                 seconds[name].append(taken)
         if sys.stderr.isatty():
-            left = (perf_counter() - begun) / (number + 1) * (count - number)
-            print(f"\r{title}: round {number} of {count}, {left:.0f} s left ", end="",
+            seconds_left = (perf_counter() - start) / (number + 1) * (count - number)
+            print(f"\r{title}: round {number} of {count}, {seconds_left:.0f} s left ", end="",
                   file=sys.stderr, flush=True)  # fmt: skip
-    print(f"{title}: {perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    print(f"{title}: {perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return seconds
 
 
@@ -44,9 +44,9 @@ def timed(work: Callable[[], object]) -> Variant:
     """A variant from a function that blocks until its work is done."""
 
     def run() -> float:
-        begun = perf_counter()
+        start = perf_counter()
         work()
-        return perf_counter() - begun
+        return perf_counter() - start
 
     return run
 
@@ -74,11 +74,11 @@ def fastest(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str:
     return min((n for n in seconds if n.startswith(kinds)), key=lambda n: np.median(seconds[n]))
 
 
-def bar(name: str, value: dict[str, float] | float, sense: str, ask: float) -> dict[str, object]:
+def bar(name: str, value: dict[str, float] | float, sense: str, bound: float) -> dict[str, object]:
     """Compare a measured number with its bar; the median decides."""
     middle = value["median"] if isinstance(value, dict) else value
-    met = middle >= ask if sense == ">=" else middle <= ask
-    return {"bar": name, "value": value, "ask": f"{sense} {ask:g}", "met": bool(met)}
+    met = middle >= bound if sense == ">=" else middle <= bound
+    return {"bar": name, "value": value, "ask": f"{sense} {bound:g}", "met": bool(met)}
 
 
 def decode_variant(stream: Stream, tokens: int) -> Variant:
@@ -90,9 +90,9 @@ def decode_variant(stream: Stream, tokens: int) -> Variant:
     def run() -> float:
         stream.lengths = lengths  # else a growing cache would reserve in every round
         stream.decoding = jax.block_until_ready(jax.tree.map(jnp.copy, start))
-        begun = perf_counter()
+        began = perf_counter()
         generate_greedy(stream, tokens)
-        return perf_counter() - begun
+        return perf_counter() - began
 
     return run
 

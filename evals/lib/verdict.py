@@ -157,7 +157,7 @@ def _interval(middle: float, error: float | None) -> Value:
 
 
 def differences(case: Any, base: Any) -> Value:
-    """The case minus the base: of pairs, or with independent errors."""
+    """The case minus the base: the differences of pairs, or with independent errors."""
     if isinstance(case, list) and isinstance(base, list) and len(case) == len(base):
         return measured([x - y for x, y in zip(case, base, strict=True)])
     x, y = measured(case), measured(base)

@@ -50,8 +50,8 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _across(x: np.ndarray) -> np.ndarray:
     """Cosines of every two stretches in [B,K,H]."""
-    one, other = np.triu_indices(len(x), 1)
-    return _cosine(x[one], x[other])
+    first, second = np.triu_indices(len(x), 1)
+    return _cosine(x[first], x[second])
 
 
 def _summary(values: np.ndarray) -> dict[str, float]:
@@ -74,26 +74,26 @@ def _deviations(spec: Spec, layer: CapturedLayer, title: str) -> dict[str, float
     # |v - o|^2 expanded, because the differences need H times the memory.
     product = np.einsum("btkh,bqkgh->bkgqt", v, out, optimize=True)
     norms = (v**2).sum(axis=-1).transpose(0, 2, 1)[:, :, None, None]
-    own = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
-    distance = 0.5 * np.log(np.maximum(norms - 2 * product + own, 1e-12))
+    output_norms = (out**2).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
+    distance = 0.5 * np.log(np.maximum(norms - 2 * product + output_norms, 1e-12))
     seen = np.broadcast_to(np.asarray(scores.selectable), distance.shape)
     return {
-        name: float(np.std(what, axis=-1, where=seen).mean())
-        for name, what in (("log |v - o|", distance), ("logits", np.asarray(scores.logits)))
+        name: float(np.std(x, axis=-1, where=seen).mean())
+        for name, x in (("log |v - o|", distance), ("logits", np.asarray(scores.logits)))
     }
 
 
 def long_tail(spec: Spec, layer: CapturedLayer, title: str) -> dict[str, Any]:
     """The weight of the heaviest fifth of the keys, with and without the ends, and the error of
     attention to that fifth alone."""
-    found = {}
+    tails = {}
     for name, chosen in (("all", TopK(FIFTH, sinks=0, window=1)), ("between", TopK(FIFTH))):
         weight, out = _top(chosen, spec, layer)
-        found[name] = {
+        tails[name] = {
             "weight": interval(np.asarray(weight, np.float64)),
             "error": interval(errors(out, exact_attention(spec, layer, title))),
         }
-    return found
+    return tails
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -53,9 +53,9 @@ def layers_of(
     length, chosen = len(ids) // stretches, range(llm.config.layers) if chosen is None else chosen
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
     every = (capture(llm, cut) for cut in progress(cuts, "reading stretches"))
-    seen = [[found[layer] for layer in chosen] for found in every]
-    stack = lambda *found: jnp.asarray(np.stack(found), jnp.float32)  # noqa: E731
-    return [CapturedLayer(*map(stack, *found)) for found in zip(*seen, strict=True)]
+    seen = [[captured[layer] for layer in chosen] for captured in every]
+    stack = lambda *stretches: jnp.asarray(np.stack(stretches), jnp.float32)  # noqa: E731
+    return [CapturedLayer(*map(stack, *arrays)) for arrays in zip(*seen, strict=True)]
 
 
 def rotate_queries_and_keys(spec: Spec, layer: CapturedLayer) -> tuple[jax.Array, jax.Array]:
@@ -75,14 +75,14 @@ def last_queries(
     """The last queries with their keys; without sinks and window every key is a candidate."""
     q, k = rotate_queries_and_keys(spec, layer)
     at = positions_of(layer)
-    own, slot = at[:, -QUERIES:, None], at[:, None]
+    query_at, slot = at[:, -QUERIES:, None], at[:, None]
     logits = scores(q, k, spec.scale, spec.softcap)
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
-    there = (slot <= own)[:, None, None]
-    ends = ((slot < sinks) | (slot + np.uint32(window) > own))[:, None, None]
+    causal = (slot <= query_at)[:, None, None]
+    ends = ((slot < sinks) | (slot + np.uint32(window) > query_at))[:, None, None]
     rng = contract.seeds(jax.random.key(seed), spec, len(q))
     logits = logits if penalty is None else logits + penalty
-    return Candidates(logits, there & ends, there & ~ends, q, k, at[:, -QUERIES:], at, rng)
+    return Candidates(logits, causal & ends, causal & ~ends, q, k, at[:, -QUERIES:], at, rng)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -111,18 +111,19 @@ def _count(between: jax.Array, heads: int) -> jax.Array:
 
 def _sampled(chosen: MagicPIG, spec: Spec, layer: CapturedLayer, seed: jax.Array | int) -> Estimate:
     rows, length, heads = layer.q.shape[:3]
-    at, there = positions_of(layer), jnp.ones((rows, length), bool)
+    at, valid = positions_of(layer), jnp.ones((rows, length), bool)
     first, last = slice(length - QUERIES), slice(length - QUERIES, None)
-    prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, there))) for cut in (first, last))
+    prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, valid))) for cut in (first, last))
     state = chosen.init(spec, rows, jax.random.key(seed))
     _, state = chosen.update(spec, chosen.reserve(spec, state, length), prompt)
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
     state = index.append(spec, state, after, chosen.settings)
     q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
     out = chosen.attend_after_prefill(spec, state, q, numbers, after.positions).out
-    each = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
+    by_query = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
     attended = jax.lax.map(
-        lambda one: magicpig.find(state, chosen.settings, chosen.budget, *one).count, tuple(each)
+        lambda query: magicpig.find(state, chosen.settings, chosen.budget, *query).count,
+        tuple(by_query),
     )
     read = jnp.sum(attended, axis=(0, 2)).astype(jnp.float32)
     between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)
@@ -145,36 +146,36 @@ def centred(
     return k, scores(unit(q), unit(k), 1.0)
 
 
-def errors_by_head(found: jax.Array, exact: jax.Array) -> np.ndarray:
-    """|found - exact| / |exact| of each stretch and query head [B,N]."""
+def errors_by_head(estimates: jax.Array, exact: jax.Array) -> np.ndarray:
+    """|estimates - exact| / |exact| of each stretch and query head [B,N]."""
     norm = lambda a: np.sqrt((np.asarray(a, np.float64) ** 2).sum(axis=(1, 3)))  # noqa: E731
-    return norm(found - exact) / norm(exact)
+    return norm(estimates - exact) / norm(exact)
 
 
-def errors(found: jax.Array, exact: jax.Array) -> np.ndarray:
+def errors(estimates: jax.Array, exact: jax.Array) -> np.ndarray:
     """The mean of `errors_by_head` over query heads [B]."""
-    return errors_by_head(found, exact).mean(axis=1)
+    return errors_by_head(estimates, exact).mean(axis=1)
 
 
 def interval(values: np.ndarray) -> dict[str, float]:
     """The mean over [...,B] and its standard error over the B stretches, which are independent;
     layers and seeds of one stretch are not."""
-    each = values.reshape(-1, values.shape[-1]).mean(axis=0)
-    return {"mean": each.mean(), "standard_error": standard_error(each)}
+    stretch_means = values.reshape(-1, values.shape[-1]).mean(axis=0)
+    return {"mean": stretch_means.mean(), "standard_error": standard_error(stretch_means)}
 
 
 def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
     """The same items, with count, rate and remaining time on stderr."""
     items = items if isinstance(items, Sized) else list(items)
-    begun = reported = time.perf_counter()
+    start = reported = time.perf_counter()
     for number, item in enumerate(items, 1):
         yield item
         now = time.perf_counter()
         if number == len(items) or now - reported > INTERVAL:
-            reported, rate = now, number / (now - begun)
-            left = (len(items) - number) / rate
-            print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {left:.0f} s left",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            reported, rate = now, number / (now - start)
+            seconds_left = (len(items) - number) / rate
+            print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {seconds_left:.0f} s "
+                  "left", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def exact_attention(spec: Spec, layer: CapturedLayer, title: str) -> jax.Array:

@@ -11,21 +11,23 @@ import numpy as np
 from scipy.special import betainc
 
 
-def log_u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
+def log_u(cosine: np.ndarray, bits: int, tables: int, min_tables: int = 2) -> np.ndarray:
     """log u of cosines, from its leading terms where u would underflow."""
     # The tangent gives the angle in full precision near cosines of -1 and 1.
     p = np.arctan2(np.sqrt((1 - cosine) * (1 + cosine)), -cosine) / math.pi
     log_p = bits * np.log(np.maximum(p, 1e-30))
     chance = np.exp(log_p)
-    leading = least * log_p + math.log(math.comb(tables, least))
+    leading = min_tables * log_p + math.log(math.comb(tables, min_tables))
     with np.errstate(divide="ignore"):
-        log = np.log(betainc(least, tables - least + 1, chance))
-    second = -least * (tables - least) / (least + 1) * np.minimum(chance, 1e-8 / tables)
+        log = np.log(betainc(min_tables, tables - min_tables + 1, chance))
+    second = (
+        -min_tables * (tables - min_tables) / (min_tables + 1) * np.minimum(chance, 1e-8 / tables)
+    )
     return np.where(chance * tables < 1e-8, leading + np.log1p(second), log)
 
 
-def u(cosine: np.ndarray, bits: int, tables: int, least: int = 2) -> np.ndarray:
-    return np.exp(log_u(cosine, bits, tables, least))
+def u(cosine: np.ndarray, bits: int, tables: int, min_tables: int = 2) -> np.ndarray:
+    return np.exp(log_u(cosine, bits, tables, min_tables))
 
 
 def orthogonal(bits: int, tables: int) -> float:

@@ -39,31 +39,33 @@ class Form(NamedTuple):
     """One way to attend with q [1,G,H], and the arrays that it reads."""
 
     attend: Callable[..., jax.Array]
-    given: tuple[Any, ...]
+    arrays: tuple[Any, ...]
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.magicpig.lookup", __doc__)
-    ask.add_argument("--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt")
-    ask.add_argument("--rounds", type=int, default=31, help="of each time")
-    ask.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")
-    given = ask.parse_args()
-    if min(given.tokens) < 256 or given.rounds < 1:
-        ask.error("--tokens must be at least 256 and --rounds 1, got "
-                  f"{min(given.tokens)} and {given.rounds}")  # fmt: skip
-    sizes = [4096] if given.quick else given.tokens
-    record = Record("lookup", seeds=[0], quick=given.quick)
+    parser = make_parser("jaxkv.evals.magicpig.lookup", __doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt"
+    )
+    parser.add_argument("--rounds", type=int, default=31, help="of each time")
+    parser.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")
+    options = parser.parse_args()
+    if min(options.tokens) < 256 or options.rounds < 1:
+        parser.error("--tokens must be at least 256 and --rounds 1, got "
+                     f"{min(options.tokens)} and {options.rounds}")  # fmt: skip
+    sizes = [4096] if options.quick else options.tokens
+    record = Record("lookup", seeds=[0], quick=options.quick)
     results: dict[str, Any] = {
         "policy": {"K": POLICY.K, "L": POLICY.L, "budget": POLICY.budget}, "group": GROUP,
         "head_dim": DIM, "sizes": {}, "bars": [],
     }  # fmt: skip
     for tokens in sizes:
-        found = results["sizes"][tokens] = measure(tokens, given.rounds)
+        row = results["sizes"][tokens] = measure(tokens, options.rounds)
         if tokens in FASTER:
             results["bars"] += [
                 bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
-                    found["times_faster"], ">=", FASTER[tokens]),
-                bar(f"bytes read per token over dense, {tokens:,} tokens", found["share_read"],
+                    row["times_faster"], ">=", FASTER[tokens]),
+                bar(f"bytes read per token over dense, {tokens:,} tokens", row["share_read"],
                     "<=", READ),
             ]  # fmt: skip
     record.finish(results)
@@ -78,17 +80,17 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
     forms = {"tables": Form(lambda q, state: attend(state, q, tokens), (state,)),
              **dense_forms(prompt)}  # fmt: skip
     turns = {name: jax.jit(partial(decode_tokens, form.attend)) for name, form in forms.items()}
-    outs = {name: np.asarray(turns[name](queries, *form.given)) for name, form in forms.items()}
-    wanted = outs["dense, keys as rows"]
+    outs = {name: np.asarray(turns[name](queries, *form.arrays)) for name, form in forms.items()}
+    dense = outs["dense, keys as rows"]
     for name in forms.keys() - {"tables"}:
-        np.testing.assert_allclose(outs[name], wanted, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(outs[name], dense, atol=1e-4, err_msg=name)
     work = {
-        name: partial(lambda name, form: turns[name](queries, *form.given).block_until_ready(),
+        name: partial(lambda name, form: turns[name](queries, *form.arrays).block_until_ready(),
                       name, form)
         for name, form in forms.items()
     }  # fmt: skip
     seconds = time_rounds(
-        {name: timed(one) for name, one in work.items()}, count, f"{tokens:,} tokens"
+        {name: timed(attention) for name, attention in work.items()}, count, f"{tokens:,} tokens"
     )
     seconds = {name: np.array(took) / TURN for name, took in seconds.items()}
     best = min(forms.keys() - {"tables"}, key=lambda name: np.median(seconds[name]))
@@ -101,22 +103,26 @@ def measure(tokens: int, count: int) -> dict[str, Any]:
         }, 3, "making tables",
     )  # fmt: skip
     again = POLICY.reserve(SPEC, filled, room + 1)
-    hashed_keys = [int(one.indexed.count[0]) for one in (state, again)]
-    found = [
+    hashed_keys = [int(index_state.indexed.count[0]) for index_state in (state, again)]
+    selected = [
         magicpig.find(state, POLICY.settings, POLICY.budget, q, *where(tokens)) for q in queries
     ]
-    each = [bytes_read(state, *one) for one in zip(queries, found, strict=True)]
-    read = {part: float(np.mean([one[part] for one in each])) for part in each[0]}
-    whole = 2 * 4 * tokens * DIM
+    query_bytes = [
+        bytes_read(state, *query_places) for query_places in zip(queries, selected, strict=True)
+    ]
+    read = {
+        part: float(np.mean([arrays[part] for arrays in query_bytes])) for part in query_bytes[0]
+    }
+    dense_bytes = 2 * 4 * tokens * DIM
     return {
         "milliseconds": {name: spread(1e3 * took) for name, took in seconds.items()},
         "best_dense": best,
         "times_faster": ratio(seconds[best], seconds["tables"]),
-        "error": float(np.linalg.norm(outs["tables"] - wanted) / np.linalg.norm(wanted)),
-        "share_attended": float(np.mean([one.total for one in found])) / tokens,
+        "error": float(np.linalg.norm(outs["tables"] - dense) / np.linalg.norm(dense)),
+        "share_attended": float(np.mean([places.total for places in selected])) / tokens,
         "bytes_read": read,
-        "dense_bytes": whole,
-        "share_read": sum(read.values()) / whole,
+        "dense_bytes": dense_bytes,
+        "share_read": sum(read.values()) / dense_bytes,
         "table_bytes": sum(leaf.nbytes for leaf in state.tables),
         "cache_bytes": 2 * 4 * tokens * DIM,
         "keys_in_tables": hashed_keys,
@@ -162,9 +168,9 @@ def attend(state: IndexState, q: jax.Array, tokens: int) -> jax.Array:
     ).out[:, 0]
 
 
-def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *given: Any) -> jax.Array:
+def decode_tokens(form: Callable[..., jax.Array], queries: jax.Array, *arrays: Any) -> jax.Array:
     """Attention of one token after another in one program, as in decoding."""
-    return jax.lax.map(lambda q: form(q, *given), queries)
+    return jax.lax.map(lambda q: form(q, *arrays), queries)
 
 
 def dense_forms(prompt: Chunk) -> dict[str, Form]:
@@ -185,7 +191,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
         "dense, values first": (k, lambda q, k, v: dot(
             v.T, jax.nn.softmax(dot(k, q.T) * scale, axis=0)).T),
         "dense, heads apart": (k, lambda q, k, v: jax.lax.map(
-            lambda one: blend(dot(one[None], k.T), v)[0], q)),
+            lambda head: blend(dot(head[None], k.T), v)[0], q)),
     }  # fmt: skip
     return {
         name: Form(lambda q, k, v, form=form: form(q[0], k, v)[None], (keys, v))
@@ -193,7 +199,9 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     }
 
 
-def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.SampledPlaces) -> dict[str, int]:
+def bytes_read(
+    state: IndexState, q: jax.Array, selected: hash_tables.SampledPlaces
+) -> dict[str, int]:
     """Bytes that one token reads, by array: the sum over query heads, planes once."""
     codes = lsh.codes(q.reshape(1, GROUP, DIM), state.planes[0], POLICY.settings.hashing)[0].T
     first = np.asarray(state.tables.first)[0, 0]
@@ -202,7 +210,7 @@ def bytes_read(state: IndexState, q: jax.Array, found: hash_tables.SampledPlaces
     entries = state.tables.entries
     block = entries.shape[4] * entries.dtype.itemsize
     places = state.indexed.positions.shape[1] + state.tail_codes.shape[3]
-    rows = int(np.sum(found.count))
+    rows = int(np.sum(selected.count))
     # The codes of the unindexed tail are compared in whole blocks.
     tail = int(state.dense.count[0]) - POLICY.sinks - POLICY.window + 1
     tail = -(-tail // hash_tables.COMPARED) * hash_tables.COMPARED

@@ -59,7 +59,7 @@ DRAWING = ("magicpig", "oracle", "vattention", "uniform")  # from the seed of a 
 def methods(
     share: float, tables: tuple[int, int], sinks: int, window: int, mass: float | None = None
 ) -> dict[str, Policy]:
-    """Every method at one share; tables: K and L. mass: of top-p, which is left out without it."""
+    """Every method at one share; tables: K and L; mass: that of top-p, left out without it."""
     ends = {"sinks": sinks, "window": window}
     best = share / 2
     # With these bounds no query draws more than the set share.
@@ -99,14 +99,14 @@ class Masses(NamedTuple):
 
 
 def masses(
-    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
+    spec: Spec, stretches: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
 ) -> Masses:
     """Top-p's share by mass, over queries after the prompt, heads and layers.
 
     every: only every so-many-th query.
     """
-    grid, found = np.linspace(0, 1, _BINS + 1)[1:-1], []
-    for seen in each:
+    grid, key_shares = np.linspace(0, 1, _BINS + 1)[1:-1], []
+    for seen in stretches:
         for q, k, _ in seen:
             at = jnp.arange(len(q), dtype=jnp.uint32)[None]
             q, k = (np.asarray(spec.encoding.rotate(jnp.asarray(a)[None], at))[0] for a in (q, k))
@@ -117,20 +117,20 @@ def masses(
                 weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
                 weights = -np.sort(-weights.reshape(-1, len(between)).astype(np.float64))
                 held = weights.cumsum(axis=-1) / weights.sum(axis=-1, keepdims=True)
-                found.append(np.mean([1 + np.searchsorted(one, grid) for one in held], axis=0)
-                             / len(between))  # fmt: skip
-    return Masses(grid, np.mean(found, axis=0))
+                counts = [1 + np.searchsorted(head_mass, grid) for head_mass in held]
+                key_shares.append(np.mean(counts, axis=0) / len(between))
+    return Masses(grid, np.mean(key_shares, axis=0))
 
 
 def angles(
-    spec: Spec, each: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
+    spec: Spec, stretches: Iterable[Seen], prompt: int, sinks: int, window: int, every: int = 1
 ) -> CosineHistogram:
     """Cosines of queries after the prompt with the keys between its ends, in all layers.
 
     every: only every so-many-th query.
     """
-    edges, found = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
-    for seen in each:
+    edges, histogram = np.linspace(-1, 1, _BINS + 1), np.zeros(_BINS)
+    for seen in stretches:
         for q, k, _ in seen:
             at = jnp.arange(len(q), dtype=jnp.uint32)[None]
             q, k = (np.asarray(spec.encoding.rotate(jnp.asarray(a)[None], at))[0] for a in (q, k))
@@ -140,11 +140,11 @@ def angles(
             for number in range(prompt, len(q), every):
                 between = k[sinks : number - window + 1]
                 cosine = np.einsum("kgh,skh->kgs", q[number], between).clip(-1, 1)
-                found += np.histogram(cosine, edges)[0] / cosine.size
-    return CosineHistogram((edges[1:] + edges[:-1]) / 2, found / found.sum())
+                histogram += np.histogram(cosine, edges)[0] / cosine.size
+    return CosineHistogram((edges[1:] + edges[:-1]) / 2, histogram / histogram.sum())
 
 
-def tables(found: CosineHistogram, share: float) -> tuple[int, int]:
+def tables(histogram: CosineHistogram, share: float) -> tuple[int, int]:
     """K, and the L whose expected share is nearest to `share`.
 
     In Table 8 one bit less selects 2.5 times as many keys, so K is 10 at 2 %, 9 at 5 %, 7 at 20 %.
@@ -153,8 +153,8 @@ def tables(found: CosineHistogram, share: float) -> tuple[int, int]:
     low, high = 2, MOST_TABLES
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if found.attended(bits, middle) < share else (low, middle)
-    return bits, min((low, high), key=lambda count: abs(found.attended(bits, count) - share))
+        low, high = (middle, high) if histogram.attended(bits, middle) < share else (low, middle)
+    return bits, min((low, high), key=lambda count: abs(histogram.attended(bits, count) - share))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -177,8 +177,8 @@ def attended_share(
 
     def choose(scores: Candidates) -> Array:
         weight = chosen.select(scores)
-        there = jnp.sum(scores.selectable, axis=-1)
-        shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / there))
+        selectable = jnp.sum(scores.selectable, axis=-1)
+        shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / selectable))
         return weight
 
     sparse_attention.attend_selected(spec, state, asking, chosen.sinks, chosen.window, choose)
@@ -193,12 +193,12 @@ def attended_by_tables(
     q = spec.encoding.rotate(asking.q, asking.positions)
     numbers = last + jnp.arange(q.shape[1], dtype=jnp.int32)
 
-    def one(query: Any) -> Array:
+    def query_share(query: Any) -> Array:
         q, position, number = query
-        found = magicpig.find(state, chosen.settings, chosen.budget, q, number[None], position)
-        return found.count / (number + 1 - chosen.sinks - chosen.window)
+        selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[None], position)
+        return selected.count / (number + 1 - chosen.sinks - chosen.window)
 
-    return jax.lax.map(one, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))
+    return jax.lax.map(query_share, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))
 
 
 def captured(llm: Llm, stretches: Iterable[Sequence[int]]) -> list[Seen]:

@@ -82,17 +82,17 @@ def zoo(seed: int = 0, trials: int = 100_000) -> dict[str, Any]:
     tigers 10, and seventy others, each of its own kind, 1."""
     pounds = np.repeat([50.0, 20.0, 10.0, 1.0], [10, 10, 10, 70])
     draws = np.random.default_rng(seed).choice(pounds, (trials, 20))
-    found: dict[str, Any] = {"mean": pounds.mean(), "deviation": pounds.std(), "budgets": {}}
+    estimates: dict[str, Any] = {"mean": pounds.mean(), "deviation": pounds.std(), "budgets": {}}
     for budget in (10, 20):
         animals = 30 + budget - 3  # three kinds have ten animals each; a kind counts once
-        found["budgets"][budget] = {
+        estimates["budgets"][budget] = {
             "top_k": pounds[:animals].mean(),
             "animals_of_top_k": animals,
             "deviation_of_sample": pounds.std() / budget**0.5,
             "mean_of_samples": draws[:, :budget].mean(),
             "deviation_of_samples": draws[:, :budget].mean(axis=1).std(),
         }
-    return found
+    return estimates
 
 
 def table_sizes(results: Results) -> dict[str, float]:

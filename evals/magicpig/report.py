@@ -16,7 +16,7 @@ from jaxkv.state.memory import show
 
 
 def losses(name: str) -> str:
-    """Loss by method and share; name: of the record."""
+    """Loss by method and share; name: name of the record."""
     return losses_of(read(name)["results"]["perplexity"])
 
 
@@ -85,8 +85,8 @@ def more_than(method: str, share: str = "{share}") -> list[Any]:
 
 def more_than_topk(results: Results) -> dict[str, float]:
     """The share of budgets at which magicpig surely loses more than top-k."""
-    (more,) = more_than("topk")
-    return {"all": float(np.mean([case.holds for case in decisions(more, results)]))}
+    (claim,) = more_than("topk")
+    return {"all": float(np.mean([case.holds for case in decisions(claim, results)]))}
 
 
 def oracle_ratios(results: Results) -> dict[str, float]:

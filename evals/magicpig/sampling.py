@@ -68,25 +68,25 @@ KEYS, ASKING = 20_000, 64  # number of these keys, and of queries
 
 
 def main() -> None:
-    ask = arguments("jaxkv.evals.magicpig.sampling", __doc__)
-    given = smaller(ask.parse_args())
-    read = [tokens_for(ask, given, model) for model in given.model or [None]]
-    seeds = list(range(given.seeds))
+    parser = arguments("jaxkv.evals.magicpig.sampling", __doc__)
+    options = smaller(parser.parse_args())
+    read = [tokens_for(parser, options, model) for model in options.model or [None]]
+    seeds = list(range(options.seeds))
     data = [file for llm, _, files in read for file in (*llm.files, *files)]
-    record = Record("sampling", dict.fromkeys(data), seeds, quick=given.quick)
+    record = Record("sampling", dict.fromkeys(data), seeds, quick=options.quick)
     results: dict[str, Any] = {
-        "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
+        "stretches": options.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
         "tables": tables(seeds),
         "drawn": {
-            f"{sigma:g}": synthetic.by_budget(sigma, given.budgets, range(given.drawings))
+            f"{sigma:g}": synthetic.by_budget(sigma, options.budgets, range(options.drawings))
             for sigma in SIGMAS
         },
         "models": {},
     }  # fmt: skip
     for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, given.stretches), llm.name
-        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
-        results["models"][name] = of_model(llm.spec, layers, given, name)
+        every, name = layers_of(llm, ids, options.stretches), llm.name
+        layers = {n: every[n] for n in options.layers or pick_layers(len(every), options.quick)}
+        results["models"][name] = of_model(llm.spec, layers, options, name)
         jax.clear_caches()  # the programs of several models exceed the memory maps of a process
     show(results)
     record.finish(results)
@@ -94,44 +94,44 @@ def main() -> None:
 
 def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
     """Arguments of experiments on captured layers."""
-    ask = make_parser(module, about)
-    ask.add_argument("--model", action="append", help="default: ours; may be given again")
-    ask.add_argument("--text", required=True, type=Path, nargs="+",
-                     help="texts, or a folder of books, which is one text")  # fmt: skip
-    ask.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
-    ask.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
-    ask.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
-    ask.add_argument("--seeds", type=int, default=3)
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    return ask
+    parser = make_parser(module, about)
+    parser.add_argument("--model", action="append", help="default: ours; may be given again")
+    parser.add_argument("--text", required=True, type=Path, nargs="+",
+                        help="texts, or a folder of books, which is one text")  # fmt: skip
+    parser.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
+    parser.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    return parser
 
 
-def smaller(given: argparse.Namespace) -> argparse.Namespace:
+def smaller(options: argparse.Namespace) -> argparse.Namespace:
     """Reduce all sizes if --quick is given."""
-    given.shares, given.budgets, given.drawings = SHARES, BUDGETS, DRAWINGS
-    if given.quick:
-        given.shares, given.budgets, given.drawings = SHARES[::2], BUDGETS[2::2], 4
-        given.stretches, given.seeds = min(given.stretches, 3), min(given.seeds, 1)
-    return given
+    options.shares, options.budgets, options.drawings = SHARES, BUDGETS, DRAWINGS
+    if options.quick:
+        options.shares, options.budgets, options.drawings = SHARES[::2], BUDGETS[2::2], 4
+        options.stretches, options.seeds = min(options.stretches, 3), min(options.seeds, 1)
+    return options
 
 
 def tokens_for(
-    ask: argparse.ArgumentParser, given: argparse.Namespace, model: str | None
+    parser: argparse.ArgumentParser, options: argparse.Namespace, model: str | None
 ) -> tuple[Llm, list[int], list[Path]]:
     """A model, its tokens and their files; exits with one line if an argument is wrong."""
-    if given.stretches < 2 or given.seeds < 1:
-        ask.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
-                  f"more, got {given.stretches} and {given.seeds}")  # fmt: skip
+    if options.stretches < 2 or options.seeds < 1:
+        parser.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
+                     f"more, got {options.stretches} and {options.seeds}")  # fmt: skip
     llm = models.load(*([model] if model else []))
-    length = llm.config.context if given.tokens is None else given.tokens
-    least = SINKS + 2 * WINDOW + QUERIES
-    if not least <= length <= llm.config.context:
-        ask.error(f"--tokens must be at least {least} and at most the trained context of "
-                  f"{llm.name}, {llm.config.context}; got {length}")  # fmt: skip
+    length = llm.config.context if options.tokens is None else options.tokens
+    min_tokens = SINKS + 2 * WINDOW + QUERIES
+    if not min_tokens <= length <= llm.config.context:
+        parser.error(f"--tokens must be at least {min_tokens} and at most the trained context of "
+                     f"{llm.name}, {llm.config.context}; got {length}")  # fmt: skip
     last = llm.config.layers - 1
-    if given.layers and not 0 <= min(given.layers) <= max(given.layers) <= last:
-        ask.error(f"--layers must be from 0 to {last}, got {given.layers}")
-    return llm, *stretches_of(llm, given.text, given.stretches, length)
+    if options.layers and not 0 <= min(options.layers) <= max(options.layers) <= last:
+        parser.error(f"--layers must be from 0 to {last}, got {options.layers}")
+    return llm, *stretches_of(llm, options.text, options.stretches, length)
 
 
 def pick_layers(layers: int, quick: bool = False) -> list[int]:
@@ -141,30 +141,33 @@ def pick_layers(layers: int, quick: bool = False) -> list[int]:
 
 
 def of_model(
-    spec: Spec, layers: Mapping[int, CapturedLayer], given: argparse.Namespace, name: str
+    spec: Spec, layers: Mapping[int, CapturedLayer], options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
     budgets: dict[str, Any] = {"topk": {}, "oracle": {}}
-    for share in progress(given.budgets, f"{name}, by budget"):
+    for share in progress(options.budgets, f"{name}, by budget"):
         for kind, make in (("topk", TopK), ("oracle", Oracle)):
             policies = alike(make(share, sinks=0, window=1))
-            budgets[kind][f"{share:g}"] = measured(spec, layers, exact, policies, given.seeds)
+            budgets[kind][f"{share:g}"] = measured(spec, layers, exact, policies, options.seeds)
     captured: dict[str, Any] = {}
     hashed: dict[str, Any] = {}
     angles = {n: of_stretches(matched_budgets.angles, spec, x) for n, x in layers.items()}
     masses = {n: of_stretches(matched_budgets.masses, spec, x) for n, x in layers.items()}
-    for share in progress(given.shares, f"{name}, by share"):
-        found = {n: matched_budgets.tables(angles[n], share) for n in layers}
-        hashed[f"{share:g}"] = found
-        each = {
+    for share in progress(options.shares, f"{name}, by share"):
+        pairs = {n: matched_budgets.tables(angles[n], share) for n in layers}
+        hashed[f"{share:g}"] = pairs
+        policies_by_layer = {
             n: matched_budgets.methods(share, pair, SINKS, WINDOW, masses[n].reaching(share))
-            for n, pair in found.items()
+            for n, pair in pairs.items()
         }
-        by_kind = {kind: {n: each[n][kind] for n in layers} for kind in next(iter(each.values()))}
+        by_kind = {
+            kind: {n: policies_by_layer[n][kind] for n in layers}
+            for kind in next(iter(policies_by_layer.values()))
+        }
         by_kind[UNCENTRED] = {n: replace(p, center=False) for n, p in by_kind["magicpig"].items()}
         for kind, policies in by_kind.items():
-            line = measured(spec, layers, exact, policies, given.seeds)
+            line = measured(spec, layers, exact, policies, options.seeds)
             captured.setdefault(kind, {})[f"{share:g}"] = line
     add_ratios_to_topk(captured)
     return {
@@ -187,13 +190,13 @@ def measured(
     policies: Mapping[int, Policy], seeds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors and the share of the keys that was read, with one policy per layer."""
-    found, read = [], []
+    by_layer_and_seed, read = [], []
     for n, layer in layers.items():
         # Every layer has its own seeds, and every stretch its own draws.
-        each = [estimate(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
-        found.append([errors(attended.out, exact[n]) for attended in each])
-        read.append([np.asarray(attended.share, np.float64) for attended in each])
-    of_all = np.array(found)  # [layers,seeds,B]
+        estimates = [estimate(policies[n], spec, layer, seeds * n + seed) for seed in range(seeds)]
+        by_layer_and_seed.append([errors(attended.out, exact[n]) for attended in estimates])
+        read.append([np.asarray(attended.share, np.float64) for attended in estimates])
+    of_all = np.array(by_layer_and_seed)  # [layers,seeds,B]
     by_layer = {
         n: {"error": interval(of_all[i]), "share": np.mean(read[i])} for i, n in enumerate(layers)
     }
@@ -207,8 +210,8 @@ def measured(
 
 def add_ratios_to_topk(captured: dict[str, Any]) -> None:
     """Add each method's error over top-k's at the same share, by stretch."""
-    for found in captured.values():
-        for share, line in found.items():
+    for by_share in captured.values():
+        for share, line in by_share.items():
             over = np.array(line["stretches"]) / np.array(captured["topk"][share]["stretches"])
             line["over_topk"] = interval(over)
 
@@ -232,29 +235,29 @@ def tables(seeds: list[int]) -> dict[str, Any]:
 def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
     """The share of keys of random direction in 88 dimensions that have a query's code in enough
     tables; mean over queries."""
-    one, other, third = jax.random.split(jax.random.key(seed), 3)
-    planes = lsh.planes(jax.random.bits(one, (1, 1, 2), jnp.uint32), DIMS, how)[0]
-    q = lsh.codes(jax.random.normal(other, (1, ASKING, DIMS)), planes, how)[0]
-    some = jax.random.normal(third, (keys // 1000, 1, 1000, DIMS))
+    plane_key, query_key, third = jax.random.split(jax.random.key(seed), 3)
+    planes = lsh.planes(jax.random.bits(plane_key, (1, 1, 2), jnp.uint32), DIMS, how)[0]
+    q = lsh.codes(jax.random.normal(query_key, (1, ASKING, DIMS)), planes, how)[0]
+    keys_by_block = jax.random.normal(third, (keys // 1000, 1, 1000, DIMS))
 
     def share(k: jax.Array) -> jax.Array:
         codes = lsh.codes(k, planes, how)[0]
-        same = jax.lax.map(lambda code: jnp.sum(codes == code[:, None], axis=0), q.T)
-        return jnp.mean((same >= how.min_tables).astype(jnp.float32))
+        agreeing = jax.lax.map(lambda code: jnp.sum(codes == code[:, None], axis=0), q.T)
+        return jnp.mean((agreeing >= how.min_tables).astype(jnp.float32))
 
-    return float(jnp.mean(jax.lax.map(share, some)))
+    return float(jnp.mean(jax.lax.map(share, keys_by_block)))
 
 
 def show(results: dict[str, Any]) -> None:
     """Print errors by share, with the share that was read in parentheses."""
-    for name, found in results["models"].items():
-        wanted = (f"{100 * float(share):g} %" for share in found["hashed"])
-        print(f"{name:26}" + "".join(f"{share:>18}" for share in wanted))
-        for kind, lines in found["captured"].items():
+    for name, model in results["models"].items():
+        shares = (f"{100 * float(share):g} %" for share in model["hashed"])
+        print(f"{name:26}" + "".join(f"{share:>18}" for share in shares))
+        for kind, lines in model["captured"].items():
             cells = (f"{x['error']['mean']:.4f} ({x['share']:.1%})" for x in lines.values())
             print(f"{kind:26}" + "".join(f"{cell:>18}" for cell in cells))
-    for sigma, found in results["drawn"].items():
-        for line in found["by_tables"]:
+    for sigma, by_method in results["drawn"].items():
+        for line in by_method["by_tables"]:
             kinds = ("magicpig", "topk", "oracle", "uniform")
             reported = ", ".join(f"{kind} {line[kind]['error']['median']:.3f}" for kind in kinds)
             print(f"drawn, sigma {sigma}, K={line['K']}, L={line['L']}, "

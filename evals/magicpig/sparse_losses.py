@@ -56,36 +56,42 @@ COLUMNS = ("loss", "kl", "agreement", "read", "bytes", "seconds")  # of a method
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.magicpig.sparse_losses", __doc__)
-    ask.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
-    ask.add_argument("--scored", type=int, default=SCORED, help="tokens after the prompt")
-    ask.add_argument("--name", default="sparse_135m", help="name of the record")
-    ask.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    ask.add_argument("--seeds", type=int, default=1, help="of methods that draw")
-    given = ask.parse_args()
-    if len(given.texts) < 2:
-        ask.error(f"--texts must name at least 2 files, got {len(given.texts)}; intervals are over "
-                  "texts")  # fmt: skip
-    if not all(0 < share <= 1 for share in given.shares):
-        ask.error(f"--shares must be above 0 and at most 1, got {given.shares}; try 0.05")
-    for name, least in (("prompt", SINKS + WINDOW + 1), ("scored", ASKED + 1), ("seeds", 1)):
-        if getattr(given, name) < least:
-            ask.error(f"--{name} must be at least {least}, got {getattr(given, name)}; give more")
-    llm = models.load(given.model, "float32")
-    size = given.prompt + given.scored + 1
-    read = first_tokens(ask, llm, given.texts, 2 * size)
-    texts = [RecordedText(llm, ids[:size], given.prompt) for ids in read.values()]
-    after = [RecordedText(llm, ids[size:], given.prompt) for ids in read.values()]
-    record = Record(given.name, [*llm.files, *given.texts], list(range(given.seeds)), given.quick)
-    found = MethodLosses(llm, texts, after[:ANGLES], given.seeds, record).all(given.shares)
-    record.finish({"texts": [path.stem for path in given.texts], "perplexity": {llm.name: found}})
+    parser = ask_for_texts("jaxkv.evals.magicpig.sparse_losses", __doc__)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    parser.add_argument("--scored", type=int, default=SCORED, help="tokens after the prompt")
+    parser.add_argument("--name", default="sparse_135m", help="name of the record")
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--seeds", type=int, default=1, help="of methods that draw")
+    options = parser.parse_args()
+    if len(options.texts) < 2:
+        parser.error(f"--texts must name at least 2 files, got {len(options.texts)}; intervals are "
+                     "over texts")  # fmt: skip
+    if not all(0 < share <= 1 for share in options.shares):
+        parser.error(f"--shares must be above 0 and at most 1, got {options.shares}; try 0.05")
+    for name, min_value in (("prompt", SINKS + WINDOW + 1), ("scored", ASKED + 1), ("seeds", 1)):
+        if getattr(options, name) < min_value:
+            parser.error(
+                f"--{name} must be at least {min_value}, got {getattr(options, name)}; give more"
+            )
+    llm = models.load(options.model, "float32")
+    size = options.prompt + options.scored + 1
+    read = first_tokens(parser, llm, options.texts, 2 * size)
+    texts = [RecordedText(llm, ids[:size], options.prompt) for ids in read.values()]
+    after = [RecordedText(llm, ids[size:], options.prompt) for ids in read.values()]
+    record = Record(
+        options.name, [*llm.files, *options.texts], list(range(options.seeds)), options.quick
+    )
+    methods = MethodLosses(llm, texts, after[:ANGLES], options.seeds, record).all(options.shares)
+    record.finish(
+        {"texts": [path.stem for path in options.texts], "perplexity": {llm.name: methods}}
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedText:
     """The beginning of one text: a prompt, and tokens after it of which all but the last are fed.
 
-    tokens: of both. prompt: tokens of the prompt.
+    tokens: token ids of both. prompt: number of tokens of the prompt.
     """
 
     llm: Llm
@@ -95,8 +101,8 @@ class RecordedText:
     @cached_property
     def seen(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Queries, keys and values [T,*,H] of every layer under full attention."""
-        (found,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
-        return found
+        (layers,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
+        return layers
 
     def free_seen(self) -> None:
         """Free `seen`: a gigabyte after a prompt of 8,000 tokens."""
@@ -112,10 +118,10 @@ class RecordedText:
         """A stream that has taken the prompt in, prefill finished."""
         stream = models.Stream(self.llm, roomy(policy, self.prompt, len(self.tokens)), seed=seed)
         stream.reserve(self.prompt)
-        spec, given = self.llm.spec, slice(self.prompt)
+        spec, prompt_slice = self.llm.spec, slice(self.prompt)
         states = tuple(
-            absorb(one, spec, state, Attended(*self.chunk(layer, given)))
-            for layer, (one, state) in enumerate(
+            absorb(layer_policy, spec, state, Attended(*self.chunk(layer, prompt_slice)))
+            for layer, (layer_policy, state) in enumerate(
                 zip(stream.policies, stream.decoding.states, strict=True)
             )
         )
@@ -129,8 +135,8 @@ class RecordedText:
     def after(self, stream: models.Stream) -> Float[Array, "D 1 T"]:
         """The last layer's output for the tokens after the prompt, which the stream reads."""
         rest = self.tokens[self.prompt :]
-        ((found, _, _),) = hidden_by_chunk(self.llm, stream, np.asarray(rest, np.int32), len(rest))
-        return found[:, :, : len(rest) - 1]
+        ((hidden, _, _),) = hidden_by_chunk(self.llm, stream, np.asarray(rest, np.int32), len(rest))
+        return hidden[:, :, : len(rest) - 1]
 
     @cached_property
     def full(self) -> Float[Array, "D 1 T"]:
@@ -142,10 +148,10 @@ class RecordedText:
         stream = self.after_prompt(policy, seed)
         read = 1.0 if isinstance(policy, Full) else self.share_read(stream)
         targets = jnp.asarray([self.tokens[self.prompt + 1 :]], jnp.int32)
-        other = self.after(stream)
+        hidden = self.after(stream)
         static, weights = stream.static.of_model, self.llm.weights
-        found = measurement.compare(static, weights, other, targets, self.full)
-        loss, kl, agreement = np.asarray(found, np.float64).mean(axis=0)
+        compared = measurement.compare(static, weights, hidden, targets, self.full)
+        loss, kl, agreement = np.asarray(compared, np.float64).mean(axis=0)
         if not np.isfinite([loss, kl]).all():
             raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
         return loss, kl, agreement, read, stream.state_bytes
@@ -166,8 +172,8 @@ class RecordedText:
     def seconds(self, policy: Policy, seed: int) -> float:
         """Seconds per token, one token at a time, compilation apart."""
         stream = self.after_prompt(policy, seed)
-        some = self.tokens[self.prompt : self.prompt + TIMED + 1]
-        return gather(models.losses(self.llm, some, chunk=1, stream=stream))[1] / TIMED
+        timed_tokens = self.tokens[self.prompt : self.prompt + TIMED + 1]
+        return gather(models.losses(self.llm, timed_tokens, chunk=1, stream=stream))[1] / TIMED
 
 
 class MethodLosses:
@@ -181,7 +187,7 @@ class MethodLosses:
         seeds: int,
         record: Record,
     ):
-        """between: of other tokens, on which K, L and the mass are chosen."""
+        """between: texts of other tokens, on which K, L and the mass are chosen."""
         self.llm, self.texts, self.between, self.seeds, self.record = (
             llm, texts, between, seeds, record,
         )  # fmt: skip
@@ -196,9 +202,9 @@ class MethodLosses:
         angles, masses = self.angles(), self.masses()
         for text in self.between:
             text.free_seen()
-        base = self.of(Full(max=self.size), False)
+        base = self.columns_by_seed(Full(max=self.size), False)
         full = columns(base)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "prompt": prompt, "scored": scored, "sinks": SINKS, "window": WINDOW,
             "stretches": len(self.texts), "seeds": self.seeds, "timed": TIMED,
             "full": {"loss": full["loss"].mean(), "each": full["loss"][0].tolist()} | cost(full),
@@ -208,24 +214,27 @@ class MethodLosses:
         for share in shares:
             tables, mass = matched_budgets.tables(angles, share), masses.reaching(share)
             chosen = matched_budgets.methods(share, tables, SINKS, WINDOW, mass)
-            found["shares"][f"{share:g}"] = {
-                name: self.line(one, name in DRAWING, base) for name, one in chosen.items()
+            results["shares"][f"{share:g}"] = {
+                name: self.line(policy, name in DRAWING, base) for name, policy in chosen.items()
             }
             jax.clear_caches()  # a process can map only this many compiled programs
-        return found | {"commits_of_parts": self.parts.commits}
+        return results | {"commits_of_parts": self.parts.commits}
 
     def line(self, policy: Policy, drawing: bool, base: np.ndarray) -> dict[str, Any]:
         """The entry of one method in the record."""
-        found = columns(self.of(policy, drawing))
+        by_column = columns(self.columns_by_seed(policy, drawing))
         return {
             "policy": format_policy(policy),
-            "over_full": excess(found["loss"], columns(base)["loss"]),
-            "kl": excess(found["kl"], np.zeros_like(found["kl"])),
-            "agreement": found["agreement"].mean(),
-            "share_read": {"mean": found["read"].mean(), "each": found["read"].mean(0).tolist()},
-        } | cost(found)
+            "over_full": excess(by_column["loss"], columns(base)["loss"]),
+            "kl": excess(by_column["kl"], np.zeros_like(by_column["kl"])),
+            "agreement": by_column["agreement"].mean(),
+            "share_read": {
+                "mean": by_column["read"].mean(),
+                "each": by_column["read"].mean(0).tolist(),
+            },
+        } | cost(by_column)
 
-    def of(self, policy: Policy, drawing: bool) -> np.ndarray:
+    def columns_by_seed(self, policy: Policy, drawing: bool) -> np.ndarray:
         """The COLUMNS of a method [seeds,texts,C]."""
         return np.stack([
             self.part(
@@ -238,26 +247,26 @@ class MethodLosses:
     def measured(self, policy: Policy, seed: int) -> np.ndarray:
         """The COLUMNS of each text [texts,C]; the texts have seeds of their own."""
         seeds = [seed + self.seeds * number for number in range(len(self.texts))]
-        one = lambda text, seed: text.measured(policy, seed)  # noqa: E731
-        found = [one(self.texts[0], seeds[0])]  # compiles
+        measure_text = lambda text, seed: text.measured(policy, seed)  # noqa: E731
+        by_text = [measure_text(self.texts[0], seeds[0])]  # compiles
         with ThreadPoolExecutor(cores()) as pool:
-            found += pool.map(one, self.texts[1:], seeds[1:])
+            by_text += pool.map(measure_text, self.texts[1:], seeds[1:])
         times = [text.seconds(policy, seed) for text, seed in zip(self.texts, seeds, strict=True)]
-        return np.column_stack([found, times])
+        return np.column_stack([by_text, times])
 
     def angles(self) -> CosineHistogram:
         """Those by which K and L are chosen."""
-        found = self.part("angles", self.between, lambda: np.stack(
+        histogram = self.part("angles", self.between, lambda: np.stack(
             matched_budgets.angles(self.llm.spec, *self.seen_between(), SINKS, WINDOW, EVERY)
         ))  # fmt: skip
-        return CosineHistogram(*found)
+        return CosineHistogram(*histogram)
 
     def masses(self) -> Masses:
         """Those by which the mass of top-p is chosen."""
-        found = self.part("masses", self.between, lambda: np.stack(
+        curve = self.part("masses", self.between, lambda: np.stack(
             matched_budgets.masses(self.llm.spec, *self.seen_between(), SINKS, WINDOW, EVERY)
         ))  # fmt: skip
-        return Masses(*found)
+        return Masses(*curve)
 
     def seen_between(self) -> tuple[list[Seen], int]:
         return [text.seen for text in self.between], self.between[0].prompt
@@ -278,14 +287,17 @@ def roomy(policy: Policy, prompt: int, size: int) -> Policy:
     return replace(policy, start=size)
 
 
-def columns(found: np.ndarray) -> dict[str, np.ndarray]:
+def columns(measured: np.ndarray) -> dict[str, np.ndarray]:
     """The values of each of the COLUMNS, by seed and text."""
-    return dict(zip(COLUMNS, np.moveaxis(found, -1, 0), strict=True))
+    return dict(zip(COLUMNS, np.moveaxis(measured, -1, 0), strict=True))
 
 
-def cost(found: dict[str, np.ndarray]) -> dict[str, Any]:
+def cost(by_column: dict[str, np.ndarray]) -> dict[str, Any]:
     """Bytes of the caches with all tokens, and seconds per token."""
-    return {"state_bytes": found["bytes"].mean(), "seconds": spread(found["seconds"].ravel())}
+    return {
+        "state_bytes": by_column["bytes"].mean(),
+        "seconds": spread(by_column["seconds"].ravel()),
+    }
 
 
 RECORDS = {"sparse_135m": "2,048", "sparse_135m_4096": "4,096", "sparse_135m_7680": "7,680"}

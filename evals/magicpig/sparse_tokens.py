@@ -43,53 +43,55 @@ MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.magicpig.sparse_tokens", __doc__)
-    ask.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the prompts")
-    ask.add_argument("--written", type=int, default=16, help="tokens that are timed")
-    ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--quick", action="store_true", help="a small model, into out/")
-    given = ask.parse_args()
-    for size in given.sizes:
+    parser = make_parser("jaxkv.evals.magicpig.sparse_tokens", __doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the prompts")
+    parser.add_argument("--written", type=int, default=16, help="tokens that are timed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a small model, into out/")
+    options = parser.parse_args()
+    for size in options.sizes:
         check_int("--sizes", size, 256)
     for name in ("written", "rounds"):
-        check_int(f"--{name}", getattr(given, name))
-    if (given.rounds + 2) * given.written > ROOM:
-        ask.error(f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got "
-                  f"{(given.rounds + 2) * given.written}; give fewer")  # fmt: skip
-    shape = SMALL if given.quick else LARGE
-    record = Record("sparse_tokens", quick=given.quick)
-    record.finish({str(size): measure(shape, size, given) for size in given.sizes})
+        check_int(f"--{name}", getattr(options, name))
+    if (options.rounds + 2) * options.written > ROOM:
+        parser.error(f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got "
+                     f"{(options.rounds + 2) * options.written}; give fewer")  # fmt: skip
+    shape = SMALL if options.quick else LARGE
+    record = Record("sparse_tokens", quick=options.quick)
+    record.finish({str(size): measure(shape, size, options) for size in options.sizes})
 
 
-def measure(shape: dict[str, int], size: int, given: argparse.Namespace) -> dict[str, Any]:
+def measure(shape: dict[str, int], size: int, options: argparse.Namespace) -> dict[str, Any]:
     """One length; both policies alternate."""
     policies = {"full": Full(max=size + ROOM, start=1),
                 "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
     llm, _ = random_llama(shape | {"layers": 1})
-    needed = {name: prefilled_bytes(one, llm.spec, size) for name, one in policies.items()}
+    needed = {name: prefilled_bytes(policy, llm.spec, size) for name, policy in policies.items()}
     layers = max(1, min(shape["layers"], MEMORY // sum(needed.values())))
     llm, _ = random_llama(shape | {"layers": layers})
-    found: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
+    results: dict[str, Any] = {"layers": layers, "of": shape["layers"]}
     streams: dict[str, models.Stream] = {}
     # the policy that indexes its prompt comes first, while memory is free
     for name in sorted(policies, reverse=True):
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
-            found["seconds_to_index"] = time_finish_prefill(streams[name])
-    found["share_attended"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
-    found["compile_seconds"] = {}
+            results["seconds_to_index"] = time_finish_prefill(streams[name])
+    results["share_attended"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
+    results["compile_seconds"] = {}
     variants: dict[str, Variant] = {}
     for name, stream in streams.items():
         before = clock().seconds
-        generate_greedy(stream, given.written)
-        found["compile_seconds"][name] = clock().seconds - before
-        variants[name] = timed(partial(generate_greedy, stream, given.written))
-    seconds = time_rounds(variants, given.rounds, f"{given.written} tokens after {size:,}")
-    return found | {
-        "policies": {name: format_policy(one) for name, one in policies.items()},
-        "tokens": given.written,
-        "tokens_per_second": {name: rate(given.written, s) for name, s in seconds.items()},
-        "milliseconds": {n: spread(1e3 / given.written * np.array(s)) for n, s in seconds.items()},
+        generate_greedy(stream, options.written)
+        results["compile_seconds"][name] = clock().seconds - before
+        variants[name] = timed(partial(generate_greedy, stream, options.written))
+    seconds = time_rounds(variants, options.rounds, f"{options.written} tokens after {size:,}")
+    return results | {
+        "policies": {name: format_policy(policy) for name, policy in policies.items()},
+        "tokens": options.written,
+        "tokens_per_second": {name: rate(options.written, s) for name, s in seconds.items()},
+        "milliseconds": {
+            n: spread(1e3 / options.written * np.array(s)) for n, s in seconds.items()
+        },
         "times_faster": ratio(seconds["full"], seconds["magicpig"]),
         "state_bytes": {n: batch.nbytes(stream.decoding.states) for n, stream in streams.items()},
     }
@@ -99,10 +101,10 @@ def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
     """A stream whose layers contain a prompt of random keys and values, with room after it unless
     `finish_prefill` makes room."""
     stream = models.Stream(llm, chosen)
-    more = ROOM if chosen.min_prompt is None else 0
+    room = ROOM if chosen.min_prompt is None else 0
     states = []
     for layer, state in enumerate(stream.decoding.states):
-        held = draw(llm.spec, size, more, jax.random.key(layer))
+        held = draw(llm.spec, size, room, jax.random.key(layer))
         states.append(held if isinstance(state, Ring) else state._replace(dense=held))
     random = jax.random.normal(jax.random.key(0), stream.decoding.logits.shape)
     stream.decoding = stream.decoding._replace(
@@ -114,7 +116,7 @@ def filled(llm: Llm, chosen: Policy, size: int) -> models.Stream:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
+def draw(spec: Spec, size: int, empty_slots: int, key: Array) -> Ring:
     """Random tokens of one sequence, and slots for more."""
     dim, dims = spec.head_dim, 2 * spec.head_dim // 3
     of_basis, of_offset, of_keys, of_values = jax.random.split(key, 4)
@@ -123,8 +125,8 @@ def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
     shape = (1, spec.kv_heads, size)
     k = jax.random.normal(of_keys, (*shape, dims)) @ basis + offset
     v = jax.random.normal(of_values, (*shape, dim)) + 1
-    room = ((0, 0), (0, 0), (0, more), (0, 0))
-    positions = jnp.pad(jnp.arange(size, dtype=jnp.uint32)[None], ((0, 0), (0, more)))
+    room = ((0, 0), (0, 0), (0, empty_slots), (0, 0))
+    positions = jnp.pad(jnp.arange(size, dtype=jnp.uint32)[None], ((0, 0), (0, empty_slots)))
     return Ring(
         *(jnp.pad(a.astype(spec.dtype), room) for a in (k, v)), positions,
         jnp.full((1,), size, jnp.int32),
@@ -134,10 +136,10 @@ def draw(spec: Spec, size: int, more: int, key: Array) -> Ring:
 def time_finish_prefill(stream: models.Stream) -> float:
     """Finish prefill; return the seconds that it took, without compilation."""
     jax.block_until_ready(stream.decoding)
-    begun, compiled = perf_counter(), clock().seconds
+    start, compiled = perf_counter(), clock().seconds
     stream.finish_prefill()
     jax.block_until_ready(stream.decoding)
-    return perf_counter() - begun - (clock().seconds - compiled)
+    return perf_counter() - start - (clock().seconds - compiled)
 
 
 def attended_share(
@@ -151,13 +153,13 @@ def attended_share(
         return out, jnp.mean(attended_by_tables(chosen, spec, state, asking, jnp.int32(size)))
 
     @jax.jit
-    def ask(weights: Any, states: Any) -> Any:
+    def measure_layers(weights: Any, states: Any) -> Any:
         decoder = Decoder(llm.config, weights, run=watch)
         token, valid = jnp.full((1, 1), 3, jnp.int32), jnp.ones((1, 1), bool)
         at = jnp.full((1, 1), size, jnp.uint32)
         return decoder(token, at, valid, stream.policies, states)[1]
 
-    layers = np.array(jax.device_get(ask(llm.weights, stream.decoding.states)))
+    layers = np.array(jax.device_get(measure_layers(llm.weights, stream.decoding.states)))
     return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}
 
 

@@ -46,8 +46,8 @@ def draw(sigma: float, seed: int, keys: int = KEYS, follow: float = CORRELATION)
     rng = np.random.default_rng(seed)
     k = rng.normal(size=(keys, DIM))
     mean, along = rng.normal(size=(2, DIM))
-    own = rng.normal(size=(keys, DIM)) * (1 - follow**2) ** 0.5
-    v = mean + follow * k[:, :1] * along + own
+    noise = rng.normal(size=(keys, DIM)) * (1 - follow**2) ** 0.5
+    v = mean + follow * k[:, :1] * along + noise
     return Drawing(*(a.astype(np.float32) for a in (sigma * k[:, 0], k, v)))
 
 
@@ -57,7 +57,8 @@ def layer(
     """One stretch per seed; all its queries are equal, with the logits of one drawing."""
     drawings = [draw(sigma, seed, keys, follow) for seed in seeds]
     k, v = (
-        jnp.asarray(np.stack(each))[:, :, None] for each in list(zip(*drawings, strict=True))[1:]
+        jnp.asarray(np.stack(arrays))[:, :, None]
+        for arrays in list(zip(*drawings, strict=True))[1:]
     )
     q = jnp.asarray(sigma, jnp.float32) * jnp.eye(1, DIM, dtype=jnp.float32)
     return CapturedLayer(jnp.broadcast_to(q, k.shape), k, v)
@@ -77,11 +78,11 @@ def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates
 def error(
     chosen: TopK | Oracle, drawing: Drawing, seed: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """|found - exact| / |exact| of one query, and the share of the keys that was read."""
-    of, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
-    exact = attend(of, sparse_attention.unweighted(of.selectable), v).out
-    found = attend(of, chosen.select(of), v)
-    return jnp.linalg.norm(found.out - exact) / jnp.linalg.norm(exact), found.share[0]
+    """|estimate - exact| / |exact| of one query, and the share of the keys that was read."""
+    candidates, v = queries(drawing.logits, seed), jnp.asarray(drawing.v)[None, :, None]
+    exact = attend(candidates, sparse_attention.unweighted(candidates.selectable), v).out
+    estimate = attend(candidates, chosen.select(candidates), v)
+    return jnp.linalg.norm(estimate.out - exact) / jnp.linalg.norm(exact), estimate.share[0]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -99,8 +100,8 @@ def error_of_tables(
     last, number = at[:, -1:], jnp.full((1, 1), count - 1, jnp.int32)
     out = chosen.attend_after_prefill(SPEC, state, q[:, None], number, last).out
     selected = magicpig.find(state, chosen.settings, chosen.budget, q, number[:, 0], last[:, 0])
-    of = queries(drawing.logits, seed)
-    exact = attend(of, sparse_attention.unweighted(of.selectable), v).out
+    candidates = queries(drawing.logits, seed)
+    exact = attend(candidates, sparse_attention.unweighted(candidates.selectable), v).out
     share = selected.total[0, 0].astype(jnp.float32) / np.float32(count)
     return jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact), share
 
@@ -108,12 +109,12 @@ def error_of_tables(
 def by_budget(sigma: float, shares: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
     """The spread of each error over drawings, and the share at which the errors cross."""
     drawings = [draw(sigma, seed) for seed in seeds]
-    found: dict[str, Any] = {"topk": {}, "oracle": {}}
+    by_method: dict[str, Any] = {"topk": {}, "oracle": {}}
     for share in progress(shares, f"synthetic attention, sigma {sigma:g}"):
         for name, chosen in (("topk", TopK(share)), ("oracle", Oracle(share))):
-            found[name][f"{share:g}"] = _summary(partial(error, chosen), drawings, seeds)
-    return found | {
-        "crossing": crossing(found), "mass_of_top_fifth": mass(drawings),
+            by_method[name][f"{share:g}"] = _summary(partial(error, chosen), drawings, seeds)
+    return by_method | {
+        "crossing": crossing(by_method), "mass_of_top_fifth": mass(drawings),
         "by_tables": by_tables(sigma, drawings, seeds),
     }  # fmt: skip
 
@@ -125,11 +126,11 @@ def by_tables(
     lines = []
     for bits, tables in progress(TABLES, f"synthetic attention, sigma {sigma:g}, by tables"):
         share = isotropic(bits, tables, DIM)
-        others = methods(share, (bits, tables), 0, 1)
+        policies = methods(share, (bits, tables), 0, 1)
         chosen = MagicPIG(bits, tables, 0, 1, budget=KEYS, tail=1)
         line = {"magicpig": _summary(partial(error_of_tables, chosen, sigma), drawings, seeds)}
         for name in ("topk", "oracle", "uniform"):
-            line[name] = _summary(partial(error, others[name]), drawings, seeds)
+            line[name] = _summary(partial(error, policies[name]), drawings, seeds)
         lines.append({"K": bits, "L": tables, "expected": share} | line)
     return lines
 
@@ -138,23 +139,25 @@ def _summary(
     find: Callable[[Drawing, int], tuple[jax.Array, jax.Array]],
     drawings: Sequence[Drawing], seeds: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
-    each = np.array([find(*one) for one in zip(drawings, seeds, strict=True)], np.float64)
-    return {"error": spread(each[:, 0]), "share": each[:, 1].mean()}
+    pairs = np.array(
+        [find(*arguments) for arguments in zip(drawings, seeds, strict=True)], np.float64
+    )
+    return {"error": spread(pairs[:, 0]), "share": pairs[:, 1].mean()}
 
 
 def mass(drawings: Sequence[Drawing], share: float = 0.2) -> float:
-    weights = [np.sort(np.exp(one.logits.astype(np.float64)))[::-1] for one in drawings]
+    weights = [np.sort(np.exp(drawing.logits.astype(np.float64)))[::-1] for drawing in drawings]
     return float(np.mean([w[: round(share * len(w))].sum() / w.sum() for w in weights]))
 
 
-def crossing(found: Mapping[str, Mapping[str, Any]]) -> float | None:
+def crossing(by_method: Mapping[str, Mapping[str, Any]]) -> float | None:
     """The share from which top-k has a lower error than oracle sampling, interpolated linearly in
     the log errors; None if it never has."""
-    shares = [float(share) for share in found["topk"]]
+    shares = [float(share) for share in by_method["topk"]]
     middle = lambda line: line["error"].get("median", line["error"].get("mean"))  # noqa: E731
     over = [
         np.log(max(middle(a), 1e-12)) - np.log(max(middle(b), 1e-12))
-        for a, b in zip(found["topk"].values(), found["oracle"].values(), strict=True)
+        for a, b in zip(by_method["topk"].values(), by_method["oracle"].values(), strict=True)
     ]
     later = [i for i in range(len(over)) if all(x < 0 for x in over[i:])]
     if not later:

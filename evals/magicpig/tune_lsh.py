@@ -58,40 +58,42 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=TARGET, help="the largest acceptable error")
     parser.add_argument("--keys", type=int, help="hashed keys of which table bytes are computed "
                         "(default: those of a stretch)")  # fmt: skip
-    given = smaller(parser.parse_args())
-    check(parser, given)
-    read = [tokens_for(parser, given, model) for model in given.model or [None]]
+    options = smaller(parser.parse_args())
+    check(parser, options)
+    read = [tokens_for(parser, options, model) for model in options.model or [None]]
     data = [file for llm, _, files in read for file in (*llm.files, *files)]
-    record = Record("tune_lsh", dict.fromkeys(data), list(range(given.seeds)), quick=given.quick)
+    record = Record(
+        "tune_lsh", dict.fromkeys(data), list(range(options.seeds)), quick=options.quick
+    )
     results: dict[str, Any] = {
-        "stretches": given.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
-        "target": given.target, "models": {},
+        "stretches": options.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
+        "target": options.target, "models": {},
     }  # fmt: skip
     for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, given.stretches), llm.name
-        layers = {n: every[n] for n in given.layers or pick_layers(len(every), given.quick)}
-        found = results["models"][name] = of_model(llm.spec, layers, given, name)
-        show(name, found, given.target)
+        every, name = layers_of(llm, ids, options.stretches), llm.name
+        layers = {n: every[n] for n in options.layers or pick_layers(len(every), options.quick)}
+        model = results["models"][name] = of_model(llm.spec, layers, options, name)
+        show(name, model, options.target)
     record.finish(results)
 
 
-def smaller(given: argparse.Namespace) -> argparse.Namespace:
+def smaller(options: argparse.Namespace) -> argparse.Namespace:
     """Reduce all sizes if --quick is given."""
-    if given.quick:
-        given.stretches, given.seeds = min(given.stretches, 2), min(given.seeds, 1)
-        given.bits = given.bits[::2]
-    given.bits, given.tables = sorted(set(given.bits)), sorted(set(given.tables))
-    return given
+    if options.quick:
+        options.stretches, options.seeds = min(options.stretches, 2), min(options.seeds, 1)
+        options.bits = options.bits[::2]
+    options.bits, options.tables = sorted(set(options.bits)), sorted(set(options.tables))
+    return options
 
 
-def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with one line if an argument is wrong."""
-    if not given.target > 0:
-        parser.error(f"--target must be above 0, got {given.target}; try {TARGET}")
-    if given.keys is not None and given.keys < 1:
-        parser.error(f"--keys must be at least 1, got {given.keys}")
-    for bits in given.bits:
-        for tables in given.tables:
+    if not options.target > 0:
+        parser.error(f"--target must be above 0, got {options.target}; try {TARGET}")
+    if options.keys is not None and options.keys < 1:
+        parser.error(f"--keys must be at least 1, got {options.keys}")
+    for bits in options.bits:
+        for tables in options.tables:
             hashing(HASHES[0], bits, tables)
 
 
@@ -106,37 +108,37 @@ def policy_of(point: Mapping[str, Any]) -> str:
 
 
 def of_model(
-    spec: Spec, layers: Mapping[int, CapturedLayer], given: argparse.Namespace, name: str
+    spec: Spec, layers: Mapping[int, CapturedLayer], options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     """Every K and L, their Pareto frontier, and the recommended policy."""
     exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
     length = next(iter(layers.values())).k.shape[1]
-    keys = given.keys or length - QUERIES - SINKS - WINDOW
+    keys = options.keys or length - QUERIES - SINKS - WINDOW
     cache = 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize * keys
     points = []
-    pairs = [(kind, bits) for kind in given.hash for bits in given.bits]
+    pairs = [(kind, bits) for kind in options.hash for bits in options.bits]
     for kind, bits in progress(pairs, f"{name}, hash and K"):
-        how, found = hashing(kind, bits, given.tables[-1]), []
+        how, estimates = hashing(kind, bits, options.tables[-1]), []
         for n, layer in layers.items():
-            for seed in range(given.seeds):
-                every = by_tables(spec, layer, how, tuple(given.tables), given.seeds * n + seed)
-                found.append(
+            for seed in range(options.seeds):
+                every = by_tables(spec, layer, how, tuple(options.tables), options.seeds * n + seed)
+                estimates.append(
                     [(errors(attended.out, exact[n]), attended.share) for attended in every]
                 )
-        for i, tables in enumerate(given.tables):
+        for i, tables in enumerate(options.tables):
             size = hash_tables.nbytes(keys, bits, tables)
             points.append({
                 "hash": kind, "K": bits, "L": tables,
-                "share": np.mean([each[i][1] for each in found]),
-                "error": interval(np.array([each[i][0] for each in found])),
+                "share": np.mean([by_tables[i][1] for by_tables in estimates]),
+                "error": interval(np.array([by_tables[i][0] for by_tables in estimates])),
                 "table_bytes": size, "of_cache": size / cache,
             })  # fmt: skip
-    best = smallest_tables(points, given.target)
-    of = {kind: [p for p in points if p["hash"] == kind] for kind in given.hash}
+    best = smallest_tables(points, options.target)
+    groups = {kind: [p for p in points if p["hash"] == kind] for kind in options.hash}
     return {
         "tokens": length, "layers": list(layers), "keys": keys, "cache_bytes": cache,
-        "points": points, "frontier": {kind: frontier(some) for kind, some in of.items()},
-        "least": {kind: smallest_tables(some, given.target) for kind, some in of.items()},
+        "points": points, "frontier": {kind: frontier(group) for kind, group in groups.items()},
+        "least": {kind: smallest_tables(group, options.target) for kind, group in groups.items()},
         "policy": policy_of(best) if best else None,
     }  # fmt: skip
 
@@ -148,12 +150,12 @@ def by_tables(
     """Attention with each of these L in ascending order, using the first planes of `how`."""
     scores = last_queries(spec, layer, SINKS, WINDOW, seed)
     keys, cosines = centred(spec, layer, SINKS, WINDOW)
-    found = []
-    for count, same in zip(tables, agreements(scores, keys, how, tables), strict=True):
+    estimates = []
+    for count, agreeing in zip(tables, agreements(scores, keys, how, tables), strict=True):
         weights = replace(how, tables=count)(cosines)
-        attended = scores.selectable & (same >= how.min_tables)
-        found.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
-    return found
+        attended = scores.selectable & (agreeing >= how.min_tables)
+        estimates.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
+    return estimates
 
 
 def agreements(
@@ -165,7 +167,7 @@ def agreements(
     head_dim = keys.shape[-1]
     q = scores.q.reshape(rows, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
 
-    def one(head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def count_head(head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         key, q, k = (a[None] for a in head)
         planes = lsh.planes(key[None], head_dim, how)[0]
         of_q, of_k = (lsh.codes(a, planes, how)[0] for a in (q, k))  # [L,*]
@@ -173,27 +175,27 @@ def agreements(
         def add(table: jax.Array, count: jax.Array) -> jax.Array:
             return count + (of_q[table][:, None] == of_k[table][None]).astype(jnp.int32)
 
-        count, found = jnp.zeros((q.shape[1], length), jnp.int32), []
+        count, counts = jnp.zeros((q.shape[1], length), jnp.int32), []
         for first, last in zip((0, *tables), tables, strict=False):
             count = jax.lax.fori_loop(first, last, add, count)
-            found.append(count)
-        return tuple(found)
+            counts.append(count)
+        return tuple(counts)
 
     # One head at a time, to limit memory.
     heads = scores.rng, q.reshape(rows, kv_heads, -1, head_dim), keys
-    found = jax.lax.map(one, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
-    return [count.reshape(scores.logits.shape) for count in found]
+    counts = jax.lax.map(count_head, tuple(a.reshape(-1, *a.shape[2:]) for a in heads))
+    return [count.reshape(scores.logits.shape) for count in counts]
 
 
 def frontier(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The Pareto frontier of share read and error, by share."""
-    best, found = float("inf"), []
+    best, pareto = float("inf"), []
     for point in sorted(points, key=lambda p: (p["share"], p["error"]["mean"])):
         if point["error"]["mean"] < best:
             best = point["error"]["mean"]
-            found.append({name: point[name] for name in ("K", "L", "share", "of_cache")}
-                         | {"error": best})  # fmt: skip
-    return found
+            pareto.append({name: point[name] for name in ("K", "L", "share", "of_cache")}
+                          | {"error": best})  # fmt: skip
+    return pareto
 
 
 def smallest_tables(points: Sequence[Mapping[str, Any]], target: float) -> Mapping[str, Any] | None:
@@ -203,15 +205,15 @@ def smallest_tables(points: Sequence[Mapping[str, Any]], target: float) -> Mappi
     return min(will_do, key=lambda p: (p["table_bytes"], p["share"]), default=None)
 
 
-def show(name: str, found: Mapping[str, Any], target: float) -> None:
+def show(name: str, model: Mapping[str, Any], target: float) -> None:
     """Print the frontier and the recommended policy."""
     print(f"{name}: share read, error of attention, and tables over keys and values")
     print(f"{'':14}{'K':>4}{'L':>6}{'read':>10}{'error':>10}{'tables':>10}")
-    for kind, line in found["frontier"].items():
+    for kind, line in model["frontier"].items():
         for p in line:
             print(f"{kind:14}{p['K']:4}{p['L']:6}{p['share']:10.2%}{p['error']:10.4f}"
                   f"{p['of_cache']:10.2f}")  # fmt: skip
-    for kind, best in found["least"].items():
+    for kind, best in model["least"].items():
         if best is None:
             print(f"{kind}: no error is below {target:g}; try more --tables or fewer --bits")
         else:
@@ -219,8 +221,8 @@ def show(name: str, found: Mapping[str, Any], target: float) -> None:
             print(f"{kind}: the smallest tables with an error of {target:g} are of K={best['K']}, "
                   f"L={best['L']}: {best['share']:.2%} read, an error of {mean:.4f}, "
                   f"{size:,} bytes a kv head")  # fmt: skip
-    if found["policy"]:
-        print("use", found["policy"])
+    if model["policy"]:
+        print("use", model["policy"])
 
 
 READ, TARGETS = (0.1, 0.2, 0.4), (0.05, 0.1, 0.2)  # shares of the keys, and errors

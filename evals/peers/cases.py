@@ -79,7 +79,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
     """The policies of one ratio, by case; a tuple has one per layer."""
     capacity, start = budget(prompt, ratio), {"start": prompt}
     snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"} | start
-    found: dict[str, Policy | tuple[Policy, ...]] = {
+    by_name: dict[str, Policy | tuple[Policy, ...]] = {
         "snapkv": SnapKV(capacity, **snap),
         "pyramidkv": PyramidKV(capacity, beta=BETA, **snap),
         ENDS: PromptEnds(SINKS, capacity - SINKS, **start),
@@ -91,11 +91,11 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
     rounds = round(math.log2(2 * prompt / capacity))
     ends = (capacity * 2**rounds - prompt) // (2**rounds - 1)
     fields = {"sinks": SINKS, "window": ends - SINKS, "rounds": rounds} | start
-    found |= {name: policy(**fields) for name, policy in HALVED.items()}
+    by_name |= {name: policy(**fields) for name, policy in HALVED.items()}
     budgets = pyramid_budgets(prompt, ratio, layers)
     if len(set(budgets)) > 1:
-        found[BUDGETS] = tuple(SnapKV(max(one, WINDOW + 1), **snap) for one in budgets)
-    return found
+        by_name[BUDGETS] = tuple(SnapKV(max(budget, WINDOW + 1), **snap) for budget in budgets)
+    return by_name
 
 
 def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,48 +44,48 @@ Key = tuple[str, float]
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.peers.compare", __doc__)
-    ask.add_argument("--peer-python", required=True, help="the Python that has kvpress")
-    ask.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
-    ask.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
+    parser = ask_for_texts("jaxkv.evals.peers.compare", __doc__)
+    parser.add_argument("--peer-python", required=True, help="the Python that has kvpress")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
+    parser.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
     optional = [name for name in (*cases.PRESSES, *cases.HALVED) if name != CHECKED[0]]
-    ask.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
-    given = ask.parse_args()
-    llm = models.load(given.model)
-    longest = max(given.prompts) + given.scored + 1
-    texts = first_tokens(ask, llm, given.texts, longest)
-    record = Record("peers", [*llm.files, *given.texts], quick=given.quick)
-    record.finish(run(llm, texts, given, record))
+    parser.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
+    options = parser.parse_args()
+    llm = models.load(options.model)
+    longest = max(options.prompts) + options.scored + 1
+    texts = first_tokens(parser, llm, options.texts, longest)
+    record = Record("peers", [*llm.files, *options.texts], quick=options.quick)
+    record.finish(run(llm, texts, options, record))
 
 
 def run(
-    llm: Llm, texts: dict[str, Sequence[int]], given: argparse.Namespace, record: Record
+    llm: Llm, texts: dict[str, Sequence[int]], options: argparse.Namespace, record: Record
 ) -> dict[str, Any]:
     """All prompt lengths, cases and texts."""
-    parts = Parts(record, 2 * len(texts) * len(given.prompts))
-    found: dict[str, Any] = {}
-    for prompt in given.prompts:
-        keys = cases.keys(prompt, llm.config.layers, given.skip)
+    parts = Parts(record, 2 * len(texts) * len(options.prompts))
+    by_prompt: dict[str, Any] = {}
+    for prompt in options.prompts:
+        keys = cases.keys(prompt, llm.config.layers, options.skip)
         chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
-        both = cases.with_press(keys)
+        pressed = cases.with_press(keys)
         asked = repr([(key, chosen[key[1]][key[0]]) for key in keys])
-        asked += repr([cases.press(*key) for key in both])
+        asked += repr([cases.press(*key) for key in pressed])
         sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
         for text, ids in texts.items():
-            some = ids[: prompt + given.scored + 1]
-            hash_ = zlib.crc32(f"{asked} {list(some)}".encode())
-            of = f"{llm.name}, {text}, {prompt}, {given.scored}, {hash_:x}"
-            theirs = lambda s=some, p=prompt, k=both: of_kvpress(llm, s, p, k, given.peer_python)  # noqa: E731
-            ours = lambda s=some, p=prompt, k=keys: of_jaxkv(llm, s, p, k)  # noqa: E731
-            sides["theirs"].append(parts.part(f"kvpress, {of}", theirs))
-            sides["ours"].append(parts.part(f"jaxkv, {of}", ours))
-        found[str(prompt)] = table(keys, sides["ours"], sides["theirs"])
+            tokens = ids[: prompt + options.scored + 1]
+            hash_ = zlib.crc32(f"{asked} {list(tokens)}".encode())
+            title = f"{llm.name}, {text}, {prompt}, {options.scored}, {hash_:x}"
+            kvpress_losses = partial(of_kvpress, llm, tokens, prompt, pressed, options.peer_python)
+            jaxkv_losses = partial(of_jaxkv, llm, tokens, prompt, keys)
+            sides["theirs"].append(parts.part(f"kvpress, {title}", kvpress_losses))
+            sides["ours"].append(parts.part(f"jaxkv, {title}", jaxkv_losses))
+        by_prompt[str(prompt)] = table(keys, sides["ours"], sides["theirs"])
         for name, ratio in keys:
-            row = found[str(prompt)]["cases"][name][f"{ratio:g}"]
+            row = by_prompt[str(prompt)]["cases"][name][f"{ratio:g}"]
             row["policy"] = format_policy(chosen[ratio][name]) if name != cases.ENDS else name
     return {
-        "model": llm.name, "texts": list(texts), "scored": given.scored, "prompts": found,
-        "peer_versions": versions_of(given.peer_python), "commits_of_parts": parts.commits,
+        "model": llm.name, "texts": list(texts), "scored": options.scored, "prompts": by_prompt,
+        "peer_versions": versions_of(options.peer_python), "commits_of_parts": parts.commits,
     }  # fmt: skip
 
 
@@ -109,22 +110,25 @@ def of_kvpress(
 ) -> np.ndarray:
     """The same, with a last row for the case that is measured in two ways."""
     asked = [cases.press(*key) for key in keys]
-    different = [one for number, one in enumerate(asked) if one not in asked[:number]]
+    different = [press for number, press in enumerate(asked) if press not in asked[:number]]
     with tempfile.TemporaryDirectory() as folder:
-        given = {
+        request = {
             "model": str(as_folder(llm, Path(folder))), "tokens": list(map(int, ids)),
             "prompt": prompt, "cases": different, "check": different.index(cases.press(*CHECKED)),
         }  # fmt: skip
-        found = json.loads(called(python, str(SCRIPT), given=json.dumps(given)))
-    each = [[cached, *one] for cached, one in zip(found["cached"], found["losses"], strict=True)]
-    rows = [each[different.index(one)] for one in asked]
-    checked = [found["cached"][given["check"]], *found["checked"]]
-    return np.array([*rows, [prompt, *found["full"]], checked])
+        reply = json.loads(called(python, str(SCRIPT), stdin=json.dumps(request)))
+    measured = [
+        [cached, *case_losses]
+        for cached, case_losses in zip(reply["cached"], reply["losses"], strict=True)
+    ]
+    rows = [measured[different.index(press)] for press in asked]
+    checked = [reply["cached"][request["check"]], *reply["checked"]]
+    return np.array([*rows, [prompt, *reply["full"]], checked])
 
 
-def called(python: str, *words: str, given: str = "") -> str:
+def called(python: str, *words: str, stdin: str = "") -> str:
     """The standard output of a command of the other environment; SystemExit where it fails."""
-    done = subprocess.run([python, *words], input=given, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([python, *words], input=stdin, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{python} failed, as above; nothing is written")
     return done.stdout
@@ -140,30 +144,39 @@ def versions_of(python: str) -> dict[str, str]:
 
 
 def table(
-    keys: Sequence[Key], ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+    keys: Sequence[Key], jaxkv_rows: Sequence[np.ndarray], kvpress_rows: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """Losses by case and ratio, and their difference; keys: those of ours; one array per text."""
-    full = {"ours": [one[-1, 1:].mean() for one in ours],
-            "theirs": [one[-2, 1:].mean() for one in theirs]}  # fmt: skip
-    found: dict[str, Any] = {"full": row(full, full), "cases": {}}
-    both = cases.with_press(keys)
+    """Losses by case and ratio, and their difference; keys: cases of jaxkv; one array per text."""
+    full = {"ours": [text_rows[-1, 1:].mean() for text_rows in jaxkv_rows],
+            "theirs": [text_rows[-2, 1:].mean() for text_rows in kvpress_rows]}  # fmt: skip
+    compared: dict[str, Any] = {"full": row(full, full), "cases": {}}
+    pressed = cases.with_press(keys)
     for number, (name, ratio) in enumerate(keys):
-        sides = {"ours": [one[number] for one in ours]}
-        if (name, ratio) in both:
-            sides["theirs"] = [one[both.index((name, ratio))] for one in theirs]
-        losses = {side: [one[1:].mean() for one in each] for side, each in sides.items()}
-        line = row(losses, full) | {"cached": {side: each[0][0] for side, each in sides.items()}}
+        sides = {"ours": [text_rows[number] for text_rows in jaxkv_rows]}
+        if (name, ratio) in pressed:
+            sides["theirs"] = [
+                text_rows[pressed.index((name, ratio))] for text_rows in kvpress_rows
+            ]
+        losses = {
+            side: [case_row[1:].mean() for case_row in case_rows]
+            for side, case_rows in sides.items()
+        }
+        line = row(losses, full) | {
+            "cached": {side: case_rows[0][0] for side, case_rows in sides.items()}
+        }
         if "theirs" in sides:
             pairs = zip(sides["ours"], sides["theirs"], strict=True)
             tokens = [np.abs(a[1:] - b[1:]).max() for a, b in pairs]
             line["largest_difference_of_a_token"] = max(tokens)
-        found["cases"].setdefault(name, {})[f"{ratio:g}"] = line
-    checked = both.index(CHECKED)
-    found["checked"] = {
+        compared["cases"].setdefault(name, {})[f"{ratio:g}"] = line
+    checked = pressed.index(CHECKED)
+    compared["checked"] = {
         "case": f"{CHECKED[0]}, {CHECKED[1]:g} removed",
-        "largest_difference": max(np.abs(one[-1] - one[checked]).max() for one in theirs),
+        "largest_difference": max(
+            np.abs(text_rows[-1] - text_rows[checked]).max() for text_rows in kvpress_rows
+        ),
     }
-    return found
+    return compared
 
 
 def row(
@@ -171,15 +184,15 @@ def row(
 ) -> dict[str, Any]:
     """Each side by text, over full attention, and ours minus theirs if kvpress has the case."""
     over = {side: paired(losses[side], full[side]) for side in losses}
-    found = {"losses": losses, "over_full": over}
+    line = {"losses": losses, "over_full": over}
     if "theirs" in losses:
-        found["difference"] = paired(losses["ours"], losses["theirs"])
-    return found
+        line["difference"] = paired(losses["ours"], losses["theirs"])
+    return line
 
 
-def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+def paired(losses: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """The mean difference over texts, its standard error, and the difference of each text."""
-    by_text = np.subtract(one, other)
+    by_text = np.subtract(losses, base)
     return {
         "mean": by_text.mean(),
         "standard_error": standard_error(by_text),
@@ -274,8 +287,8 @@ def gap_in_errors(results: dict[str, Any]) -> dict[str, float]:
     gaps = {}
     for prompt, at in results["prompts"].items():
         for ratio, row in at["cases"]["snapkv"].items():
-            other = at["cases"]["expected-attention"][ratio]
-            gap = paired(*(x["over_full"]["ours"]["by_text"] for x in (row, other)))
+            expected_attention = at["cases"]["expected-attention"][ratio]
+            gap = paired(*(x["over_full"]["ours"]["by_text"] for x in (row, expected_attention)))
             gaps[f"{prompt}, {ratio}"] = abs(gap["mean"]) / gap["standard_error"]
     return gaps
 

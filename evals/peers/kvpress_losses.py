@@ -34,30 +34,30 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         asked["model"], dtype=torch.float32, attn_implementation="sdpa"
     )
     tokens, prompt = torch.tensor([asked["tokens"]]), asked["prompt"]
-    presses = [getattr(kvpress, one["press"])(**one["fields"]) for one in asked["cases"]]
+    presses = [getattr(kvpress, case["press"])(**case["fields"]) for case in asked["cases"]]
     read = read_prompt(model, tokens[:, :prompt])
-    found: dict[str, Any] = {"losses": [], "cached": []}
+    results: dict[str, Any] = {"losses": [], "cached": []}
     for press in presses:
         cache, cached = compressed(model, press, *read)
-        found["losses"].append(answer(model, cache, tokens, prompt, len(set(cached)) == 1))
-        found["cached"].append(sum(cached) / len(cached))
+        results["losses"].append(answer(model, cache, tokens, prompt, len(set(cached)) == 1))
+        results["cached"].append(sum(cached) / len(cached))
         print(
             f"{press}: {sum(cached) / len(cached):g} tokens per layer", file=sys.stderr, flush=True
         )
-    whole, _ = compressed(model, None, *read)
-    found["full"] = answer(model, whole, tokens, prompt, True)
-    found["checked"] = by_context_manager(model, presses[asked["check"]], tokens, prompt)
-    return found
+    full_cache, _ = compressed(model, None, *read)
+    results["full"] = answer(model, full_cache, tokens, prompt, True)
+    results["checked"] = by_context_manager(model, presses[asked["check"]], tokens, prompt)
+    return results
 
 
 def read_prompt(model: Any, tokens: Any) -> tuple[Any, list[dict[str, Any]]]:
     """The cache of the whole prompt, and the arguments of every attention layer."""
     from transformers import DynamicCache
 
-    given: list[dict[str, Any]] = []
+    layer_arguments: list[dict[str, Any]] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, named: given.append(named), with_kwargs=True
+            lambda module, args, named: layer_arguments.append(named), with_kwargs=True
         )
         for layer in model.model.layers
     ]
@@ -65,18 +65,18 @@ def read_prompt(model: Any, tokens: Any) -> tuple[Any, list[dict[str, Any]]]:
     model.model(input_ids=tokens, past_key_values=cache)
     for hook in hooks:
         hook.remove()
-    return cache, given
+    return cache, layer_arguments
 
 
 def compressed(
-    model: Any, press: Any, cache: Any, given: list[dict[str, Any]]
+    model: Any, press: Any, cache: Any, layer_arguments: list[dict[str, Any]]
 ) -> tuple[Any, list[int]]:
     """A new cache with what a press keeps (None: everything), and the tokens of each layer."""
     from transformers import DynamicCache
 
     new, cached = DynamicCache(), []
     for number, layer in enumerate(model.model.layers):
-        attention, named = layer.self_attn, given[number]
+        attention, named = layer.self_attn, layer_arguments[number]
         attention.rotary_emb = model.model.rotary_emb
         keys, values = cache.layers[number].keys, cache.layers[number].values
         if press is not None:
@@ -99,9 +99,9 @@ def answer(model: Any, cache: Any, tokens: Any, prompt: int, at_once: bool) -> l
         part = fed[:, begin : begin + size]
         positions = torch.arange(prompt + begin, prompt + begin + size)[None]
         out = model(input_ids=part, past_key_values=cache, position_ids=positions)
-        wanted = targets[begin : begin + size]
+        part_targets = targets[begin : begin + size]
         losses += torch.nn.functional.cross_entropy(
-            out.logits[0], wanted, reduction="none"
+            out.logits[0], part_targets, reduction="none"
         ).tolist()
     return losses
 

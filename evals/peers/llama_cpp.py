@@ -50,45 +50,50 @@ SIDE = 8192  # of the matrix that measures the bandwidth: larger than caches of 
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.peers.llama_cpp", __doc__)
-    ask.add_argument("--peer-python", required=True, help="the Python that has llama-cpp-python")
-    ask.add_argument("--prefill", type=int, nargs="+", default=[1024], help="tokens of a prompt")
-    ask.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="begin with 1")
-    ask.add_argument("--prompt", type=int, default=300, help="tokens before decoding")
-    ask.add_argument("--new", type=int, default=64, help="tokens to decode")
-    ask.add_argument("--threads", type=int, default=2)
-    ask.add_argument("--rounds", type=int, default=9)
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    if given.batches[0] != 1:
-        ask.error(f"--batches must begin with 1, got {given.batches[0]}; bytes a second need it")
-    if given.quick:
-        given.prefill, given.prompt, given.new, given.rounds = [256], 64, 16, 2
+    parser = make_parser("jaxkv.evals.peers.llama_cpp", __doc__)
+    parser.add_argument("--peer-python", required=True, help="the Python that has llama-cpp-python")
+    parser.add_argument("--prefill", type=int, nargs="+", default=[1024], help="tokens of a prompt")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="begin with 1")
+    parser.add_argument("--prompt", type=int, default=300, help="tokens before decoding")
+    parser.add_argument("--new", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    if options.batches[0] != 1:
+        parser.error(
+            f"--batches must begin with 1, got {options.batches[0]}; bytes a second need it"
+        )
+    if options.quick:
+        options.prefill, options.prompt, options.new, options.rounds = [256], 64, 16, 2
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < given.threads:
-        ask.error(f"--threads {given.threads} needs as many cores, got {len(cores)}; give fewer")
-    os.sched_setaffinity(0, cores[: given.threads])  # processes started from here inherit it
-    record = Record("llama_cpp", [smollm2.fetch()], quick=given.quick)
-    record.finish(run(smollm2.fetch(), given))
+    if len(cores) < options.threads:
+        parser.error(
+            f"--threads {options.threads} needs as many cores, got {len(cores)}; give fewer"
+        )
+    os.sched_setaffinity(0, cores[: options.threads])  # processes started from here inherit it
+    record = Record("llama_cpp", [smollm2.fetch()], quick=options.quick)
+    record.finish(run(smollm2.fetch(), options))
 
 
-def run(file: Path, given: argparse.Namespace) -> dict[str, Any]:
+def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Start all cases and measure them."""
     llm = without_weights(open_published(file))
-    text, prompts = prompts_of(llm, max(given.batches), given.prompt, max(given.prefill))
+    text, prompts = prompts_of(llm, max(options.batches), options.prompt, max(options.prefill))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cases, about = start_cases(stack, file, folder, prompts, given)
+        cases, about = start_cases(stack, file, folder, prompts, options)
         peer = next(case for case in cases.values() if case.name.startswith("llama.cpp"))
         fixed = {
-            "model": llm.name, "prompt": given.prompt, "new": given.new, "threads": given.threads,
-            "rounds": given.rounds, "policies": POLICIES, "llama_cpp": peer.ask("about"),
+            "model": llm.name, "prompt": options.prompt, "new": options.new,
+            "threads": options.threads, "rounds": options.rounds, "policies": POLICIES,
+            "llama_cpp": peer.ask("about"),
         }  # fmt: skip
         for name, case in cases.items():
-            about[name]["memory"] = memory_of_one(case, text[: max(given.prefill)], given.new)
-        same = compare_tokens(cases, max(given.batches), given.new)
+            about[name]["memory"] = memory_of_one(case, text[: max(options.prefill)], options.new)
+        greedy = compare_tokens(cases, max(options.batches), options.new)
         meter = stack.enter_context(PeerProcess("bandwidth", OURS))
-        results = fixed | measure(cases, about, meter, text, given) | {"greedy": same}
+        results = fixed | measure(cases, about, meter, text, options) | {"greedy": greedy}
     print(rates_table(results))
     return results
 
@@ -98,25 +103,25 @@ def start_cases(
     file: Path,
     folder: Path,
     prompts: Sequence[Sequence[int]],
-    given: argparse.Namespace,
+    options: argparse.Namespace,
 ) -> tuple[dict[str, PeerProcess], dict[str, dict[str, Any]]]:
     """The processes by name, with their models loaded, and what they say about these.
 
-    folder: for the files that llama.cpp's quantiser makes.
+    folder: place of the files that llama.cpp's quantiser makes.
     """
-    peer, files = [given.peer_python, "-P", str(SCRIPT)], {FILE: str(file)}
+    peer, files = [options.peer_python, "-P", str(SCRIPT)], {FILE: str(file)}
     with PeerProcess("llama.cpp's quantiser", peer) as quantiser:
         for form in MADE:
             files[form] = str(folder / f"{form}.gguf")
             quantiser.ask("quantise", source=str(file), target=files[form], form=form,
-                          threads=given.threads)  # fmt: skip
-    room = max(*given.prefill, given.prompt + given.new)
+                          threads=options.threads)  # fmt: skip
+    room = max(*options.prefill, options.prompt + options.new)
     cases: dict[str, PeerProcess] = {}
     about: dict[str, dict[str, Any]] = {}
     for form, path in files.items():
         case = stack.enter_context(PeerProcess(f"llama.cpp {form}", peer))
         about[case.name] = case.ask(
-            "load", model=path, threads=given.threads, prompts=prompts, room=room
+            "load", model=path, threads=options.threads, prompts=prompts, room=room
         )
         cases[case.name] = case
     for weights, asked in WEIGHTS.items():
@@ -147,7 +152,7 @@ def compare_tokens(cases: Mapping[str, PeerProcess], batch: int, new: int) -> di
     tokens = {
         name: case.ask("greedy", batch=batch, new=new)["tokens"] for name, case in cases.items()
     }
-    found = {}
+    by_case = {}
     for name, answers in tokens.items():
         common = [int(np.argmin([*np.equal(*pair), False]))
                   for pair in zip(answers, tokens[REFERENCE], strict=True)]  # fmt: skip
@@ -155,8 +160,8 @@ def compare_tokens(cases: Mapping[str, PeerProcess], batch: int, new: int) -> di
             raise SystemExit(
                 f"{name} and {REFERENCE} predict different tokens; their times are not comparable"
             )
-        found[name] = {"common": common, "of": new}
-    return found
+        by_case[name] = {"common": common, "of": new}
+    return by_case
 
 
 def measure(
@@ -164,20 +169,20 @@ def measure(
     about: Mapping[str, dict[str, Any]],
     meter: PeerProcess,
     text: Sequence[int],
-    given: argparse.Namespace,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """The times of all cases in turn. about: what each says about its model and memory."""
     asked: dict[str, tuple[int, dict[str, Any]]] = (
         {  # tokens, and the request
             f"prefill, {count}": (count, {"do": "prefill", "tokens": text[:count]})
-            for count in given.prefill
+            for count in options.prefill
         }
         | {
             f"decode, batch {batch}": (
-                batch * given.new,
-                {"do": "decode", "batch": batch, "new": given.new},
+                batch * options.new,
+                {"do": "decode", "batch": batch, "new": options.new},
             )
-            for batch in given.batches
+            for batch in options.batches
         }
     )
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -185,20 +190,22 @@ def measure(
         variants = {name: case.seconds(**request) for name, case in cases.items()}
         if title == "decode, batch 1":
             variants["bandwidth"] = meter.seconds("bandwidth", side=SIDE)
-        seconds[title] = time_rounds(variants, given.rounds, title)
+        seconds[title] = time_rounds(variants, options.rounds, title)
     bandwidth = 4 * SIDE**2 / np.array(seconds["decode, batch 1"].pop("bandwidth"))
-    found = {}
+    by_case = {}
     for name in cases:
-        read = about[name]["weight_bytes"] * given.new / np.array(seconds["decode, batch 1"][name])
-        found[name] = about[name] | {
+        read = (
+            about[name]["weight_bytes"] * options.new / np.array(seconds["decode, batch 1"][name])
+        )
+        by_case[name] = about[name] | {
             "tokens_per_second": {
                 title: rate(tokens, seconds[title][name]) for title, (tokens, _) in asked.items()
             },
             "bytes_per_second": spread(read),
             "share_of_bandwidth": spread(read / bandwidth),
         }
-    ratio_of = {title: ratios(of, "llama.cpp") for title, of in seconds.items()}
-    return {"bandwidth": spread(bandwidth), "cases": found, "ratio": ratio_of}
+    ratio_of = {title: ratios(by_case, "llama.cpp") for title, by_case in seconds.items()}
+    return {"bandwidth": spread(bandwidth), "cases": by_case, "ratio": ratio_of}
 
 
 def rates_table(results: dict[str, Any]) -> str:

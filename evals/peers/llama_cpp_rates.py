@@ -37,7 +37,7 @@ def memory(process: int | str = "self") -> dict[str, int]:
     """Resident bytes of a process, now and at most."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    kilobytes = {of: int(fields[of].split()[0]) for of in ("VmRSS", "VmHWM")}
+    kilobytes = {field: int(fields[field].split()[0]) for field in ("VmRSS", "VmHWM")}
     return {"resident": 1024 * kilobytes["VmRSS"], "peak": 1024 * kilobytes["VmHWM"]}
 
 
@@ -49,11 +49,11 @@ class LlamaCppWorker:
         import llama_cpp
 
         quiet()
-        given = llama_cpp.llama_model_quantize_default_params()
-        given.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form}")
-        given.nthread, given.allow_requantize = threads, True
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form}")
+        parameters.nthread, parameters.allow_requantize = threads, True
         failed = llama_cpp.llama_model_quantize(
-            source.encode(), target.encode(), ctypes.byref(given)
+            source.encode(), target.encode(), ctypes.byref(parameters)
         )
         if failed:
             raise RuntimeError(f"llama_model_quantize of {form} returned {failed}")
@@ -89,29 +89,29 @@ class LlamaCppWorker:
         folder = Path(llama_cpp.__file__).parent / "lib"
         version = ctypes.CDLL(str(folder / "libggml-base.so")).ggml_version
         version.restype = ctypes.c_char_p
-        given = llama_cpp.llama_context_default_params()
+        parameters = llama_cpp.llama_context_default_params()
         return {
             "llama_cpp_python": llama_cpp.__version__,
             "ggml": version().decode(),
             "build": llama_cpp.llama_print_system_info().decode().strip(" |"),
-            "settings": {name: getattr(given, name) for name in SETTINGS},
+            "settings": {name: getattr(parameters, name) for name in SETTINGS},
         }
 
     def prefill(self, tokens: Sequence[int]) -> dict[str, float]:
         """Seconds to read a prompt into an empty cache, up to the most probable next token."""
         context = self.context(1)
         context.clear()
-        begun = perf_counter()
+        start = perf_counter()
         context.read(0, tokens)
-        return {"seconds": perf_counter() - begun}
+        return {"seconds": perf_counter() - start}
 
     def decode(self, batch: int, new: int) -> dict[str, float]:
         """Seconds to generate tokens for the first sequences, after their prompts."""
         context = self.context(batch)
         context.to_prompts(self.prompts[:batch])
-        begun = perf_counter()
+        start = perf_counter()
         context.generate(new)
-        return {"seconds": perf_counter() - begun}
+        return {"seconds": perf_counter() - start}
 
     def greedy(self, batch: int, new: int) -> dict[str, list[list[int]]]:
         """The tokens that `decode` generates."""
@@ -135,11 +135,11 @@ class Context:
     def __init__(self, model: Any, batch: int, room: int, threads: int):
         import llama_cpp
 
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx, given.n_seq_max = batch * room, batch
-        given.n_threads = given.n_threads_batch = threads
-        self.api, self.batch, self.largest = llama_cpp, batch, given.n_batch
-        self.context = llama_cpp.llama_init_from_model(model, given)
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = batch * room, batch
+        parameters.n_threads = parameters.n_threads_batch = threads
+        self.api, self.batch, self.largest = llama_cpp, batch, parameters.n_batch
+        self.context = llama_cpp.llama_init_from_model(model, parameters)
         if not self.context:
             raise RuntimeError(f"llama.cpp has no context of {batch} sequences of {room} tokens")
         self.cache = llama_cpp.llama_get_memory(self.context)
@@ -170,28 +170,28 @@ class Context:
             part = tokens[begin : begin + self.largest]
             last = begin + len(part) == len(tokens)
             for index, token in enumerate(part):
-                wanted = last and index == len(part) - 1
-                self.put(index, token, begin + index, sequence, wanted)
+                needs_logits = last and index == len(part) - 1
+                self.put(index, token, begin + index, sequence, needs_logits)
             self.run(len(part))
         return self.top(len(part) - 1)
 
     def generate(self, new: int) -> list[list[int]]:
         """Greedy tokens of every sequence, from the end of the prompts."""
-        tokens, found = list(self.next), []
+        tokens, steps = list(self.next), []
         for step in range(new):
             for sequence, token in enumerate(tokens):
                 self.put(sequence, token, len(self.prompts[sequence]) + step, sequence, True)
             self.run(self.batch)
-            found.append(tokens)
+            steps.append(tokens)
             tokens = [self.top(sequence) for sequence in range(self.batch)]
-        return [list(one) for one in zip(*found, strict=True)]
+        return [list(sequence) for sequence in zip(*steps, strict=True)]
 
-    def put(self, index: int, token: int, position: int, sequence: int, wanted: bool) -> None:
+    def put(self, index: int, token: int, position: int, sequence: int, needs_logits: bool) -> None:
         """Set one token of the next run. wanted: its logits are computed."""
         batch = self.tokens
         batch.token[index], batch.pos[index] = token, position
         batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
-        batch.logits[index] = wanted
+        batch.logits[index] = needs_logits
 
     def run(self, count: int) -> None:
         self.tokens.n_tokens = count

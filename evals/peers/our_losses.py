@@ -48,7 +48,7 @@ def losses_of(
 ) -> tuple[float, Float[np.ndarray, " N"]]:
     """The tokens that a policy keeps of a prompt, and the losses of answer tokens 1, 2, ...
 
-    chosen: for all layers or one per layer. read: the prompt. answer: tokens after it.
+    chosen: one policy for all layers or one per layer. read: the prompt. answer: tokens after it.
     """
     llm, size = read.llm, int(read.lengths[0])
     by_layer = llm.policies(chosen)
@@ -59,12 +59,12 @@ def losses_of(
     states = [state.prompt if isinstance(state, ExpectedState) else state for state in states]
     scored = PromptEnds(0, size)
     cached = [np.isfinite(scored.cached(llm.spec, state).log_weight) for state in states]
-    counts = [one.sum(axis=2).mean() for one in cached]
+    counts = [is_cached.sum(axis=2).mean() for is_cached in cached]
     stream = copy.copy(read)
     stream.static = read.static._replace(policies=(scored,) * len(states))
     stream.prefill_finished = True
     # Scoring takes its states, and other policies need the prompt.
-    padded = jax.tree.map(jnp.copy, tuple(pad(one, size, len(answer)) for one in states))
+    padded = jax.tree.map(jnp.copy, tuple(pad(state, size, len(answer)) for state in states))
     stream.decoding = stream.decoding._replace(states=padded)
     return float(np.mean(counts)), score(stream, answer)
 
@@ -97,8 +97,8 @@ def streamed(
 
 
 def score(stream: models.Stream, answer: Sequence[int]) -> Float[np.ndarray, " N"]:
-    found = models.losses(stream.llm, answer, chunk=len(answer) - 1, stream=stream)
-    losses = np.concatenate(list(found)).astype(np.float64)
+    chunks = models.losses(stream.llm, answer, chunk=len(answer) - 1, stream=stream)
+    losses = np.concatenate(list(chunks)).astype(np.float64)
     if not np.isfinite(losses).all():
         raise SystemExit(f"{stream.policies[0]} gives losses that are not finite")
     return losses

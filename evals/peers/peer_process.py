@@ -54,24 +54,29 @@ class PeerProcess:
         return run
 
 
-def prompts_of(llm: Llm, batch: int, each: int, longest: int) -> tuple[list[int], list[list[int]]]:
+def prompts_of(llm: Llm, batch: int, size: int, longest: int) -> tuple[list[int], list[list[int]]]:
     """The beginning of the passage, and as many prompts of `each` tokens cut from it.
 
     longest: tokens of the longest prompt that is read alone. SystemExit where the passage is too
     short.
     """
-    needed = max(longest, each * batch)
+    needed = max(longest, size * batch)
     text = passage(llm, needed)
     if len(text) < needed:
         raise SystemExit(
             f"prompts need {needed:,} tokens, the passage has {len(text):,}; give shorter ones"
         )
-    return text, [text[start : start + each] for start in range(0, each * batch, each)]
+    return text, [text[start : start + size] for start in range(0, size * batch, size)]
 
 
 def ratios(
     seconds: Mapping[str, Sequence[float]], peer: str
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Tokens a second of each case of jaxkv over each of the peer's, round by round."""
-    ours, theirs = ([name for name in seconds if name.startswith(side)] for side in ("jaxkv", peer))
-    return {one: {other: ratio(seconds[other], seconds[one]) for other in theirs} for one in ours}
+    jaxkv_cases, peer_cases = (
+        [name for name in seconds if name.startswith(side)] for side in ("jaxkv", peer)
+    )
+    return {
+        case: {peer_case: ratio(seconds[peer_case], seconds[case]) for peer_case in peer_cases}
+        for case in jaxkv_cases
+    }

@@ -19,13 +19,15 @@ def peers(axes: Any, results: dict[str, Any]) -> None:
         colour = COLOURS["streaming" if name == ENDS else name]
         removed = [100 * float(ratio) for ratio in rows]
         over = [row["over_full"] for row in rows.values()]
-        ours, theirs = ([one[side] for one in over if side in one] for side in ("ours", "theirs"))
-        errors = [2 * (one["standard_error"] or 0) for one in ours]
+        jaxkv_rows, kvpress_rows = (
+            [row[side] for row in over if side in row] for side in ("ours", "theirs")
+        )
+        errors = [2 * (row["standard_error"] or 0) for row in jaxkv_rows]
         axes.errorbar(
-            removed, [one["mean"] for one in ours], errors,
+            removed, [row["mean"] for row in jaxkv_rows], errors,
             color=colour, capsize=2, label=name, linestyle="dotted" if name == "streaming" else "-",
         )  # fmt: skip
-        if theirs:
-            axes.plot(removed, [one["mean"] for one in theirs], "x", color=colour)
+        if kvpress_rows:
+            axes.plot(removed, [row["mean"] for row in kvpress_rows], "x", color=colour)
     axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
     axes.set(xlabel="removed, of the prompt (%)", ylabel="loss over full (nats per token)")

@@ -47,11 +47,11 @@ class Target(NamedTuple):
 
 
 class StreamedAnswer(NamedTuple):
-    """An answer. begun, times, ended: of the request, of each chunk with text, and of the end."""
+    """An answer. start, times, ended: seconds at the request, each chunk with text, and the end."""
 
     text: str
     tokens: int
-    begun: float
+    start: float
     times: list[float]
     ended: float
 
@@ -70,7 +70,7 @@ async def ask(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
-    times, pieces, usage, begun = [] if times is None else times, [], None, perf_counter()
+    times, pieces, usage, start = [] if times is None else times, [], None, perf_counter()
     async with asyncio.timeout(LIMIT):
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
         try:
@@ -87,7 +87,7 @@ async def ask(
                 if "error" in event:
                     raise RuntimeError(str(event["error"])[:200])
                 usage = event.get("usage") or usage
-                text = "".join(one["delta"].get("content") or "" for one in event["choices"])
+                text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
                 if text:
                     times.append(perf_counter())
                     pieces.append(text)
@@ -95,20 +95,20 @@ async def ask(
             writer.close()
     if usage is None:
         raise RuntimeError("the stream ended without its usage")
-    return StreamedAnswer("".join(pieces), usage["completion_tokens"], begun, times, perf_counter())
+    return StreamedAnswer("".join(pieces), usage["completion_tokens"], start, times, perf_counter())
 
 
 async def ask_all(requests: Sequence[Awaitable[StreamedAnswer]]) -> list[StreamedAnswer]:
     """All answers at once. Raises RuntimeError if any failed, after the others have ended."""
-    found = await asyncio.gather(*requests, return_exceptions=True)
-    failed = [one for one in found if isinstance(one, BaseException)]
-    for one in failed:
-        if not isinstance(one, FAILURES):
-            raise one
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for error in failed:
+        if not isinstance(error, FAILURES):
+            raise error
     if failed:
         reason = str(failed[0]) or type(failed[0]).__name__
-        raise RuntimeError(f"{len(failed)} of {len(found)} requests failed: {reason}")
-    return [one for one in found if isinstance(one, StreamedAnswer)]
+        raise RuntimeError(f"{len(failed)} of {len(outcomes)} requests failed: {reason}")
+    return [outcome for outcome in outcomes if isinstance(outcome, StreamedAnswer)]
 
 
 def prompt(label: str, start: int, words: int) -> list[ChatMessage]:
@@ -144,10 +144,10 @@ async def answer(target: Target, label: str, words: int, new: int) -> str:
 
 async def rate(target: Target, label: str, clients: int, words: int, new: int) -> float:
     """Tokens a second of clients that ask at the same time, each for one answer."""
-    prompts = [prompt(f"{label}.{one}", one * words, words) for one in range(clients)]
-    found = await ask_all([ask(target, each, new) for each in prompts])
-    ended, begun = max(one.ended for one in found), min(one.begun for one in found)
-    return sum(one.tokens for one in found) / (ended - begun)
+    prompts = [prompt(f"{label}.{client}", client * words, words) for client in range(clients)]
+    answers = await ask_all([ask(target, messages, new) for messages in prompts])
+    ended, start = max(answer.ended for answer in answers), min(answer.start for answer in answers)
+    return sum(answer.tokens for answer in answers) / (ended - start)
 
 
 async def chat(target: Target, label: str, asked: Sequence[str], new: int) -> list[float]:
@@ -156,11 +156,11 @@ async def chat(target: Target, label: str, asked: Sequence[str], new: int) -> li
     seconds = []
     for text in asked:
         conversation.append({"role": "user", "content": text})
-        found = await ask(target, conversation, new)
-        if not found.times:
+        answer = await ask(target, conversation, new)
+        if not answer.times:
             raise RuntimeError(f"the answer of turn {len(seconds) + 1} has no text")
-        seconds.append(found.times[0] - found.begun)
-        conversation.append({"role": "assistant", "content": found.text})
+        seconds.append(answer.times[0] - answer.start)
+        conversation.append({"role": "assistant", "content": answer.text})
     return seconds
 
 
@@ -169,9 +169,9 @@ async def stall(
 ) -> dict[str, float]:
     """Seconds between two chunks of one stream: the 99th percentile, alone and with prompts.
 
-    words, new: of the prompt and the answer of the stream. long: words of each of the prompts,
-    which all arrive after LEAD chunks and get one token each. `prompts_answered`: seconds until
-    they all have it. Only gaps between their arrival and their answers count.
+    words, new: words of the prompt and tokens of the answer of the stream. long: words of each of
+    the prompts, which all arrive after LEAD chunks and get one token each. `prompts_answered`:
+    seconds until they all have it. Only gaps between their arrival and their answers count.
     """
     alone = await ask(target, prompt(f"{label}.alone", 0, words), new)
     times: list[float] = []
@@ -179,9 +179,9 @@ async def stall(
     while len(times) < LEAD and not stream.done():
         await asyncio.sleep(0.002)
     sent = perf_counter()
-    texts = [prompt(f"{label}.{one}", one * long, long) for one in range(prompts)]
-    _, *found = await ask_all([stream, *(ask(target, each, 1) for each in texts)])
-    answered = max(one.ended for one in found)
+    texts = [prompt(f"{label}.{number}", number * long, long) for number in range(prompts)]
+    _, *answers = await ask_all([stream, *(ask(target, text, 1) for text in texts)])
+    answered = max(answer.ended for answer in answers)
     return {
         "alone": percentile(gaps(alone.times[LEAD - 1 :])),
         "with_prompts": percentile(gaps(times, sent, answered)),

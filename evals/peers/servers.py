@@ -80,63 +80,70 @@ class RunningServer(NamedTuple):
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.peers.servers", __doc__)
-    ask.add_argument("--peer-python", required=True, help="the Python that has transformers")
-    ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    ask.add_argument("--cb-memory", type=float, default=0.2, help="share of the machine's memory")
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    if given.rounds < 1 or min(given.clients) < 1 or not 0 < given.cb_memory < 1:
-        ask.error(
+    parser = make_parser("jaxkv.evals.peers.servers", __doc__)
+    parser.add_argument("--peer-python", required=True, help="the Python that has transformers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--cb-memory", type=float, default=0.2, help="share of the machine's memory"
+    )
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    if options.rounds < 1 or min(options.clients) < 1 or not 0 < options.cb_memory < 1:
+        parser.error(
             "--rounds and --clients must be 1 or more and --cb-memory between 0 and 1, got "
-            f"{given.rounds}, {given.clients} and {given.cb_memory}"
+            f"{options.rounds}, {options.clients} and {options.cb_memory}"
         )
-    if given.quick:
-        given.rounds, given.clients = 1, [1, 4]
-    record = Record("servers", [smollm2.fetch(), PASSAGE], quick=given.quick)
-    record.finish(run(given))
+    if options.quick:
+        options.rounds, options.clients = 1, [1, 4]
+    record = Record("servers", [smollm2.fetch(), PASSAGE], quick=options.quick)
+    record.finish(run(options))
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start all servers, measure and end them."""
-    sizes = requests.QUICK if given.quick else requests.RequestSizes()
-    versions = subprocess.run([given.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
+    sizes = requests.QUICK if options.quick else requests.RequestSizes()
+    versions = subprocess.run([options.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
     if versions.returncode:
-        raise SystemExit(f"{given.peer_python} cannot import torch and transformers, as above")
-    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
-        folder = Path(made)
+        raise SystemExit(f"{options.peer_python} cannot import torch and transformers, as above")
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
         llm = models.load(smollm2.NAME, dtype="float32")
         add_chat(llm, as_folder(llm, folder))
         del llm
         cases: dict[str, RunningServer | Failed] = {}
-        for name, (command, fields) in commands(given, folder).items():
-            begun = time.perf_counter()
+        for name, (command, fields) in commands(options, folder).items():
+            start = time.perf_counter()
             try:
                 cases[name] = stack.enter_context(started(command, fields))
             except FAILURES as error:
                 cases[name] = failed(error)
-            progress(f"start, {name}", begun, cases[name])
-        found = measure(cases, requests.measurements(given.clients, sizes), given.rounds)
+            progress(f"start, {name}", start, cases[name])
+        results = measure(cases, requests.measurements(options.clients, sizes), options.rounds)
     named = dict(zip(("transformers", "torch"), json.loads(versions.stdout), strict=True))
     return {
-        "model": smollm2.NAME, "jaxkv": CASES, "rounds": given.rounds,
-        "sizes": sizes._asdict(), "peer": named | {"cb_memory": given.cb_memory}, "cases": found,
+        "model": smollm2.NAME, "jaxkv": CASES, "rounds": options.rounds,
+        "sizes": sizes._asdict(), "peer": named | {"cb_memory": options.cb_memory},
+        "cases": results,
     }  # fmt: skip
 
 
 def commands(
-    given: argparse.Namespace, folder: Path
+    options: argparse.Namespace, folder: Path
 ) -> dict[str, tuple[list[str], dict[str, Any]]]:
     """The command of each server without its port, and the fields that its requests need."""
-    ours = {"model": smollm2.NAME, "ignore_eos": True}
-    theirs, fields = [given.peer_python, *THEIRS, str(folder), *FLAGS], {"model": str(folder)}
-    batching = ["--continuous-batching", "--cb-max-memory-percent", str(given.cb_memory)]
+    jaxkv_fields = {"model": smollm2.NAME, "ignore_eos": True}
+    transformers_command, fields = (
+        [options.peer_python, *THEIRS, str(folder), *FLAGS],
+        {"model": str(folder)},
+    )
+    batching = ["--continuous-batching", "--cb-max-memory-percent", str(options.cb_memory)]
     return {
-        name: ([*OURS, "--model", smollm2.NAME, *flags], ours) for name, flags in CASES.items()
+        name: ([*OURS, "--model", smollm2.NAME, *flags], jaxkv_fields)
+        for name, flags in CASES.items()
     } | {
-        "transformers, default": (theirs, fields),
-        "transformers, continuous batching": ([*theirs, *batching], fields),
+        "transformers, default": (transformers_command, fields),
+        "transformers, continuous batching": ([*transformers_command, *batching], fields),
     }
 
 
@@ -191,11 +198,13 @@ def measure(
     warm_up = partial(requests.answer, words=16, new=16)
     texts = {name: attempt(warm_up, server, f"warm-up, {name}") for name, server in running.items()}
     for number in range(1, rounds + 1):
-        for title, each in work.items():
+        for title, measurement in work.items():
             # Every other round in reverse, so that no server always follows the same one.
             for name in list(running)[:: 1 if number % 2 else -1]:
-                of = f"round {number} of {rounds}, {title}, {name}"
-                results[name][title].append(attempt(each, running[name], of, f"{number}, {title}"))
+                progress_title = f"round {number} of {rounds}, {title}, {name}"
+                results[name][title].append(
+                    attempt(measurement, running[name], progress_title, f"{number}, {title}")
+                )
     return {
         name: {"failed": case.reason}
         if isinstance(case, Failed)
@@ -212,19 +221,19 @@ def attempt(
     work: Measurement, server: RunningServer, title: str, label: str = "0"
 ) -> Result | Failed:
     """One measurement, or why it failed; prints its seconds."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
-        found = asyncio.run(work(server.target, label))
+        outcome = asyncio.run(work(server.target, label))
     except FAILURES as error:
-        found = failed(error)
-    progress(title, begun, found)
-    return found
+        outcome = failed(error)
+    progress(title, start, outcome)
+    return outcome
 
 
-def progress(title: str, begun: float, found: Result | Failed) -> None:
-    why = f", failed: {found.reason}" if isinstance(found, Failed) else ""
+def progress(title: str, start: float, outcome: Result | Failed) -> None:
+    why = f", failed: {outcome.reason}" if isinstance(outcome, Failed) else ""
     print(
-        f"servers: {title}: {time.perf_counter() - begun:.0f} s{why}", file=sys.stderr, flush=True
+        f"servers: {title}: {time.perf_counter() - start:.0f} s{why}", file=sys.stderr, flush=True
     )
 
 

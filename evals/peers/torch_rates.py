@@ -46,17 +46,17 @@ class TransformersWorker:
     def compile(self, batches: Sequence[int], folder: str) -> dict[str, Any]:
         """Compile decoding of these batch sizes: the seconds, or the first line of the error.
 
-        folder: for the compiled code.
+        folder: place of the compiled code.
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        begun = perf_counter()
+        start = perf_counter()
         try:
             self.stepper = self.baseline.compiled()
             for batch in batches:
                 self.decoding(batch).generate(2)
         except Exception as error:  # torch's compiler may lack dependencies on this machine
             return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        return {"seconds": perf_counter() - begun}
+        return {"seconds": perf_counter() - start}
 
     def prefill(self, tokens: Sequence[int]) -> dict[str, float]:
         """Seconds to read a prompt into an empty cache, up to the most probable next token."""
@@ -128,13 +128,13 @@ class TorchDecoding:
         """Greedy tokens of every sequence, from the end of its prompt."""
         import torch
 
-        tokens, found = self.first, []
+        tokens, steps = self.first, []
         with torch.inference_mode():
             self.to_prompts()
             for _ in range(new):
-                found.append(tokens)
+                steps.append(tokens)
                 tokens = self.step(self.stepper, tokens)
-        return torch.cat(found, 1).tolist()
+        return torch.cat(steps, 1).tolist()
 
 
 if __name__ == "__main__":

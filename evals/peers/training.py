@@ -38,16 +38,16 @@ Step = Callable[[np.ndarray], float]  # trains on a batch and returns its loss
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.peers.training", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
-    ask.add_argument("--rows", type=int, default=4, help="samples a step")
-    ask.add_argument("--context", type=int, default=512, help="tokens of a sample")
-    ask.add_argument("--rounds", type=int, default=7)
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    llm = models.load(given.model, "float32")
-    record = Record("training_peers", [*llm.files, PASSAGE], [0], quick=given.quick)
-    record.finish(measure(llm, given.rows, given.context, given.rounds))
+    parser = make_parser("jaxkv.evals.peers.training", __doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
+    parser.add_argument("--rows", type=int, default=4, help="samples a step")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    llm = models.load(options.model, "float32")
+    record = Record("training_peers", [*llm.files, PASSAGE], [0], quick=options.quick)
+    record.finish(measure(llm, options.rows, options.context, options.rounds))
 
 
 def measure(
@@ -113,8 +113,8 @@ def jaxkv_step(base: Base, recipe: Recipe) -> Step:
     state = [training.begin(setting, weights)]
 
     def step(batch: np.ndarray) -> float:
-        state[0], found = training.update(setting, state[0], setting.split(batch), frozen)
-        return float(jax.block_until_ready((state[0], found))[1].loss)
+        state[0], update = training.update(setting, state[0], setting.split(batch), frozen)
+        return float(jax.block_until_ready((state[0], update))[1].loss)
 
     return step
 

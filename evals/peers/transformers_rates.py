@@ -73,24 +73,24 @@ class RateRequest(NamedTuple):
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.peers.transformers_rates", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
-    ask.add_argument("--quick", action="store_true", help="few rounds, short prompts, into out/")
-    given = ask.parse_args()
-    llm = without_weights(open_published(given.model))
-    record = Record("transformers_rates", [*llm.files, PASSAGE], quick=given.quick)
-    record.finish(run(llm, QUICK if given.quick else FULL))
+    parser = make_parser("jaxkv.evals.peers.transformers_rates", __doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
+    parser.add_argument("--quick", action="store_true", help="few rounds, short prompts, into out/")
+    options = parser.parse_args()
+    llm = without_weights(open_published(options.model))
+    record = Record("transformers_rates", [*llm.files, PASSAGE], quick=options.quick)
+    record.finish(run(llm, QUICK if options.quick else FULL))
 
 
 def run(llm: Llm, sizes: RateSizes) -> dict[str, Any]:
     """Start all cases and measure them. llm: its weights are loaded from its path."""
     text, prompts = prompts_of(llm, max(sizes.decode), sizes.prompt, max(sizes.prefill))
     with ExitStack() as stack:
-        made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = as_folder(models.load(llm.path, "float32"), made)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = as_folder(models.load(llm.path, "float32"), scratch)
         cases, about = start_cases(stack, llm.path, folder, prompts, sizes.new)
         compiled = cases[COMPILED].ask(
-            "compile", batches=list(sizes.decode), folder=str(made / "compiled")
+            "compile", batches=list(sizes.decode), folder=str(scratch / "compiled")
         )
         if "failed" in compiled:
             print(f"{COMPILED} is left out: {compiled['failed']}")
@@ -112,7 +112,7 @@ def start_cases(
 ) -> tuple[Cases, dict[str, dict[str, Any]]]:
     """The processes by name, with their models loaded, and what they say about these.
 
-    path: of the model; folder: the same weights for transformers.
+    path: file of the model; folder: the same weights for transformers.
     """
     cases: Cases = {}
     about: dict[str, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ def requests_of(text: Sequence[int], sizes: RateSizes) -> list[RateRequest]:
 
     Decoding of more than one sequence comes last: it needs memory that a single user does not.
     """
-    one, *others = [
+    single, *batched = [
         RateRequest(f"decode, batch {batch}", rounds, batch * sizes.new,
                     {"do": "decode", "batch": batch, "new": sizes.new})
         for batch, rounds in sizes.decode.items()
@@ -146,12 +146,12 @@ def requests_of(text: Sequence[int], sizes: RateSizes) -> list[RateRequest]:
         RateRequest(title, rounds, count, {"do": "prefill", "tokens": text[:count]})
         for title, count, rounds in lengths
     ]
-    return [one, *prefills, *others]
+    return [single, *prefills, *batched]
 
 
 def measure(cases: Cases, requests: Sequence[RateRequest]) -> dict[str, Any]:
     """Rates, seconds to the first token and memory by case, and ratios by measurement."""
-    found: dict[str, dict[str, Any]] = {
+    by_case: dict[str, dict[str, Any]] = {
         name: {"tokens_per_second": {}, "memory": {}} for name in cases
     }
     ratio_of = {}
@@ -165,12 +165,12 @@ def measure(cases: Cases, requests: Sequence[RateRequest]) -> dict[str, Any]:
         seconds = time_rounds(variants, rounds, title)
         ratio_of[title] = ratios(seconds, "transformers")
         for name, case in used.items():
-            found[name]["memory"][title] = case.ask("memory")
+            by_case[name]["memory"][title] = case.ask("memory")
             if title == FIRST:
-                found[name]["first_token"] = spread(seconds[name])
+                by_case[name]["first_token"] = spread(seconds[name])
             else:
-                found[name]["tokens_per_second"][title] = rate(tokens, seconds[name])
-    return {"cases": found, "ratio": ratio_of}
+                by_case[name]["tokens_per_second"][title] = rate(tokens, seconds[name])
+    return {"cases": by_case, "ratio": ratio_of}
 
 
 def check_tokens(cases: Cases, batch: int, new: int) -> None:
@@ -189,9 +189,9 @@ def check_tokens(cases: Cases, batch: int, new: int) -> None:
 def bars(ratio_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, object]]:
     """The bars of speed of both policies, for what was measured."""
     return [
-        bar(f"{title}: {name} over {EAGER}", found[EAGER], ">=", ask)
-        for title, ask in ASKED.items()
-        for name, found in ratio_of.get(title, {}).items()
+        bar(f"{title}: {name} over {EAGER}", over[EAGER], ">=", bound)
+        for title, bound in ASKED.items()
+        for name, over in ratio_of.get(title, {}).items()
     ]
 
 

@@ -29,7 +29,7 @@ def as_folder(llm: Llm, folder: Path) -> Path:
         return llm.path
     theta = read_header(llm.path).get("llama.rope.freq_base", float, 10000.0)
     tensors = {
-        theirs: np.asarray(llm.weights[ours]) for ours, (theirs, _) in shapes(llm.config).items()
+        hf_name: np.asarray(llm.weights[name]) for name, (hf_name, _) in shapes(llm.config).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described(llm.config, "float32", theta)))

@@ -39,21 +39,23 @@ CHUNK = 128
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.prefix_caching.agents", __doc__)
-    ask.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
-    ask.add_argument("--quick", action="store_true", help="few turns, into out/")
-    given = ask.parse_args()
-    if not given.trace.is_file():
-        ask.error(f"--trace must be a file of sessions, got {given.trace}")
-    record = Record("agents", [given.trace], [0], given.quick)
-    llm, turns = models.load(), traces.read(given.trace).requests
-    results = measure(llm, turns[:40] if given.quick else turns)
-    for policy, found in results["policies"].items():
-        most = max(point["saved"] for point in found["entries"].values())
+    parser = make_parser("jaxkv.evals.prefix_caching.agents", __doc__)
+    parser.add_argument("--trace", type=Path, default=TRACE, help="recorded sessions")
+    parser.add_argument("--quick", action="store_true", help="few turns, into out/")
+    options = parser.parse_args()
+    if not options.trace.is_file():
+        parser.error(f"--trace must be a file of sessions, got {options.trace}")
+    record = Record("agents", [options.trace], [0], options.quick)
+    llm, turns = models.load(), traces.read(options.trace).requests
+    results = measure(llm, turns[:40] if options.quick else turns)
+    for policy, policy_results in results["policies"].items():
+        most_saved = max(point["saved"] for point in policy_results["entries"].values())
         entries = min(
-            entries for entries, point in found["entries"].items() if point["saved"] == most
+            entries
+            for entries, point in policy_results["entries"].items()
+            if point["saved"] == most_saved
         )
-        point = found["entries"][entries]
+        point = policy_results["entries"][entries]
         memory = point["bytes"] / 2**20, results["full"]["bytes"] / 2**20
         print(f"{policy}: {point['of_full']:.1%} of what full saves by {entries} states of "
               f"{memory[0]:.0f} MiB, full in {memory[1]:.0f}")  # fmt: skip
@@ -79,9 +81,9 @@ def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
         "policies": {policy: {"entries": {}} for policy in POLICIES},
     }  # fmt: skip
     for policy, entries in ((policy, entries) for policy in POLICIES for entries in ENTRIES):
-        found = snapshots(llm, policy, turns, entries)
-        results["policies"][policy]["entries"][entries] = found | {
-            "of_full": found["saved"] / saved
+        snapshot_results = snapshots(llm, policy, turns, entries)
+        results["policies"][policy]["entries"][entries] = snapshot_results | {
+            "of_full": snapshot_results["saved"] / saved
         }
     return results
 
@@ -93,7 +95,7 @@ def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], entries: int)
     record, page = bytes_of(llm, layers)
     rewritten = pool.pages_of(layers[0]) if pool.snapshot_layout(layers).max_pages else None
     named: dict[int, set] = {}
-    most = saved = pages = 0
+    peak_bytes = saved = pages = 0
     for turn in turns:
         plan = index.plan_prefill(index.hash_prompt(turn.keys, root_hash()))
         index.release(plan)
@@ -103,10 +105,15 @@ def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], entries: int)
             index.publish(snapshot)
             named[snapshot.index] = set(page_ids(rewritten, CHUNK, plan.prompt, boundary))
         held = len(set().union(*named.values()))
-        if index.taken * record + held * page > most:
-            most, pages = index.taken * record + held * page, held
-    each = state_bytes(layers, llm.spec, 1)
-    return {"saved": saved, "bytes": index.taken * each, "distinct": most, "pages": pages}
+        if index.taken * record + held * page > peak_bytes:
+            peak_bytes, pages = index.taken * record + held * page, held
+    state_size = state_bytes(layers, llm.spec, 1)
+    return {
+        "saved": saved,
+        "bytes": index.taken * state_size,
+        "distinct": peak_bytes,
+        "pages": pages,
+    }
 
 
 def bytes_of(llm: Llm, layers: tuple[jaxkv.Policy, ...]) -> tuple[int, int]:

@@ -49,32 +49,32 @@ class Load(NamedTuple):
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.prefix_caching.engine", __doc__)
-    ask.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
-    ask.add_argument("--rounds", type=int, default=3, help="of each time")
-    ask.add_argument("--only", nargs="+", choices=("report", *FILES), default=("report", *FILES))
-    ask.add_argument("--quick", action="store_true", help="few requests, into out/")
-    given = ask.parse_args()
-    files = {name: given.traces / FILES[name] for name in given.only if name in FILES}
+    parser = make_parser("jaxkv.evals.prefix_caching.engine", __doc__)
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
+    parser.add_argument("--rounds", type=int, default=3, help="of each time")
+    parser.add_argument("--only", nargs="+", choices=("report", *FILES), default=("report", *FILES))
+    parser.add_argument("--quick", action="store_true", help="few requests, into out/")
+    options = parser.parse_args()
+    files = {name: options.traces / FILES[name] for name in options.only if name in FILES}
     missing = [str(file) for file in files.values() if not file.is_file()]
-    if missing or given.rounds < 1:
-        ask.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, got "
-                  f"{given.traces} and {given.rounds}")  # fmt: skip
+    if missing or options.rounds < 1:
+        parser.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, "
+                     f"got {options.traces} and {options.rounds}")  # fmt: skip
     llm = models.load()
-    quick = given.quick or set(given.only) != {"report", *FILES}  # a part is not the record
+    quick = options.quick or set(options.only) != {"report", *FILES}  # a part is not the record
     record = Record("prefix_engine", [*llm.files, *files.values()], [0], quick)
-    results = measure(llm, files, given)
+    results = measure(llm, files, options)
     record.finish(results)
 
 
-def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict[str, Any]:
+def measure(llm: Llm, files: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
     """Every load of the record."""
-    quick, results = given.quick, {}
-    if "report" in given.only:
+    quick, results = options.quick, {}
+    if "report" in options.only:
         shares = (0.5, 1.0) if quick else report.SHARES
         results["report"] = {"paper": REPORTED, "shares": {
             f"{share:g}": run(llm, report_load(llm, share, 60 if quick else 1000), "full", 16, 4096,
-                              1 if quick else given.rounds, f"the report, p = {share:g}")
+                              1 if quick else options.rounds, f"the report, p = {share:g}")
             for share in shares
         }}  # fmt: skip
     loads: dict[str, Callable[[Path], Load]] = {
@@ -86,21 +86,21 @@ def measure(llm: Llm, files: dict[str, Path], given: argparse.Namespace) -> dict
         load = loads[name](file)
         for policy in (STREAMING, BALANCED):
             results.setdefault(name, {})[policy] = run(
-                llm, load, policy, 16, 512, 1 if quick else given.rounds, f"{name}, {policy}"
+                llm, load, policy, 16, 512, 1 if quick else options.rounds, f"{name}, {policy}"
             )
     return results
 
 
 def mooncake(llm: Llm, path: Path, count: int, divide: int) -> Load:
     """The first requests of a trace, with lengths divided by `divide`."""
-    chunk, made = MOONCAKE_BLOCK // divide, []
+    chunk, requests = MOONCAKE_BLOCK // divide, []
     with path.open(encoding="utf-8") as file:
         for row in map(json.loads, islice(file, count)):
             ids = np.concatenate([tokens_of(llm, number, chunk) for number in row["hash_ids"]])
             size = max(1, row["input_length"] // divide)
             new = max(1, row["output_length"] // divide)
-            made.append(Request(tuple(ids[:size].tolist()), new, seed=len(made)))
-    return Load(made, chunk)
+            requests.append(Request(tuple(ids[:size].tolist()), new, seed=len(requests)))
+    return Load(requests, chunk)
 
 
 def tokens_of(llm: Llm, number: int, count: int) -> np.ndarray:
@@ -111,14 +111,14 @@ def tokens_of(llm: Llm, number: int, count: int) -> np.ndarray:
 def azure(llm: Llm, path: Path, count: int, divide: int) -> Load:
     """The first lengths of a trace, each with a different text."""
     with path.open(encoding="utf-8", newline="") as file:
-        made = [
+        requests = [
             Request(
                 tuple(tokens_of(llm, n, max(1, int(row["ContextTokens"]) // divide)).tolist()),
                 max(1, int(row["GeneratedTokens"]) // divide), seed=n,
             )
             for n, row in enumerate(islice(csv.DictReader(file), count))
         ]  # fmt: skip
-    return Load(made, MOONCAKE_BLOCK // divide)
+    return Load(requests, MOONCAKE_BLOCK // divide)
 
 
 def sessions(trace: Trace, count: int, chunk: int = 128) -> Load:
@@ -132,8 +132,10 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
     setting, rng = report.ReplaySetting(p=share, requests=count), np.random.default_rng(0)
     prompts = report.draw_prompts(setting, rng, (FIRST_ID, llm.config.vocab))
     new = rng.integers(setting.outputs[0], setting.outputs[1] + 1, count).tolist()
-    each = enumerate(zip(prompts, new, strict=True))
-    return Load([Request(tuple(tokens), more, seed=n) for n, (tokens, more) in each], block)
+    numbered = enumerate(zip(prompts, new, strict=True))
+    return Load(
+        [Request(tuple(tokens), new_tokens, seed=n) for n, (tokens, new_tokens) in numbered], block
+    )
 
 
 def run(
@@ -143,7 +145,7 @@ def run(
 
     Raises RuntimeError if prefix caching changes an answer.
     """
-    longest = max(len(one.tokens) + one.max_new_tokens for one in load.requests)
+    longest = max(len(request.tokens) + request.max_new_tokens for request in load.requests)
     engines = {
         name: make_engine(llm, policy, max_batch=max_batch, max_len=longest, chunk=load.chunk,
                         queue=len(load.requests), queue_tokens=2**31 - 1, prefix_cache=prefixes)
@@ -153,14 +155,14 @@ def run(
 
     def all_of_them(name: str) -> float:
         engines[name].reset_prefix_cache()
-        begun = perf_counter()
+        start = perf_counter()
         answers[name] = answer(engines[name], load.requests)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     seconds = time_rounds(
         {name: lambda name=name: all_of_them(name) for name in engines}, count, title
     )
-    if [one.tokens for one in answers["cached"]] != [one.tokens for one in answers["none"]]:
+    if [reply.tokens for reply in answers["cached"]] != [reply.tokens for reply in answers["none"]]:
         raise RuntimeError(f"{title}: prefix caching changes answers")
     return summary(load, answers, seconds, engines["cached"]) | {
         "policy": policy, "max_batch": max_batch, "prefixes": num_blocks,
@@ -170,12 +172,12 @@ def run(
 def summary(
     load: Load, answers: dict[str, Sequence], seconds: dict[str, list[float]], engine: Engine
 ) -> dict[str, Any]:
-    cached = sum(one.outcome.cached_tokens for one in answers["cached"])
+    cached = sum(reply.outcome.cached_tokens for reply in answers["cached"])
     return {
         "requests": len(load.requests), "chunk": load.chunk,
-        "prompt_tokens": sum(len(one.tokens) for one in load.requests),
-        "new_tokens": sum(one.max_new_tokens for one in load.requests),
-        "hit_rate_tokens": cached / sum(len(one.tokens) for one in load.requests),
+        "prompt_tokens": sum(len(request.tokens) for request in load.requests),
+        "new_tokens": sum(request.max_new_tokens for request in load.requests),
+        "hit_rate_tokens": cached / sum(len(request.tokens) for request in load.requests),
         "bytes_of_prefixes": engine.bytes["prefixes"],
         "items_per_second": {
             name: spread(len(load.requests) / np.asarray(took)) for name, took in seconds.items()
@@ -187,8 +189,8 @@ def summary(
 
 def first_tokens(answers: Iterable) -> dict[str, float]:
     """Seconds from leaving the queue to the first token."""
-    found = [one.outcome.first_token_seconds - one.outcome.queue_seconds for one in answers]
-    return {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
+    seconds = [reply.outcome.first_token_seconds - reply.outcome.queue_seconds for reply in answers]
+    return {"median": float(np.median(seconds)), "p90": float(np.quantile(seconds, 0.9))}
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ IDENTICAL = {  # hits in percent with one prompt for all, by concurrent requests
 class ReplaySetting:
     """The settings of the experiment.
 
-    mode, block, capacity, order, hashing, cap: of the pool. concurrent: requests at a time. p:
-    probability of a frequent prompt, of which there are `frequent`; others are random. length:
-    tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a function
-    of the text before them; otherwise they are unique.
+    mode, block, capacity, order, hashing, cap: settings of the pool. concurrent: requests at a
+    time. p: probability of a frequent prompt, of which there are `frequent`; others are random.
+    length: tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a
+    function of the text before them; otherwise they are unique.
     """
 
     mode: str = "rekey"
@@ -78,7 +78,7 @@ class ReplaySetting:
 @dataclass
 class Running:
     lease: Lease
-    left: int  # tokens to generate
+    remaining: int  # tokens to generate
 
 
 ONE_PROMPT = ReplaySetting(frequent=1)
@@ -102,21 +102,21 @@ def simulate(setting: ReplaySetting, seed: int) -> tuple[Counts, float]:
             if request is None:
                 waiting = False
                 break
-            begun = perf_counter()
+            start = perf_counter()
             lease = pool.admit(pool.hash_prompt(request[0], name))
             pool.publish(lease)
-            seconds += perf_counter() - begun
+            seconds += perf_counter() - start
             running.append(Running(lease, request[1]))
-        for one in running:
-            token = hash(bytes(one.lease.data)) % 2**32 if setting.greedy else fresh
+        for running_request in running:
+            token = hash(bytes(running_request.lease.data)) % 2**32 if setting.greedy else fresh
             fresh += 1
-            pool.append(one.lease, token)
-            pool.publish(one.lease)
-            one.left -= 1
-        for one in running:
-            if not one.left:
-                pool.release(one.lease)
-        running = [one for one in running if one.left]
+            pool.append(running_request.lease, token)
+            pool.publish(running_request.lease)
+            running_request.remaining -= 1
+        for running_request in running:
+            if not running_request.remaining:
+                pool.release(running_request.lease)
+        running = [running_request for running_request in running if running_request.remaining]
     return pool.counts, seconds
 
 
@@ -128,21 +128,21 @@ def draw_prompts(
     frequent = rng.integers(*ids, shape).tolist()
     often = rng.random(setting.requests) < setting.p
     which = rng.integers(0, setting.frequent, setting.requests)
-    others = rng.integers(*ids, (setting.requests, setting.length)).tolist()
-    return [frequent[which[n]] if often[n] else others[n] for n in range(setting.requests)]
+    distinct = rng.integers(*ids, (setting.requests, setting.length)).tolist()
+    return [frequent[which[n]] if often[n] else distinct[n] for n in range(setting.requests)]
 
 
 @cache
 def hits(setting: ReplaySetting, seed: int) -> float:
     """Hit rate in percent of the looked-up blocks."""
-    found = simulate(setting, seed)[0].lookups
-    return 100 * found.blocks_hit / found.blocks
+    lookups = simulate(setting, seed)[0].lookups
+    return 100 * lookups.blocks_hit / lookups.blocks
 
 
 def measure(setting: ReplaySetting, seeds: int = 3) -> dict[str, float]:
     """Hit rate in percent: mean, minimum and maximum of some seeds."""
-    found = [hits(setting, seed) for seed in range(seeds)]
-    return {"mean": float(np.mean(found)), "min": min(found), "max": max(found), "n": seeds}
+    rates = [hits(setting, seed) for seed in range(seeds)]
+    return {"mean": float(np.mean(rates)), "min": min(rates), "max": max(rates), "n": seeds}
 
 
 def closed_form(concurrent: int, setting: ReplaySetting = ONE_PROMPT) -> float:

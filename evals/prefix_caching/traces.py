@@ -82,11 +82,11 @@ def read(path: Path) -> Trace:
             first = file.readline()
             file.seek(0)
             if first.startswith("TIMESTAMP,ContextTokens"):
-                return _some("azure", _azure(file))
+                return _nonempty("azure", _azure(file))
             for field, kind, parse in (("hash_ids", "mooncake", _mooncake),
                                        ("messages", "trajectories", _trajectories)):  # fmt: skip
                 if f'"{field}"' in first:
-                    return _some(kind, parse(map(_row, file)))
+                    return _nonempty(kind, parse(map(_row, file)))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -98,7 +98,7 @@ def read(path: Path) -> Trace:
     )
 
 
-def _some(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
+def _nonempty(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
     trace = Trace(kind, list(requests))
     if not trace.requests:
         raise ValueError("it holds no prompt")
@@ -115,7 +115,9 @@ def _row(line: str) -> dict[str, Any]:
 def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
     for row in rows:
         ids, tokens = row["hash_ids"], row["input_length"]
-        if not isinstance(ids, list) or not all(is_whole(one) and 0 <= one < IDS for one in ids):
+        if not isinstance(ids, list) or not all(
+            is_whole(hash_id) and 0 <= hash_id < IDS for hash_id in ids
+        ):
             raise ValueError(
                 f"hash_ids must be a list of whole numbers below {IDS}, got {ids!r:.60}"
             )
@@ -129,14 +131,14 @@ def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
 
 def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
     """Only lengths are known, so all tokens are distinct."""
-    begun = 0
+    first = 0
     for row in csv.DictReader(file):
         tokens = int(row["ContextTokens"])
-        if not 0 <= tokens <= LONGEST or begun + tokens > IDS * MOONCAKE_BLOCK:
+        if not 0 <= tokens <= LONGEST or first + tokens > IDS * MOONCAKE_BLOCK:
             raise ValueError(f"ContextTokens must be from 0 to {LONGEST}, got {tokens}")
         if tokens:
-            yield RecordedRequest(np.arange(begun, begun + tokens), tokens)
-            begun += tokens
+            yield RecordedRequest(np.arange(first, first + tokens), tokens)
+            first += tokens
 
 
 def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
@@ -193,36 +195,36 @@ def replay(
     """
     pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
     name, seconds, hit_tokens = root_hash(), 0.0, 0
-    for one in trace.requests:
-        one = prepare(one)
-        begun = perf_counter()
-        lease = pool.admit(pool.hash_prompt(one.keys, name))
+    for request in trace.requests:
+        request = prepare(request)
+        start = perf_counter()
+        lease = pool.admit(pool.hash_prompt(request.keys, name))
         pool.publish(lease)
         pool.release(lease)
-        seconds += perf_counter() - begun
-        hit_tokens += min(lease.cached * one.piece, one.tokens)
-    found = pool.counts.lookups
+        seconds += perf_counter() - start
+        hit_tokens += min(lease.cached * request.piece, request.tokens)
+    lookups = pool.counts.lookups
     return ReplayResult(
-        found.blocks, found.blocks_hit, sum(one.tokens for one in trace.requests), hit_tokens,
-        found.requests, found.requests_hit, pool.counts.evictions,
-        {reason: count for reason, count in found.missed.items() if count}, seconds,
+        lookups.blocks, lookups.blocks_hit, sum(request.tokens for request in trace.requests),
+        hit_tokens, lookups.requests, lookups.requests_hit, pool.counts.evictions,
+        {reason: count for reason, count in lookups.missed.items() if count}, seconds,
     )  # fmt: skip
 
 
 def replay_snapshots(trace: Trace, where: str, entries: int | None) -> float:
     """The share of cached tokens if states are stored by the rule `where`.
 
-    trace: of Mooncake, by its ids. A request copies the state it resumes from before it stores its
-    own states, so that the used state may be evicted for them.
+    trace: one of Mooncake, by its ids. A request copies the state it resumes from before it stores
+    its own states, so that the used state may be evicted for them.
     """
     index = Snapshots(entries, 1, where)
     name, hit = root_hash(), 0
-    for one in trace.requests:
-        plan = index.plan_prefill(index.hash_prompt(one.keys, name))
+    for request in trace.requests:
+        plan = index.plan_prefill(index.hash_prompt(request.keys, name))
         index.release(plan)
-        hit += plan.start * one.piece
+        hit += plan.start * request.piece
         for boundary in plan.save:
             snapshot = index.claim(plan.prompt, boundary)
             if snapshot is not None:
                 index.publish(snapshot)
-    return hit / sum(one.tokens for one in trace.requests)
+    return hit / sum(request.tokens for request in trace.requests)

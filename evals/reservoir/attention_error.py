@@ -44,20 +44,20 @@ SKIP = 512
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.reservoir.attention_error", __doc__)
-    ask.add_argument("--tokens", type=int, default=2_048, help="read of each text")
-    ask.add_argument("--layers", type=int, nargs="+", help="default: every third")
-    ask.add_argument("--seeds", type=int, default=3, help="of the samples")
-    given = ask.parse_args()
-    if given.tokens <= SKIP:
-        ask.error(f"--tokens must be above {SKIP}, got {given.tokens}")
-    llm = models.load(given.model, "float32")
-    texts = {path.stem: tokens_of(llm, path, given.tokens)[0] for path in given.texts}
-    layers = sorted(set(given.layers or range(0, llm.config.layers, 3)))
+    parser = ask_for_texts("jaxkv.evals.reservoir.attention_error", __doc__)
+    parser.add_argument("--tokens", type=int, default=2_048, help="read of each text")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: every third")
+    parser.add_argument("--seeds", type=int, default=3, help="of the samples")
+    options = parser.parse_args()
+    if options.tokens <= SKIP:
+        parser.error(f"--tokens must be above {SKIP}, got {options.tokens}")
+    llm = models.load(options.model, "float32")
+    texts = {path.stem: tokens_of(llm, path, options.tokens)[0] for path in options.texts}
+    layers = sorted(set(options.layers or range(0, llm.config.layers, 3)))
     if not 0 <= layers[0] <= layers[-1] < llm.config.layers:
-        ask.error(f"--layers must be from 0 to {llm.config.layers - 1}, got {given.layers}")
-    seeds = list(range(given.seeds))
-    record = Record("attention_error", [*llm.files, *given.texts], seeds, quick=given.quick)
+        parser.error(f"--layers must be from 0 to {llm.config.layers - 1}, got {options.layers}")
+    seeds = list(range(options.seeds))
+    record = Record("attention_error", [*llm.files, *options.texts], seeds, quick=options.quick)
     record.finish(run(llm, texts, layers, seeds, policies()))
 
 
@@ -85,12 +85,12 @@ def run(
         print(f"{text}: {len(layers)} layers", flush=True)
     rows = {}
     for name in by_text[0][0]:
-        each = np.array([[found[name] for found in by_layer] for by_layer in by_text])
+        cache_errors = np.array([[by_cache[name] for by_cache in by_layer] for by_layer in by_text])
         rows[name] = {
-            "error": np.mean(each),
-            "standard_error": standard_error(np.mean(each, axis=1)),
-            "by_text": np.mean(each, axis=1).tolist(),
-            "by_layer": np.mean(each, axis=0).tolist(),
+            "error": np.mean(cache_errors),
+            "standard_error": standard_error(np.mean(cache_errors, axis=1)),
+            "by_text": np.mean(cache_errors, axis=1).tolist(),
+            "by_layer": np.mean(cache_errors, axis=0).tolist(),
         }
     return {
         "model": llm.name,

@@ -40,7 +40,7 @@ def recall_compressed(axes: Any, results: dict[str, Any]) -> None:
 
 
 def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
-    seeds = [found["within"] for found in results["seeds"].values()]
+    seeds = [seed["within"] for seed in results["seeds"].values()]
     widths = np.linspace(4, 1.2, len(names))  # wide lines stay visible below narrow ones
     for name, width, style in zip(names, widths, styles(names), strict=True):
         right = 100 * np.array([list(seed[name]["right"].values()) for seed in seeds])
@@ -53,5 +53,7 @@ def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
     # The accuracy of a guess: one over the number of values.
     axes.axhline(100 / VALUES, color=COLOURS["full"], linewidth=0.8, linestyle="dashed")
     beside = zip(distances, [*distances[1:], math.inf], strict=True)
-    axes.set_xticks(distances, [here if after >= 1.25 * here else "" for here, after in beside])
+    axes.set_xticks(
+        distances, [distance if after >= 1.25 * distance else "" for distance, after in beside]
+    )
     axes.set_xticks([], minor=True)

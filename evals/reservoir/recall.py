@@ -68,34 +68,35 @@ COMPRESSED = {
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.reservoir.recall", __doc__)
-    ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
-    ask.add_argument("--rows", type=int, default=100, help="questions at each distance")
-    ask.add_argument("--steps", type=int, default=600)
-    ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.reservoir.recall", __doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
+    parser.add_argument("--rows", type=int, default=100, help="questions at each distance")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
 
-    record = Record("recall", [], given.seeds, quick=given.quick)
+    record = Record("recall", [], options.seeds, quick=options.quick)
     results: dict[str, Any] = {
-        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": given.rows,
+        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": options.rows,
         "policies": POLICIES, "compressed": COMPRESSED, "seeds": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        runs = given.runs or Path(scratch)
+        runs = options.runs or Path(scratch)
         tokens = write(runs / "data")
         trained = {}
-        for seed in given.seeds:
-            recipe = recipe_of(seed, given.steps)
+        for seed in options.seeds:
+            recipe = recipe_of(seed, options.steps)
             trained[seed] = models.load(pretrain(recipe, tokens, runs / str(seed), tell=print))
             full = accuracy(trained[seed], {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
-            if (least := min(full["full"]["right"].values())) < LEARNT:
+            if (lowest := min(full["full"]["right"].values())) < LEARNT:
                 raise SystemExit(
-                    f"full attention answers {least:.0%} at some distance, so the model has not "
-                    f"learnt the task and nothing is written; give more than {given.steps} --steps"
+                    f"full attention answers {lowest:.0%} at some distance, so the model has not "
+                    f"learnt the task and nothing is written; give more than {options.steps} "
+                    "--steps"
                 )
         for seed, llm in trained.items():
-            read = partial(accuracy, llm, rows=given.rows, seed=seed)
+            read = partial(accuracy, llm, rows=options.rows, seed=seed)
             results["seeds"][str(seed)] = {
                 "within": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN),
                 "needle": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN, facts=False),
@@ -118,32 +119,32 @@ def accuracy(
 ) -> dict[str, Any]:  # fmt: skip
     """By policy and distance, the share of right answers."""
     seeds = [(seed, row) for row in range(rows)]
-    asked = [question(length, tuple(distances), one, facts) for one in seeds]
-    found: dict[str, Any] = {}
+    asked = [question(length, tuple(distances), row_seed, facts) for row_seed in seeds]
+    by_policy: dict[str, Any] = {}
     for name, text in policies.items():
         said, held = answers(llm, text, *zip(*asked, strict=True), seeds)
-        right = np.mean(said == np.array([known for _, known in asked]), axis=0)
+        right = np.mean(said == np.array([facts_asked for _, facts_asked in asked]), axis=0)
         shares = dict(zip(map(str, distances), right.tolist(), strict=True))
-        found[name] = {"policy": text, "right": shares, "state_bytes": held}
+        by_policy[name] = {"policy": text, "right": shares, "state_bytes": held}
         print(f"{name}: {', '.join(f'{d} {r:.2f}' for d, r in shares.items())}", flush=True)
-    return found
+    return by_policy
 
 
 def answers(
-    llm: Llm, text: str, prompts: Sequence[Sequence[int]], known: Sequence[Sequence[int]],
+    llm: Llm, text: str, prompts: Sequence[Sequence[int]], facts_asked: Sequence[Sequence[int]],
     seeds: Sequence[Sequence[int]],
 ) -> tuple[Int32[np.ndarray, "B X"], int]:  # fmt: skip
     """The model's answers to the names of known facts, and the bytes per sequence.
 
-    Each question starts from the state after prefill. seeds: of each sequence's draws.
+    Each question starts from the state after prefill. seeds: seeds of each sequence's draws.
     """
-    drawn = [int(np.random.default_rng([*one, 1]).integers(2**31)) for one in seeds]
+    drawn = [int(np.random.default_rng([*row_seed, 1]).integers(2**31)) for row_seed in seeds]
     held = models.Stream(llm, text, batch=len(prompts), seed=drawn)
     held.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
     held.finish_prefill()
     read, lengths = held.decoding, held.lengths
     said = []
-    for facts in zip(*known, strict=True):  # those of one distance
+    for facts in zip(*facts_asked, strict=True):  # those of one distance
         held.decoding, held.lengths = jax.tree.map(jnp.copy, read), lengths
         held.prefill([[FIRST_NAME + fact // VALUES] for fact in facts], 1)
         said.append(np.asarray(held.decoding.logits).argmax(axis=1))
@@ -171,12 +172,12 @@ def right_answers(
     results: Results, policy: str, distances: tuple[int, int], part: str = "within"
 ) -> list[float]:
     """By trained model, the share of right answers about facts so many tokens back."""
-    near, far = distances
+    near, farthest = distances
     return [
         mean(
             share
             for distance, share in model[part][policy]["right"].items()
-            if near <= int(distance) <= far
+            if near <= int(distance) <= farthest
         )
         for model in results["seeds"].values()
     ]

@@ -42,75 +42,78 @@ DEARER, SHARE = 1.3, 0.1  # upper bars
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.reservoir.sampled", __doc__)
-    ask.add_argument("--written", type=int, default=10_000, help="timed tokens")
-    ask.add_argument("--prompt", type=int, default=32_768, help="length of the compressed prompt")
-    ask.add_argument("--rounds", type=int, default=7, help="rounds per measurement")
-    ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.reservoir.sampled", __doc__)
+    parser.add_argument("--written", type=int, default=10_000, help="timed tokens")
+    parser.add_argument(
+        "--prompt", type=int, default=32_768, help="length of the compressed prompt"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per measurement")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    options = parser.parse_args()
     for name in ("written", "prompt", "rounds"):
-        check_int(f"--{name}", getattr(given, name))
+        check_int(f"--{name}", getattr(options, name))
     llm = models.load()
-    quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
+    quick = options.quick or set(options.only) != set(PARTS)  # a part is not the record
     record = Record("sampled", llm.files, [0], quick)
     results: dict[str, Any] = {"bars": []}
-    for part in given.only:
-        results[part] = PARTS[part](llm, given)
+    for part in options.only:
+        results[part] = PARTS[part](llm, options)
         results["bars"] += results[part].pop("bars")
     record.finish(results)
 
 
-def token(llm: Llm, given: argparse.Namespace) -> dict[str, Any]:
+def token(llm: Llm, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds per generated token; the caches alternate."""
     caches = {"streaming": STREAMING, **CACHES}
     variants = {}
     for name, text in caches.items():
         stream = models.Stream(llm, text)
         stream.prefill([prompt(llm, 8 * SLOTS)])
-        variants[name] = decode_variant(stream, given.written)
-    seconds = time_rounds(variants, given.rounds, f"{given.written:,} tokens")
+        variants[name] = decode_variant(stream, options.written)
+    seconds = time_rounds(variants, options.rounds, f"{options.written:,} tokens")
     ratios = {name: ratio(seconds[name], seconds["streaming"]) for name in CACHES}
     return {
         "slots": SLOTS,
-        "tokens": given.written,
-        "microseconds": {n: spread(1e6 / given.written * np.array(s)) for n, s in seconds.items()},
+        "tokens": options.written,
+        "microseconds": {name: spread(1e6 / options.written * np.array(values))
+                         for name, values in seconds.items()},
         "ratio": ratios,
         "bars": [bar("a token of balance-stream over one of streaming, equal slots",
                      ratios["balance-stream"], "<=", DEARER)],
     }  # fmt: skip
 
 
-def time_compression(llm: Llm, given: argparse.Namespace) -> dict[str, Any]:
+def time_compression(llm: Llm, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of prompt compression and of prefill."""
-    large, _ = random_llama(SMALL if given.quick else LARGE)
-    tokens = prompt(large, given.prompt)
+    large, _ = random_llama(SMALL if options.quick else LARGE)
+    tokens = prompt(large, options.prompt)
     clock()
-    stream = models.Stream(large, LONG, tokens=given.prompt)
-    begun, compiled = perf_counter(), clock().seconds
+    stream = models.Stream(large, LONG, tokens=options.prompt)
+    start, compiled = perf_counter(), clock().seconds
     stream.prefill([tokens])
     jax.block_until_ready(stream.decoding)
-    reading = perf_counter() - begun - (clock().seconds - compiled)
+    reading = perf_counter() - start - (clock().seconds - compiled)
 
-    read_whole, whole = jax.tree.map(jnp.copy, stream.decoding), stream.state_bytes
-    seconds, left = [], set()
-    for _ in range(given.rounds + 1):  # the first compiles
+    read_whole, prompt_bytes = jax.tree.map(jnp.copy, stream.decoding), stream.state_bytes
+    seconds, bytes_after = [], set()
+    for _ in range(options.rounds + 1):  # the first compiles
         stream.decoding, stream.prefill_finished = jax.tree.map(jnp.copy, read_whole), False
         jax.block_until_ready(stream.decoding)
-        begun = perf_counter()
+        start = perf_counter()
         stream.finish_prefill()
         jax.block_until_ready(stream.decoding)
-        seconds.append(perf_counter() - begun)
-        left.add(stream.state_bytes)
+        seconds.append(perf_counter() - start)
+        bytes_after.add(stream.state_bytes)
     share = spread(np.array(seconds[1:]) / reading)
     return {
         "policy": LONG,
-        "prompt": given.prompt,
+        "prompt": options.prompt,
         "reading_seconds": reading,  # once
-        "state_bytes": [whole, *left],
+        "state_bytes": [prompt_bytes, *bytes_after],
         "seconds": spread(seconds[1:]),
         "share": share,
-        "bars": [bar(f"time to compress a prompt of {given.prompt:,} tokens "
+        "bars": [bar(f"time to compress a prompt of {options.prompt:,} tokens "
                      f"(T = {parse_policy(LONG).rounds}) over time of its prefill",
                      share, "<=", SHARE)],
     }  # fmt: skip

@@ -50,14 +50,14 @@ SKIP = 2 * BIN  # tokens until every cache evicts
 def cases(llm: Llm) -> dict[str, Case]:
     """All caches, at the bytes of the largest sampled one; `window` and `h2o` at its tokens."""
     window = streaming_window(llm, SAMPLED.values())
-    found = {BASE: Case(streaming(window)), "window": Case(f"window:window={4 + window}")}
-    found |= {name: Case(policy) for name, policy in SAMPLED.items()}
-    found[f"{BASE}, absolute"] = Case(f"{streaming(window)},positions=absolute", tokens=BEGINNING)
+    by_name = {BASE: Case(streaming(window)), "window": Case(f"window:window={4 + window}")}
+    by_name |= {name: Case(policy) for name, policy in SAMPLED.items()}
+    by_name[f"{BASE}, absolute"] = Case(f"{streaming(window)},positions=absolute", tokens=BEGINNING)
     for name in ("reservoir", "stratified", "balance-stream"):
         for variant, fields in VARIANTS.items():
-            found[f"{name}, {variant}"] = Case(f"{SAMPLED[name]},{fields}", tokens=BEGINNING)
+            by_name[f"{name}, {variant}"] = Case(f"{SAMPLED[name]},{fields}", tokens=BEGINNING)
     half = (4 + window) // 2
-    return found | {"h2o": Case(f"h2o:heavy={half},window={half}", tokens=H2O)}
+    return by_name | {"h2o": Case(f"h2o:heavy={half},window={half}", tokens=H2O)}
 
 
 def main() -> None:
@@ -71,16 +71,16 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     with jax.default_device(jax.devices("cpu")[0]):  # steps too small for an accelerator
         cached = {name: mean_cached(parse_policy(case.policy)) for name, case in caches.items()}
     by_text = measure(llm, texts, caches, BASE, record)
-    found = {}
+    rows = {}
     for name, case in caches.items():
         compared = compare(by_text, [BASE, name], BASE, SKIP)  # read to the same end
-        found[name] = compared["rows"][name] | {
+        rows[name] = compared["rows"][name] | {
             "tokens": compared["tokens"],
             "policy": case.policy,
             "state_bytes": sequence_bytes(llm, case.policy),
             "cached": cached[name],
         }
-    return record_header(llm, caches, by_text) | {"rows": found}
+    return record_header(llm, caches, by_text) | {"rows": rows}
 
 
 def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:

@@ -60,53 +60,55 @@ CHUNK = 256
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.cache_int8", __doc__)
-    ask.add_argument("--text", type=Path, required=True, help="a novel")
-    ask.add_argument("--tokens", type=int, default=20_000, help="to score")
-    ask.add_argument("--stream", type=int, default=1_000_000, help="tokens to stream for drift")
-    ask.add_argument("--rounds", type=int, default=9)
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    if given.quick:
-        given.tokens, given.stream, given.rounds = 2 * STRETCH, 20_000, 3
-    record = Record("cache_int8", [smollm2.fetch(), given.text], [0], quick=given.quick)
+    parser = make_parser("jaxkv.evals.speed.cache_int8", __doc__)
+    parser.add_argument("--text", type=Path, required=True, help="a novel")
+    parser.add_argument("--tokens", type=int, default=20_000, help="to score")
+    parser.add_argument("--stream", type=int, default=1_000_000, help="tokens to stream for drift")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.stream, options.rounds = 2 * STRETCH, 20_000, 3
+    record = Record("cache_int8", [smollm2.fetch(), options.text], [0], quick=options.quick)
     llm = models.load(smollm2.NAME, "float32")
-    ids, _ = tokens_of(llm, given.text, given.tokens)
-    found = {
-        "text": given.text.stem,
+    ids, _ = tokens_of(llm, options.text, options.tokens)
+    results = {
+        "text": options.text.stem,
         "policies": POLICIES,
         "bytes": {name: shares(llm, name) for name in POLICIES},
         "bytes at default sizes": {name: default_shares(llm.spec, name) for name in BOUNDED},
         "loss": {name: losses(llm, name, ids) for name in POLICIES},
-        "speed": speed(llm, given.rounds),
-        "drift": {policy: drift(policy, given.stream) for policy in STREAMED},
+        "speed": speed(llm, options.rounds),
+        "drift": {policy: drift(policy, options.stream) for policy in STREAMED},
     }
-    found["bars"] = bars(found)
-    record.finish(found)
+    results["bars"] = bars(results)
+    record.finish(results)
 
 
-def bars(found: dict[str, Any]) -> list[dict[str, object]]:
+def bars(results: dict[str, Any]) -> list[dict[str, object]]:
     lines = []
     for name in POLICIES:
-        what = f"{name} with cache=int8 over floating point"
-        loss = found["loss"][name]
+        title = f"{name} with cache=int8 over floating point"
+        loss = results["loss"][name]
         lines += [
-            *byte_bars(what, TOKENS[name], found["bytes"][name]),
-            *byte_bars(what, DEFAULT_TOKENS, found["bytes at default sizes"].get(name, {})),
-            bar(f"{what}: loss, nats per token", loss["difference"], "<=", 0.002),
-            bar(f"{what}: tokens per second, batch 1", found["speed"][name]["faster"], ">=", 0.95),
+            *byte_bars(title, TOKENS[name], results["bytes"][name]),
+            *byte_bars(title, DEFAULT_TOKENS, results["bytes at default sizes"].get(name, {})),
+            bar(f"{title}: loss, nats per token", loss["difference"], "<=", 0.002),
+            bar(
+                f"{title}: tokens per second, batch 1", results["speed"][name]["faster"], ">=", 0.95
+            ),
         ]
-    far = max(one["rows_off"] for one in found["drift"].values())
+    rows_off = max(drifted["rows_off"] for drifted in results["drift"].values())
     return [
         *lines,
-        bar("rows that differ from their token by more than half a scale", far, "<=", 0),
+        bar("rows that differ from their token by more than half a scale", rows_off, "<=", 0),
     ]
 
 
-def byte_bars(what: str, tokens: int, share: dict[str, float]) -> list[dict[str, object]]:
-    """The bars of a cache of this many tokens. share: of the bytes in each dtype."""
+def byte_bars(title: str, tokens: int, share: dict[str, float]) -> list[dict[str, object]]:
+    """Its bars at this many tokens. share: bytes in int8 over those in each dtype."""
     asks = {"float32": 0.27, "bfloat16": 0.53}
-    name = f"{what}: bytes of {tokens:,} tokens, of "
+    name = f"{title}: bytes of {tokens:,} tokens, of "
     return [bar(name + dtype, share[dtype], "<=", asks[dtype]) for dtype in share]
 
 
@@ -138,19 +140,19 @@ def default_shares(spec: Spec, name: str) -> dict[str, float]:
 
 def bytes_after_prompt(llm: Llm, policy: str, dtype: str) -> int:
     spec = replace(llm.spec, dtype=dtype)
-    return sum(prefilled_bytes(one, spec, PROMPT) for one in llm.policies(policy))
+    return sum(prefilled_bytes(layer, spec, PROMPT) for layer in llm.policies(policy))
 
 
 def losses(llm: Llm, name: str, ids: Sequence[int]) -> dict[str, Any]:
     """The mean loss of each form, and that of int8 minus floats with its standard error."""
-    found = {
+    by_form = {
         form: np.concatenate(list(losses_of(llm, policy, ids))).astype(np.float64)
         for form, policy in forms(name).items()
     }
-    apart = found["int8"] - found["float"]
+    apart = by_form["int8"] - by_form["float"]
     return {
         "tokens": len(apart),
-        "loss": {form: float(np.mean(one)) for form, one in found.items()},
+        "loss": {form: float(np.mean(values)) for form, values in by_form.items()},
         "difference": float(np.mean(apart)),
         "standard_error": standard_error(bin_means(apart)),
     }
@@ -195,7 +197,7 @@ def drift(policy: str, tokens: int) -> dict[str, int]:
     chosen = parse_policy(f"{policy},cache=int8")
     tokens -= tokens % CHUNK
 
-    def one(state: State, first: Array) -> tuple[State, None]:
+    def step(state: State, first: Array) -> tuple[State, None]:
         positions = first + jnp.arange(CHUNK, dtype=jnp.uint32)[None]
         q, k, v = (leaf[:, :, None] for leaf in token_at(positions))
         chunk = Chunk(q, k, v, positions, jnp.ones_like(positions, bool))
@@ -203,17 +205,17 @@ def drift(policy: str, tokens: int) -> dict[str, int]:
 
     firsts = jnp.arange(0, tokens, CHUNK, dtype=jnp.uint32)
     start = chosen.init(LAYER, 1, jax.random.key(0))
-    state = jax.jit(lambda state: jax.lax.scan(one, state, firsts)[0])(start)
+    state = jax.jit(lambda state: jax.lax.scan(step, state, firsts)[0])(start)
     rows, off = 0, 0
     for part in parts_in_int8(state):
         positions = part.positions.reshape(1, -1)  # one KV head
         _, k, v = token_at(positions)
         k = LAYER.encoding.rotate(k[:, :, None], positions)[:, :, 0]
-        for stored, wanted in ((part.k, k), (part.v, v)):
+        for stored, expected in ((part.k, k), (part.v, v)):
             values, scale = (np.asarray(leaf[0, 0], np.float32) for leaf in stored)
-            there = scale[:, 0] > 0
-            far = np.abs(values * scale - np.asarray(wanted[0])) > HALF * scale
-            rows, off = rows + int(there.sum()), off + int((far.any(axis=1) & there).sum())
+            written = scale[:, 0] > 0
+            is_off = np.abs(values * scale - np.asarray(expected[0])) > HALF * scale
+            rows, off = rows + int(written.sum()), off + int((is_off.any(axis=1) & written).sum())
     return {"tokens": tokens, "rows": rows, "rows_off": off}
 
 

@@ -27,12 +27,12 @@ END = "tokens/s"  # the line after an answer, on standard error
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.chat", __doc__)
-    ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--quick", action="store_true", help="write to out/")
-    given = ask.parse_args()
-    record = Record("chat", [smollm2.fetch(), PASSAGE], quick=given.quick)
-    record.finish(measure(smollm2.NAME, messages(), given.rounds))
+    parser = make_parser("jaxkv.evals.speed.chat", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="write to out/")
+    options = parser.parse_args()
+    record = Record("chat", [smollm2.fetch(), PASSAGE], quick=options.quick)
+    record.finish(measure(smollm2.NAME, messages(), options.rounds))
 
 
 def messages() -> list[str]:
@@ -46,19 +46,19 @@ def measure(model: str, asked: list[str], rounds: int) -> dict[str, list[dict[st
     seconds: dict[str, list[list[float]]] = {"cold": [], "warm": []}
     for number in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            for found in seconds.values():
-                found.append(chat(model, asked, folder))
+            for chats in seconds.values():
+                chats.append(chat(model, asked, folder))
         print(f"chat: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return {
-        name: [spread(turn) for turn in np.transpose(found).tolist()]
-        for name, found in seconds.items()
+        name: [spread(turn) for turn in np.transpose(chats).tolist()]
+        for name, chats in seconds.items()
     }
 
 
 def chat(model: str, asked: list[str], folder: str) -> list[float]:
-    """The seconds of every message. folder: of the compilation cache."""
+    """The seconds of every message. folder: folder of the compilation cache."""
     command = [*COMMAND, "chat", "--model", model, "--max-new-tokens", "24", "--temperature", "0"]
-    seconds, begun = [], perf_counter()
+    seconds, start = [], perf_counter()
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(folder), bufsize=0,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -67,11 +67,11 @@ def chat(model: str, asked: list[str], folder: str) -> list[float]:
         for message in asked:
             process.stdin.write(message.encode() + b"\n")
             first = process.stdout.read(1)
-            seconds.append(perf_counter() - begun)
+            seconds.append(perf_counter() - start)
             if not first or not any(END in line.decode() for line in process.stderr):
                 raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
             os.read(process.stdout.fileno(), 1 << 16)  # the rest of the answer, which is short
-            begun = perf_counter()
+            start = perf_counter()
         process.stdin.close()
     return seconds
 

@@ -53,20 +53,20 @@ class Ignore:
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.host_time", __doc__)
-    ask.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
-    ask.add_argument("--rounds", type=int, default=15)
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    loaded = {name: models.load(*MODELS[name][0], dtype="float32") for name in given.only}
+    parser = make_parser("jaxkv.evals.speed.host_time", __doc__)
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    loaded = {name: models.load(*MODELS[name][0], dtype="float32") for name in options.only}
     files = [file for llm in loaded.values() for file in llm.files]
-    record = Record("host_time", files, quick=given.quick)
-    found = {name: measure(llm, given.rounds, name) for name, llm in loaded.items()}
+    record = Record("host_time", files, quick=options.quick)
+    by_model = {name: measure(llm, options.rounds, name) for name, llm in loaded.items()}
     bars = [
-        bar(f"engine of 16 sequences, share of a step outside XLA, {name}", one["share"], "<=",
-            MODELS[name][1]) for name, one in found.items()
+        bar(f"engine of 16 sequences, share of a step outside XLA, {name}", row["share"], "<=",
+            MODELS[name][1]) for name, row in by_model.items()
     ]  # fmt: skip
-    record.finish({"policy": POLICY, "batch": BATCH, "models": found, "bars": bars})
+    record.finish({"policy": POLICY, "batch": BATCH, "models": by_model, "bars": bars})
 
 
 def measure(llm: Llm, rounds: int, name: str) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def measure(llm: Llm, rounds: int, name: str) -> dict[str, Any]:
         jax.block_until_ready(engine._running._batch)  # the last step is not delivered yet
 
     seconds = time_rounds({"engine": timed(steps), "programs": programs(engine)}, rounds, name)
-    alone, whole = (np.array(seconds[key]) for key in ("programs", "engine"))
+    alone, engine_seconds = (np.array(seconds[key]) for key in ("programs", "engine"))
     return {
         "milliseconds": {key: spread(1e3 / CALLS * np.array(s)) for key, s in seconds.items()},
-        "share": spread(1 - alone / whole),
+        "share": spread(1 - alone / engine_seconds),
         "functions": profile(steps),
     }
 
@@ -109,12 +109,12 @@ def profile(steps: Callable[[], None]) -> dict[str, float]:
     profiler = cProfile.Profile()
     profiler.runcall(steps)
     stats = pstats.Stats(profiler).stats
-    total, own = sum(row[2] for row in stats.values()), Counter[str]()
+    total, shares = sum(row[2] for row in stats.values()), Counter[str]()
     for (file, _, function), row in stats.items():
         name = function if file == "~" else f"{'/'.join(Path(file).parts[-2:])} {function}"
         if not name.endswith(WAIT):
-            own[re.sub(r" at 0x[0-9a-f]+", "", name)] += row[2] / total
-    return dict(own.most_common(FUNCTIONS))
+            shares[re.sub(r" at 0x[0-9a-f]+", "", name)] += row[2] / total
+    return dict(shares.most_common(FUNCTIONS))
 
 
 STATEMENTS = (

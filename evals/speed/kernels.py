@@ -23,16 +23,16 @@ DTYPES = "float32", "bfloat16"
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.kernels", __doc__)
-    ask.add_argument("--rounds", type=int, default=20, help="of each time")
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.speed.kernels", __doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="of each time")
+    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    options = parser.parse_args()
     platform = jax.default_backend()
-    if platform == "cpu" and not given.quick:
-        ask.error("no accelerator: the kernels run on a GPU or TPU; --quick tries the program")
-    record = Record(f"kernels_{platform}", quick=given.quick)
-    found = run(2 if given.quick else given.rounds, given.quick)
-    record.finish(found)
+    if platform == "cpu" and not options.quick:
+        parser.error("no accelerator: the kernels run on a GPU or TPU; --quick tries the program")
+    record = Record(f"kernels_{platform}", quick=options.quick)
+    results = run(2 if options.quick else options.rounds, options.quick)
+    record.finish(results)
 
 
 def run(rounds: int, quick: bool = False) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def run(rounds: int, quick: bool = False) -> dict[str, Any]:
         if "kernel" in row:
             alone = title.endswith(", walk")  # kernels may round products differently
             name = f"sign walk, {title}"
-            others = row["other signs"]
+            differing = row["other signs"]
             bars.append(
-                bar(f"{name}: share of signs that differ", others, "<=", 0 if alone else 1e-3)
+                bar(f"{name}: share of signs that differ", differing, "<=", 0 if alone else 1e-3)
             )
             if alone:
                 faster = spread(row["times faster"])

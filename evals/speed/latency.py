@@ -67,7 +67,7 @@ class Scale:
     prompt: int
     gemv: int  # side of the square matrix whose product gives the bound
     rounds: int
-    few: int  # rounds of slow variants
+    slow_rounds: int  # rounds of slow variants
 
 
 FULL = Scale(LARGE, (1_000, 32_000, 1_000_000), (256, 512, 1024, 2048, 4096), 4096, 8192, 15, 5)
@@ -75,21 +75,21 @@ QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 512, 1024, 3, 2)
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.latency", __doc__)
-    ask.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
-    ask.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    ask.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    given = ask.parse_args()
-    quick = given.quick or set(given.only) != set(PARTS)  # a part is not the record
-    scale = QUICK if given.quick else FULL
+    parser = make_parser("jaxkv.evals.speed.latency", __doc__)
+    parser.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
+    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    quick = options.quick or set(options.only) != set(PARTS)  # a part is not the record
+    scale = QUICK if options.quick else FULL
 
-    weights = given.model / "model.safetensors"
+    weights = options.model / "model.safetensors"
     record = Record("latency", [weights], seeds=[0], quick=quick)
-    small = models.load(given.model), Baseline.load(given.model)
+    small = models.load(options.model), Baseline.load(options.model)
     large = random_llama(scale.shape)
     results: dict[str, Any] = {"shape": scale.shape}
     results["bars"] = []
-    for part in given.only:
+    for part in options.only:
         results[part] = PARTS[part](small, large, scale)
         results["bars"] += results[part].pop("bars", [])
     record.finish(results)
@@ -109,14 +109,14 @@ def seen(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         variants[str(count)] = decode_variant(stream, tokens)
     seconds = time_rounds(variants, scale.rounds, "seen")
     first, *later = seconds
-    found = {name: ratio(seconds[name], seconds[first]) for name in later}
+    ratios = {name: ratio(seconds[name], seconds[first]) for name in later}
     return {
         "microseconds_per_token": {
             name: spread(1e6 / tokens * np.array(s)) for name, s in seconds.items()
         },
-        "ratio": found,
+        "ratio": ratios,
         "bars": [bar(f"260K: time per token after {int(name):,} tokens over that after 1,000",
-                     found[name], "<=", 1.05) for name in later],
+                     ratios[name], "<=", 1.05) for name in later],
     }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
     The baseline is the faster forward pass of jaxkv and transformers.
     """
-    (llm, other), new, table = large, 8, []
+    (llm, baseline), new, table = large, 8, []
     for cache in scale.caches:
         stream = models.Stream(llm, f"streaming:sinks=4,window={cache - 4}")
         stream.prefill([prompt(llm, cache + 64)])
@@ -133,9 +133,9 @@ def recompute(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
         variants = {
             "streaming": decode_variant(stream, new),
             "jaxkv": timed(partial(forward, llm, ids)),
-            **thread_variants("transformers", partial(other.prefill, ids)),
+            **thread_variants("transformers", partial(baseline.prefill, ids)),
         }
-        seconds = time_rounds(variants, scale.few, f"recompute, cache {cache}")
+        seconds = time_rounds(variants, scale.slow_rounds, f"recompute, cache {cache}")
         seconds["streaming"] = [s / new for s in seconds["streaming"]]
         best = fastest(seconds, "jaxkv", "transformers")
         line = {name: spread(1e3 * np.array(s)) for name, s in seconds.items()}
@@ -174,57 +174,59 @@ ASKS = {
 def generate(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     """Answers of 240 tokens, against transformers' `generate`."""
     results, bars = {}, []
-    for name, (ours, ask) in ASKS.items():
-        llm, other = small if name.startswith("260K") else large
+    for name, (side, bound) in ASKS.items():
+        llm, baseline = small if name.startswith("260K") else large
         batch, new = int(name[-1]), 240
         prompts = [prompt(llm, 16, seed) for seed in range(batch)]
-        check_same_tokens(llm, other, prompts, new)
+        check_same_tokens(llm, baseline, prompts, new)
         stream = models.Stream(llm, POLICY, batch=batch)
         stream.prefill(prompts)
 
         variants = {
             "call": timed(partial(models.generate, llm, prompts, POLICY, new, ignore_eos=True)),
             "loop": decode_variant(stream, new),
-            **thread_variants("transformers", partial(other.generate, prompts, new)),
+            **thread_variants("transformers", partial(baseline.generate, prompts, new)),
         }
         if name == "260K batch 1":
-            variants |= static_cache(other, prompts, new)
-        count = scale.rounds if llm is small[0] else scale.few
+            variants |= static_cache(baseline, prompts, new)
+        count = scale.rounds if llm is small[0] else scale.slow_rounds
         seconds = time_rounds(variants, count, f"generate, {name}")
-        others = {kind: fastest(seconds, kind) for kind in ("transformers", "compiled")
-                  if any(n.startswith(kind) for n in seconds)}  # fmt: skip
+        best_of_kind = {kind: fastest(seconds, kind) for kind in ("transformers", "compiled")
+                        if any(n.startswith(kind) for n in seconds)}  # fmt: skip
         times = {
             f"{side} over {kind}": ratio(seconds[best], seconds[side])
-            for kind, best in others.items()
+            for kind, best in best_of_kind.items()
             for side in ("call", "loop")
         }
         results[name] = {
             "tokens_per_second": {n: rate(batch * new, s) for n, s in seconds.items()},
-            "best_of_transformers": others,
+            "best_of_transformers": best_of_kind,
             "times_faster": times,
         }
-        if ask:
-            found = times[f"{ours} over transformers"]
-            bars.append(bar(f"{name}: {ours} over transformers' generate", found, ">=", ask))
-        if "compiled" in others:
-            found = times["loop over compiled"]
-            bars.append(bar(f"{name}: loop over torch.compile, StaticCache", found, ">=", 6))
+        if bound:
+            faster = times[f"{side} over transformers"]
+            bars.append(bar(f"{name}: {side} over transformers' generate", faster, ">=", bound))
+        if "compiled" in best_of_kind:
+            faster = times["loop over compiled"]
+            bars.append(bar(f"{name}: loop over torch.compile, StaticCache", faster, ">=", 6))
     return results | {"bars": bars}
 
 
-def static_cache(other: Baseline, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Variant]:
+def static_cache(
+    baseline: Baseline, prompts: Sequence[Sequence[int]], new: int
+) -> dict[str, Variant]:
     """transformers with torch.compile and a static cache; no variant if it does not compile."""
-    compiled = other.compiled()
+    compiled = baseline.compiled()
 
     def run() -> list[list[int]]:
         return compiled.generate(prompts, new, cache_implementation="static", disable_compile=True)
 
     try:
-        same = run() == other.generate(prompts, new)
+        is_equal = run() == baseline.generate(prompts, new)
     except Exception as error:  # torch's compiler may lack dependencies on this machine
         print(f"torch.compile is left out: {type(error).__name__}: {error}"[:200])
         return {}
-    if not same:
+    if not is_equal:
         print("torch.compile is left out: it generates different tokens")
         return {}
     return thread_variants("compiled", run)
@@ -268,18 +270,18 @@ def bound(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
 
 def prefill(small: Pair, large: Pair, scale: Scale) -> dict[str, Any]:
     """A long prompt, up to the logits of the next token."""
-    llm, other = large
+    llm, baseline = large
     ids = prompt(llm, scale.prompt)
     policies = {"full": "full:max=8192", "streaming": "streaming:sinks=4,window=1020"}
 
     read = partial(next_token, llm, ids)
-    if other.prefill(ids) != read(policies["full"]):
+    if baseline.prefill(ids) != read(policies["full"]):
         raise SystemExit(
             "the two sides predict different next tokens, so their times are not comparable"
         )
     variants = {name: timed(partial(read, policy)) for name, policy in policies.items()}
-    variants |= thread_variants("transformers", partial(other.prefill, ids))
-    seconds = time_rounds(variants, scale.few, "prefill")
+    variants |= thread_variants("transformers", partial(baseline.prefill, ids))
+    seconds = time_rounds(variants, scale.slow_rounds, "prefill")
     best = fastest(seconds, "transformers")
     times = {name: ratio(seconds[best], seconds[name]) for name in policies}
     return {

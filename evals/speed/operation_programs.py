@@ -94,9 +94,9 @@ class Caches:
         return run
 
 
-def after(x: Array, *found: Array) -> Array:
+def after(x: Array, *arrays: Array) -> Array:
     """x, which depends on `found`: XLA could otherwise compute several layers at the same time."""
-    for y in found:
+    for y in arrays:
         first = y.reshape(-1)[0].astype(x.dtype)
         x = jnp.where(first != first, first, x)
     return x
@@ -114,7 +114,7 @@ def run_norms(
 ) -> tuple[Array, Array]:
     """What a layer computes between its products; a norm's output stands for that of a product.
 
-    weights: those of all layers, stacked. A loop keeps XLA from one fusion for several layers.
+    weights: weights of all layers, stacked. A loop keeps XLA from one fusion for several layers.
     """
 
     def layer(carry: tuple[Array, Array], of_layer: dict[str, Array]) -> tuple:
@@ -137,7 +137,7 @@ def attend_in_decoding(
     copies each cache several times.
     """
 
-    def one(carry: tuple) -> tuple:
+    def step(carry: tuple) -> tuple:
         (count, q, flat), new = carry, []
         for policy, state, pair in zip(
             static.policies, restore_heads(flat, states), pairs, strict=True
@@ -147,7 +147,7 @@ def attend_in_decoding(
         return count + 1, q, flatten_heads(new, sharded=False)
 
     start = jnp.int32(0), q, flatten_heads(states, sharded=False)
-    _, q, flat = jax.lax.while_loop(lambda carry: carry[0] < steps, one, start)
+    _, q, flat = jax.lax.while_loop(lambda carry: carry[0] < steps, step, start)
     return q, restore_heads(flat, states)
 
 
@@ -224,7 +224,10 @@ def norms(llm: Llm, batch: int, tokens: int) -> Operation:
     """Norms, the activation of the MLP, and residual sums."""
     config, last = llm.config, llm.weights["norm"]
     of_layers = chosen(llm, NORM_WEIGHTS)
-    weights = {name: jnp.stack([one[name] for one in of_layers]) for name in NORM_WEIGHTS}
+    weights = {
+        name: jnp.stack([layer_weights[name] for layer_weights in of_layers])
+        for name in NORM_WEIGHTS
+    }
     x, gate = (normal(llm, (wide, batch, tokens)) for wide in (config.width, config.mlp))
     up = jnp.full_like(gate, 2)  # keeps the activations of later layers in a usual range
     per_layer = config.width * 2 * (NORM + RESIDUAL) + config.mlp * ACTIVATION
@@ -239,21 +242,21 @@ def attention(llm: Llm, caches: Caches, tokens: int) -> Operation:
     """Attention; its arithmetic is that of as many keys per query as the cache has slots."""
     config, batch = llm.config, caches.batch
     q = normal(llm, (batch, tokens, config.heads, config.head_dim))
-    pairs = [tuple(normal(llm, (batch, tokens, config.kv_heads, config.head_dim), 2 * layer + one)
-                   for one in (1, 2)) for layer in range(config.layers)]  # fmt: skip
-    program, more = attend_in_prefill, ()
+    pairs = [tuple(normal(llm, (batch, tokens, config.kv_heads, config.head_dim), 2 * layer + seed)
+                   for seed in (1, 2)) for layer in range(config.layers)]  # fmt: skip
+    program, extra_arguments = attend_in_prefill, ()
     if tokens == 1:
-        program, more = compiled(attend_in_decoding, (0,), (1,)), (np.int32(1),)
+        program, extra_arguments = compiled(attend_in_decoding, (0,), (1,)), (np.int32(1),)
     valid, count = jnp.ones((batch, tokens), bool), jnp.arange(tokens, dtype=jnp.uint32)
 
     def run() -> float:
         decoding = caches.decoding
         positions = jax.block_until_ready(decoding.position[:, None] + count[None])
-        begun = perf_counter()
+        start = perf_counter()
         _, states = jax.block_until_ready(
-            program(caches.static, decoding.states, q, pairs, positions, valid, *more)
+            program(caches.static, decoding.states, q, pairs, positions, valid, *extra_arguments)
         )
-        seconds = perf_counter() - begun
+        seconds = perf_counter() - start
         caches.decoding = decoding._replace(states=states)
         return seconds
 
@@ -281,23 +284,23 @@ def head(llm: Llm, batch: int) -> Operation:
 
 def sampling(llm: Llm, caches: Caches) -> Operation:
     """Greedy sampling: the maximum of the logits, and its place."""
-    given, decoding = Sampling(), caches.decoding
-    run = call(compiled(draw, (0,)), given.filters, given.knobs,
+    settings, decoding = Sampling(), caches.decoding
+    run = call(compiled(draw, (0,)), settings.filters, settings.knobs,
                normal(llm, decoding.logits.shape), *map(jnp.copy, (decoding.seen, decoding.rng,
                decoding.position)))  # fmt: skip
     return Operation(run, 1, 2 * decoding.logits.size)
 
 
-def call(program: Callable, *given: Any) -> Variant:
+def call(program: Callable, *arguments: Any) -> Variant:
     """A call of a compiled program, up to its result."""
-    return timed(lambda: jax.block_until_ready(program(*given)))
+    return timed(lambda: jax.block_until_ready(program(*arguments)))
 
 
 def chosen(llm: Llm, names: Sequence[str]) -> list[dict[str, Any]]:
     """Some weights of each layer, with their biases, by name."""
     names = {*names, *(f"{name}_bias" for name in names)}
     every = (layer_weights(llm.weights, layer) for layer in range(llm.config.layers))
-    return [{name: one[name] for name in one if name in names} for one in every]
+    return [{name: weights[name] for name in weights if name in names} for weights in every]
 
 
 def one_layer(llm: Llm) -> Config:

@@ -45,21 +45,23 @@ Times = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.operations", __doc__)
-    ask.add_argument("--rounds", type=int, default=15)
-    ask.add_argument("--new", type=int, default=16, help="tokens of one call of the whole decoding")
-    ask.add_argument("--quick", action="store_true", help="few rounds, into out/")
-    given = ask.parse_args()
-    if given.quick:
-        given.rounds, given.new = 3, 8
-    record = Record("operations", [smollm2.fetch()], [0], quick=given.quick)
+    parser = make_parser("jaxkv.evals.speed.operations", __doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--new", type=int, default=16, help="tokens of one call of the whole decoding"
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds, into out/")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.new = 3, 8
+    record = Record("operations", [smollm2.fetch()], [0], quick=options.quick)
     llms = {
         "float32": models.load(smollm2.NAME, "float32"),
         "int8": models.load(smollm2.NAME, "float32", weights="int8"),
     }
-    found = measure(llms, POLICY, given.rounds, given.new)
-    record.finish(found)
-    print(kinds_table(found))
+    results = measure(llms, POLICY, options.rounds, options.new)
+    record.finish(results)
+    print(kinds_table(results))
 
 
 def measure(llms: Mapping[str, Llm], policy: str, rounds: int, new: int) -> dict[str, Any]:
@@ -68,9 +70,9 @@ def measure(llms: Mapping[str, Llm], policy: str, rounds: int, new: int) -> dict
     empty = call(jax.jit(lambda x: x + 1), jnp.zeros((), jnp.float32))
     variants = read.variants | multiplied.variants | {"empty program": empty}
     cases, slots, chunk = make_cases(llms, policy, new)
-    for case, (rows, whole, _) in cases.items():
-        variants |= {f"{case}: {row}": one.run for row, one in rows.items()}
-        variants[f"{case}: whole"] = whole
+    for case, (rows, program, _) in cases.items():
+        variants |= {f"{case}: {row}": operation.run for row, operation in rows.items()}
+        variants[f"{case}: whole"] = program
     seconds = time_rounds(variants, rounds, "operations")
     limit = {"bandwidth": read.best(seconds), "flops": multiplied.best(seconds)}
     return {
@@ -79,10 +81,10 @@ def measure(llms: Mapping[str, Llm], policy: str, rounds: int, new: int) -> dict
         "chunk": chunk,
         "rounds": rounds,
         "new": new,
-        "limits": {name: spread(one) for name, one in limit.items()},
+        "limits": {name: spread(rates) for name, rates in limit.items()},
         "programs of limits": {
             name: spread(rates)
-            for one in (read, multiplied) for name, rates in one.rates(seconds).items()
+            for limit_set in (read, multiplied) for name, rates in limit_set.rates(seconds).items()
         },
         "milliseconds of an empty program": milliseconds(seconds["empty program"]),
         "cases": {
@@ -108,13 +110,13 @@ def make_cases(
     caches = {batch: Caches(stream, batch) for batch in BATCHES}
     ids, read = prompt(llm, chunk), caches[BATCHES[0]]
     cases = {}
-    for form, one in llms.items():
+    for form, form_llm in llms.items():
         for batch, shared in caches.items():
-            steps = models.Stream(one, policy, batch)
-            whole = shared.lend(steps, partial(generate_greedy, steps, new))
-            cases[f"decode, {form}, batch {batch}"] = operations(one, shared, 1), whole, new
-    whole = read.lend(stream, partial(stream.prefill, [ids]))
-    cases[f"prefill, float32, chunk of {chunk:,}"] = operations(llm, read, chunk), whole, 1
+            steps = models.Stream(form_llm, policy, batch)
+            program = shared.lend(steps, partial(generate_greedy, steps, new))
+            cases[f"decode, {form}, batch {batch}"] = operations(form_llm, shared, 1), program, new
+    program = read.lend(stream, partial(stream.prefill, [ids]))
+    cases[f"prefill, float32, chunk of {chunk:,}"] = operations(llm, read, chunk), program, 1
     return cases, slots, chunk
 
 
@@ -122,37 +124,44 @@ def by_row(
     rows: Mapping[str, Operation], seconds: Times, steps: int, limit: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """What each row takes and reaches. steps: that one call of the whole program has."""
-    whole = np.array(seconds["whole"]) / steps
+    program_seconds = np.array(seconds["whole"]) / steps
     total = np.sum([seconds[row] for row in rows], axis=0)
     all_rows = Operation(
-        lambda: 0.0, 1, *(sum(getattr(one, field) for one in rows.values())
+        lambda: 0.0, 1, *(sum(getattr(operation, field) for operation in rows.values())
                           for field in ("flops", "weight_bytes", "cache_bytes"))
     )  # fmt: skip
     return {
         "rows": {
-            row: reached(one, np.array(seconds[row]), whole, limit) for row, one in rows.items()
+            row: reached(operation, np.array(seconds[row]), program_seconds, limit)
+            for row, operation in rows.items()
         },
-        "sum of the rows": reached(all_rows, total, whole, limit),
-        "whole": reached(all_rows, whole, whole, limit),
+        "sum of the rows": reached(all_rows, total, program_seconds, limit),
+        "whole": reached(all_rows, program_seconds, program_seconds, limit),
         "rest": {
-            "milliseconds": milliseconds(whole - total),
-            "share_of_whole": spread((whole - total) / whole),
+            "milliseconds": milliseconds(program_seconds - total),
+            "share_of_whole": spread((program_seconds - total) / program_seconds),
         },
     }
 
 
 def reached(
-    one: Operation, seconds: np.ndarray, whole: np.ndarray, limit: Mapping[str, np.ndarray]
+    operation: Operation,
+    seconds: np.ndarray,
+    program_seconds: np.ndarray,
+    limit: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
     """One row: times, counts, rates, and their shares of the limits of the same rounds."""
-    read, computed = (one.weight_bytes + one.cache_bytes) / seconds, one.flops / seconds
+    read, computed = (
+        (operation.weight_bytes + operation.cache_bytes) / seconds,
+        operation.flops / seconds,
+    )
     return {
-        "times": one.times,
-        "weight_bytes": one.weight_bytes,
-        "cache_bytes": one.cache_bytes,
-        "flops": one.flops,
+        "times": operation.times,
+        "weight_bytes": operation.weight_bytes,
+        "cache_bytes": operation.cache_bytes,
+        "flops": operation.flops,
         "milliseconds": milliseconds(seconds),
-        "share_of_whole": spread(seconds / whole),
+        "share_of_whole": spread(seconds / program_seconds),
         "bytes_per_second": spread(read),
         "flops_per_second": spread(computed),
         "share_of_bandwidth": spread(read / limit["bandwidth"]),

@@ -53,33 +53,33 @@ def tally(
     min_tables: int,
 ) -> UInt32[Array, " W"]:
     """`hash_tables.tally` with one byte per count, or two."""
-    count, most, wide = tables.entries.shape[2:]
+    count, capacity, wide = tables.entries.shape[2:]
     entries, first = tables.entries.reshape(-1, wide), tables.first.reshape(-1)
     table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
     begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
     upto = jnp.cumsum(end - begin)
-    base = table * most + begin - (upto - (end - begin))
+    base = table * capacity + begin - (upto - (end - begin))
     total = upto[-1]
 
-    def some(i: Array, counts: Array) -> Array:
+    def count_blocks(i: Array, counts: Array) -> Array:
         j = i * _BLOCKS + jnp.arange(_BLOCKS, dtype=jnp.int32)
         mine = jnp.searchsorted(upto, j, side="right").astype(jnp.int32)
         mine = base.at[jnp.minimum(mine, count - 1)].get(mode="promise_in_bounds")
         entry = host_memory.take(entries, jnp.where(j < total, j + mine, 0)).astype(jnp.int32)
-        there = (j < total)[:, None] & (entry > 0)
-        return counts.at[jnp.maximum(entry, 1) - 1].add(there.astype(counts.dtype))
+        valid = (j < total)[:, None] & (entry > 0)
+        return counts.at[jnp.maximum(entry, 1) - 1].add(valid.astype(counts.dtype))
 
     counts = jnp.zeros(places, jnp.uint8 if count < 2**8 else jnp.uint16)
-    counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), some, counts)
+    counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), count_blocks, counts)
     return pack(counts >= min_tables)
 
 
-def pack(found: Bool[Array, " P"]) -> UInt32[Array, " W"]:
+def pack(selected: Bool[Array, " P"]) -> UInt32[Array, " W"]:
     """32 places per word, the first in its lowest bit."""
-    found = jnp.pad(found, (0, -found.shape[0] % WORD)).reshape(-1, WORD)
+    selected = jnp.pad(selected, (0, -selected.shape[0] % WORD)).reshape(-1, WORD)
     place = np.uint32(1) << np.arange(WORD, dtype=np.uint32)
-    return jnp.sum(jnp.where(found, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
+    return jnp.sum(jnp.where(selected, place, np.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
 def sort_codes(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:

@@ -116,19 +116,23 @@ def lowered(module: ModuleType, stream: models.Stream) -> jax.stages.Lowered:
 def far_error(chunk: int) -> float:
     """Error of a ring's attention at position 4,000,123 against float64 with cache-relative
     positions."""
-    policy, heads, dim, far = Streaming(4, 252), 4, 64, 300
+    policy, heads, dim, ring_tokens = Streaming(4, 252), 4, 64, 300
     encoding = rotary(dim, 10_000.0)
     spec = Spec(kv_heads=heads, head_dim=dim, scale=dim**-0.5, encoding=encoding)
     random = np.random.default_rng(0)
-    q, k, v = random.standard_normal((3, policy.sinks + far, heads, dim)).astype(np.float32)
-    positions = np.r_[np.arange(policy.sinks), np.arange(FAR - far + 1, FAR + 1)].astype(np.uint32)
+    q, k, v = random.standard_normal((3, policy.sinks + ring_tokens, heads, dim)).astype(np.float32)
+    positions = np.r_[np.arange(policy.sinks), np.arange(FAR - ring_tokens + 1, FAR + 1)].astype(
+        np.uint32
+    )
     state = policy.init(spec, 1, jax.random.key(0))
     run_step = jax.jit(step, static_argnums=(0, 1))
     for at in [0, *range(policy.sinks, len(q), chunk)]:
         part = slice(at, policy.sinks if at == 0 else at + chunk)
-        one = lambda a, part=part: jnp.asarray(a[None, part])  # noqa: E731
-        valid = jnp.ones_like(one(positions), bool)
-        out, state = run_step(policy, spec, state, one(q), one(k), one(v), one(positions), valid)
+        batched = lambda a, part=part: jnp.asarray(a[None, part])  # noqa: E731
+        valid = jnp.ones_like(batched(positions), bool)
+        out, state = run_step(
+            policy, spec, state, batched(q), batched(k), batched(v), batched(positions), valid
+        )
     cached = np.r_[np.arange(policy.sinks), np.arange(len(q) - policy.window, len(q))]
     exact = attention(q[-1], k[cached], v[cached])
     return float(np.abs(np.asarray(out[0, -1], np.float64) - exact).max())

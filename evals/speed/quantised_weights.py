@@ -31,20 +31,20 @@ FORMS = ("float32", *FORMATS)
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.quantised_weights", __doc__)
-    ask.add_argument("--text", type=Path, required=True, help="a novel")
-    ask.add_argument("--tokens", type=int, default=20_000, help="to score")
-    ask.add_argument("--rounds", type=int, default=9)
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    if given.quick:
-        given.tokens, given.rounds = 600, 2
-    record = Record("quantised_weights", [smollm2.fetch(), given.text], quick=given.quick)
+    parser = make_parser("jaxkv.evals.speed.quantised_weights", __doc__)
+    parser.add_argument("--text", type=Path, required=True, help="a novel")
+    parser.add_argument("--tokens", type=int, default=20_000, help="to score")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.rounds = 600, 2
+    record = Record("quantised_weights", [smollm2.fetch(), options.text], quick=options.quick)
     llms = load(smollm2.NAME)
-    found = loss(llms, given.text, given.tokens) | speed(llms, given.rounds)
-    found["bytes"] = {name: nbytes(llm) for name, llm in llms.items()}
-    found["default model"] = loss(load(DEFAULT), given.text, given.tokens)
-    record.finish(found | {"bars": bars(found)})
+    results = loss(llms, options.text, options.tokens) | speed(llms, options.rounds)
+    results["bytes"] = {name: nbytes(llm) for name, llm in llms.items()}
+    results["default model"] = loss(load(DEFAULT), options.text, options.tokens)
+    record.finish(results | {"bars": bars(results)})
 
 
 def load(model: str | Path) -> dict[str, Llm]:
@@ -53,17 +53,17 @@ def load(model: str | Path) -> dict[str, Llm]:
             for form in FORMS}  # fmt: skip
 
 
-def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
+def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     of_model = "over float32, SmolLM2-135M"
     return [
         bar("bytes of weights in int8 over float32",
-            found["bytes"]["int8"] / found["bytes"]["float32"], "<=", 0.26),
+            results["bytes"]["int8"] / results["bytes"]["float32"], "<=", 0.26),
         *(bar(f"loss of {form} weights {of_model}, nats per token, absolute",
-              abs(found["difference"][form]), "<=", 0.01) for form in FORMATS),
+              abs(results["difference"][form]), "<=", 0.01) for form in FORMATS),
         bar("decoding with int8 weights over float32, batch 1: tokens per second",
-            found["faster"]["int8, batch 1"], ">=", 1.5),
+            results["faster"]["int8, batch 1"], ">=", 1.5),
         bar("decoding with int4 weights over int8, batch 1: tokens per second",
-            found["int4_over_int8"]["batch 1"], ">=", 1),
+            results["int4_over_int8"]["batch 1"], ">=", 1),
     ]  # fmt: skip
 
 
@@ -79,9 +79,11 @@ def loss(llms: dict[str, Llm], text: Path, tokens: int) -> dict[str, Any]:
     return {
         "text": text.stem,
         "tokens": len(ids),
-        "loss": {name: float(np.mean(one)) for name, one in losses.items()},
-        "difference": {form: float(np.mean(one)) for form, one in apart.items()},
-        "standard_error": {form: standard_error(bin_means(one)) for form, one in apart.items()},
+        "loss": {name: float(np.mean(values)) for name, values in losses.items()},
+        "difference": {form: float(np.mean(values)) for form, values in apart.items()},
+        "standard_error": {
+            form: standard_error(bin_means(values)) for form, values in apart.items()
+        },
     }
 
 
@@ -99,7 +101,7 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
     def over(slow: str, fast: str, batch: int) -> dict[str, float]:
         return ratio(seconds[f"{slow}, batch {batch}"], seconds[f"{fast}, batch {batch}"])
 
-    one = {name: np.array(seconds[f"{name}, batch 1"]) / new for name in llms}
+    per_token = {name: np.array(seconds[f"{name}, batch 1"]) / new for name in llms}
     return {
         "policy": defaults.POLICY,
         "tokens_per_second": {
@@ -110,7 +112,7 @@ def speed(llms: dict[str, Llm], rounds: int, new: int = 32) -> dict[str, Any]:
         "int4_over_int8": {f"batch {batch}": over("int8", "int4", batch) for batch in (1, 8)},
         "bandwidth": spread(bandwidth),
         "share_of_bandwidth": {
-            name: spread(nbytes(llm) / one[name] / bandwidth) for name, llm in llms.items()
+            name: spread(nbytes(llm) / per_token[name] / bandwidth) for name, llm in llms.items()
         },
     }  # fmt: skip
 

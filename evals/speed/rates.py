@@ -32,24 +32,26 @@ BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.rates", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--dtype", help="default: by device and file")
-    ask.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    ask.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    ask.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
-    ask.add_argument("--rounds", type=int, default=7)
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    llm = models.load(given.model, given.dtype)
-    record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=given.quick)
-    if given.quick:
-        given.prompt, given.batches, given.rounds = 300, (1, 2), 1
-    found = {
-        f"batch {batch}": measure(llm, given.policies, batch, given.prompt, given.rounds)
-        for batch in given.batches
+    parser = make_parser("jaxkv.evals.speed.rates", __doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--dtype", help="default: by device and file")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    llm = models.load(options.model, options.dtype)
+    record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=options.quick)
+    if options.quick:
+        options.prompt, options.batches, options.rounds = 300, (1, 2), 1
+    by_batch = {
+        f"batch {batch}": measure(llm, options.policies, batch, options.prompt, options.rounds)
+        for batch in options.batches
     }
-    record.finish({"model": llm.name, "dtype": llm.dtype} | found)
+    record.finish({"model": llm.name, "dtype": llm.dtype} | by_batch)
 
 
 def measure(
@@ -69,7 +71,7 @@ def measure(
     prefill_rates = {name: rate(batch * length, values) for name, values in seconds.items()}
     seconds = time_rounds(decodes, rounds, f"decoding, batch {batch}")
     decoding = {name: rate(batch * new, values) for name, values in seconds.items()}
-    found = {
+    by_policy = {
         name: {
             "prefill": prefill_rates[name],
             "decoding": decoding[name],
@@ -77,10 +79,10 @@ def measure(
         }
         for name in policies
     }
-    for name, row in found.items():
+    for name, row in by_policy.items():
         print(f"batch {batch}, {name}: prefill {row['prefill']['median']:,.0f}, decoding "
               f"{row['decoding']['median']:,.0f} tokens a second", flush=True)  # fmt: skip
-    return {"prompt": length, "new": new, "policies": found}
+    return {"prompt": length, "new": new, "policies": by_policy}
 
 
 def prefill(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:

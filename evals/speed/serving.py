@@ -31,23 +31,23 @@ FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.serving", __doc__)
-    ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
-    ask.add_argument("--rounds", type=int, default=5, help="of each time")
-    ask.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    ask.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    given = ask.parse_args()
-    files = sorted(given.texts.glob("*.txt"))
-    if not files or given.rounds < 1:
-        ask.error(f"--texts must hold books and --rounds be at least 1, got {given.rounds}")
+    parser = make_parser("jaxkv.evals.speed.serving", __doc__)
+    parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
+    parser.add_argument("--rounds", type=int, default=5, help="of each time")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    options = parser.parse_args()
+    files = sorted(options.texts.glob("*.txt"))
+    if not files or options.rounds < 1:
+        parser.error(f"--texts must hold books and --rounds be at least 1, got {options.rounds}")
     llm = models.load()
     texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("serving", [*llm.files, *files], [0], given.quick)
+    record = Record("serving", [*llm.files, *files], [0], options.quick)
     results: dict[str, Any] = {"bars": []}
-    for part in given.only:
-        found = PARTS_BY_NAME[part](llm, texts, given.rounds, given.quick)
-        results[part] = found
-        results["bars"] += found.pop("bars", [])
+    for part in options.only:
+        part_results = PARTS_BY_NAME[part](llm, texts, options.rounds, options.quick)
+        results[part] = part_results
+        results["bars"] += part_results.pop("bars", [])
     record.finish(results)
 
 
@@ -63,10 +63,10 @@ def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[in
 def drawn(texts: Sequence[Sequence[int]], count: int, seed: int) -> list[Request]:
     """Prompts of 16 to 255 tokens, answers of 32 to 192, the mean 112 of the report."""
     rng = np.random.default_rng(seed)
-    made = itertools.islice(passages(texts, seed), count)
+    prompts = itertools.islice(passages(texts, seed), count)
     return [
         Request(tokens[: int(rng.integers(16, 256))], int(rng.integers(32, 193)), seed=number)
-        for number, tokens in enumerate(made)
+        for number, tokens in enumerate(prompts)
     ]
 
 
@@ -75,39 +75,47 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
     slots = 16 if quick else AT_ONCE
     asked = drawn(texts, 4 * slots, 0)
     alone = asked[: len(asked) // 8]
-    many, one = (make_engine(llm, max_batch=each) for each in (slots, 1))
+    many, single = (make_engine(llm, max_batch=max_batch) for max_batch in (slots, 1))
 
     def one_by_one(engine: Engine) -> None:
         for request in alone:
             answer(engine, [request])
 
     def generated() -> None:
-        for one in alone:
+        for request in alone:
             models.generate(
-                llm, one.tokens, max_new_tokens=one.max_new_tokens, ignore_eos=True, temperature=0
+                llm,
+                request.tokens,
+                max_new_tokens=request.max_new_tokens,
+                ignore_eos=True,
+                temperature=0,
             )
 
     seconds = time_rounds(
         {
             "alone, models.generate": timed(generated),
             "together": timed(lambda: answer(many, asked)),
-            "alone, an engine with max_batch=1": timed(lambda: one_by_one(one)),
+            "alone, an engine with max_batch=1": timed(lambda: one_by_one(single)),
             "alone, the same engine": timed(lambda: one_by_one(many)),
         }, count, "throughput",
     )  # fmt: skip
-    each = {
+    request_seconds = {
         name: np.asarray(taken) / (len(asked) if name == "together" else len(alone))
         for name, taken in seconds.items()
     }
-    times = {name: ratio(each[name], each["together"]) for name in each if name != "together"}
+    times = {
+        name: ratio(request_seconds[name], request_seconds["together"])
+        for name in request_seconds
+        if name != "together"
+    }
     return {
         "requests": len(asked), "at_a_time": slots, "alone": len(alone),
-        "items_per_second": {name: spread(1 / taken) for name, taken in each.items()},
+        "items_per_second": {name: spread(1 / taken) for name, taken in request_seconds.items()},
         "times": times,
         "bars": [
             bar(f"answers per second, {slots} at a time over one at a time, "
-                f"{name.removeprefix('alone, ')}", found, ">=", FASTER)
-            for name, found in times.items()
+                f"{name.removeprefix('alone, ')}", times_faster, ">=", FASTER)
+            for name, times_faster in times.items()
         ],
     }  # fmt: skip
 

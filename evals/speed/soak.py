@@ -62,47 +62,47 @@ class SoakServer(NamedTuple):
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.soak", __doc__)
-    ask.add_argument(
+    parser = make_parser("jaxkv.evals.speed.soak", __doc__)
+    parser.add_argument(
         "--requests", type=int, default=10_000, help="of each policy and kind of batch"
     )
-    ask.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
-    ask.add_argument("--quick", action="store_true", help="600 requests, into out/")
-    given = ask.parse_args()
-    files = sorted(given.texts.glob("*.txt"))
-    if not files or given.requests < 1:
-        ask.error(f"--texts must hold books and --requests be 1 or more, got {given.requests}")
+    parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
+    parser.add_argument("--quick", action="store_true", help="600 requests, into out/")
+    options = parser.parse_args()
+    files = sorted(options.texts.glob("*.txt"))
+    if not files or options.requests < 1:
+        parser.error(f"--texts must hold books and --requests be 1 or more, got {options.requests}")
     llm = models.load()
     texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("soak", [*llm.files, *files], [0], given.quick)
+    record = Record("soak", [*llm.files, *files], [0], options.quick)
     results: dict[str, Any] = {"policies": {}, "bars": []}
-    count = 600 if given.quick else given.requests
+    count = 600 if options.quick else options.requests
     for policy, batch in product(POLICIES, BATCHES):
-        found = asyncio.run(soak(policy, BATCHES[batch], bodies(texts), count))
-        results["policies"].setdefault(policy, {})[batch] = found
-        results["bars"] += bars(policy, batch, found)
+        results_of_case = asyncio.run(soak(policy, BATCHES[batch], bodies(texts), count))
+        results["policies"].setdefault(policy, {})[batch] = results_of_case
+        results["bars"] += bars(policy, batch, results_of_case)
     record.finish(results)
 
 
 def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
     """Distinct requests; some share prefixes."""
     rng = np.random.default_rng(0)
-    pages, made = passages(texts), []
-    while len(made) < KINDS:
+    pages, requests = passages(texts), []
+    while len(requests) < KINDS:
         page = next(pages)
         for _ in range(4):
-            made.append({
+            requests.append({
                 "model": "default", "prompt": list(page[: int(rng.integers(1, 500))]),
-                "max_tokens": int(rng.integers(1, 48)), "seed": len(made), "ignore_eos": True,
+                "max_tokens": int(rng.integers(1, 48)), "seed": len(requests), "ignore_eos": True,
                 "temperature": float(rng.choice([0.0, 0.8])), "logprobs": None,
             })  # fmt: skip
-    return made
+    return requests
 
 
 async def soak(
     policy: str, flags: Sequence[str], kinds: list[dict[str, Any]], count: int
 ) -> dict[str, Any]:
-    """Two lives of a server with one folder of prefixes. flags: of the kind of batch."""
+    """Two lives of a server with one folder of prefixes. flags: flags of the kind of batch."""
     with tempfile.TemporaryDirectory() as folder:
         keys, admins = Path(folder) / "keys", Path(folder) / "admins"
         keys.write_text("\n".join(CLIENTS))
@@ -130,23 +130,23 @@ async def one_life(
     server = start(policy, *words)
     try:
         rests = [await rest(server)]
-        done, left, wrong, ratios, begun = 0, 0, 0, [], time.monotonic()
+        done, disconnected, wrong, ratios, began = 0, 0, 0, [], time.monotonic()
         for _ in range(-(-count // REST)):
             batch = [draw_request(rng) for _ in range(min(REST, count - done))]
             texts, ends = await ask_all(server.port, kinds, batch)
             wrong += sum(
-                text != alone[one.kind]
-                for one, text in zip(batch, texts, strict=True) if not one.leaves
+                text != alone[request.kind]
+                for request, text in zip(batch, texts, strict=True) if not request.leaves
             )  # fmt: skip
-            left += sum(bool(one.leaves) for one in batch)
+            disconnected += sum(bool(request.leaves) for request in batch)
             done += len(batch)
-            ratios.append(unfairness([one.key for one in batch], ends))
+            ratios.append(unfairness([request.key for request in batch], ends))
             rests.append(await rest(server))
-            rate = done / (time.monotonic() - begun)
+            rate = done / (time.monotonic() - began)
             print(f"{policy}: {done} of {count}, {rate:.1f} a second, "
                   f"{(count - done) / rate:.0f} s left", file=sys.stderr, flush=True)  # fmt: skip
         return {
-            "requests": done, "left": left, "wrong": wrong, "items_per_second": rate,
+            "requests": done, "left": disconnected, "wrong": wrong, "items_per_second": rate,
             "unfairness": ratios, "rests": rests,
         }  # fmt: skip
     finally:
@@ -194,8 +194,8 @@ def stop(server: SoakServer) -> None:
 def port_of(process: subprocess.Popen) -> int:
     """The port that the server prints; raises RuntimeError if the server ends first."""
     for line in process.stderr:
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-            return int(found[1])
+        if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return int(match[1])
     raise RuntimeError("the server ended before it listened")
 
 
@@ -213,11 +213,11 @@ async def ask_all(
     """The texts of a batch, and when each ended; CLIENTS says how many clients ask at a time."""
     gates = {key: asyncio.Semaphore(clients) for key, clients in CLIENTS.items()}
 
-    async def one(each: SoakRequest) -> tuple[str, float]:
-        async with gates[each.key]:
-            return await ask_server(port, kinds[each.kind], each), time.monotonic()
+    async def ask_gated(request: SoakRequest) -> tuple[str, float]:
+        async with gates[request.key]:
+            return await ask_server(port, kinds[request.kind], request), time.monotonic()
 
-    texts, ends = zip(*await asyncio.gather(*map(one, batch)), strict=True)
+    texts, ends = zip(*await asyncio.gather(*map(ask_gated, batch)), strict=True)
     return list(texts), list(ends)
 
 
@@ -304,16 +304,16 @@ async def metrics(port: int) -> dict[str, float]:
     return {line[0]: float(line[1]) for line in lines if len(line) == 2}
 
 
-def bars(policy: str, batch: str, found: dict[str, Any]) -> list[dict[str, object]]:
+def bars(policy: str, batch: str, results: dict[str, Any]) -> list[dict[str, object]]:
     """The bars: equal answers, no growth in either life, fair turns, and prefixes that survive."""
     ends = [(life["rests"][min(2, len(life["rests"]) - 1)], life["rests"][-1])
-            for life in found["lives"]]  # fmt: skip
-    first = [early_hits(life) for life in found["lives"]]
-    ratios = [ratio for life in found["lives"] for ratio in life["unfairness"]]
+            for life in results["lives"]]  # fmt: skip
+    first = [early_hits(life) for life in results["lives"]]
+    ratios = [ratio for life in results["lives"] for ratio in life["unfairness"]]
     case = f"{policy}, {batch} batch"
     return [
         bar(f"share of answers that differ from those of single requests, {case}",
-            found["wrong"] / found["finished"], "<=", DIFFER[batch]),
+            results["wrong"] / results["finished"], "<=", DIFFER[batch]),
         bar(f"growth of the number of open files, {case}",
             max(last["files"] - early["files"] for early, last in ends), "<=", 0),
         bar(f"memory at the end over memory after {2 * REST:,} requests, {case}",

@@ -49,14 +49,14 @@ DEPTHS, CHUNK = (4, 12, 30, 80), 256
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.startup", __doc__)
-    ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
-    given = ask.parse_args()
-    record = Record("startup", [smollm2.fetch()], quick=given.quick)
-    rounds = 1 if given.quick else given.rounds
+    parser = make_parser("jaxkv.evals.speed.startup", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
+    options = parser.parse_args()
+    record = Record("startup", [smollm2.fetch()], quick=options.quick)
+    rounds = 1 if options.quick else options.rounds
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
-    depths = by_depth(DEPTHS[:2] if given.quick else DEPTHS, rounds)
+    depths = by_depth(DEPTHS[:2] if options.quick else DEPTHS, rounds)
     with tempfile.TemporaryDirectory() as folder:
         seconds = time_rounds(variants(folder), rounds, "startup")
     results = {
@@ -72,7 +72,7 @@ def variants(folder: str) -> dict[str, Callable[[], float]]:
     generate = ["generate", PROMPT, "--max-new-tokens", TOKENS, "--temperature", "0"]
     real = [*COMMAND, *generate, "--model", smollm2.NAME]
     engine = [sys.executable, "-c", ENGINE]
-    found = {
+    starts = {
         "help": partial(first_output, [*COMMAND, "--help"], folder),
         "import jax": partial(first_output, IMPORT, folder),
         "first text": partial(first_output, [*COMMAND, *generate], folder),
@@ -80,14 +80,14 @@ def variants(folder: str) -> dict[str, Callable[[], float]]:
         "compile and run, not cached": partial(compile_and_run, generate, "off"),
     }
     for suffix, cache in (("", folder), (", nothing compiled", "off")):
-        found[f"first text of SmolLM2{suffix}"] = partial(first_output, real, cache)
-        found[f"engine of SmolLM2{suffix}"] = partial(first_output, engine, cache)
+        starts[f"first text of SmolLM2{suffix}"] = partial(first_output, real, cache)
+        starts[f"engine of SmolLM2{suffix}"] = partial(first_output, engine, cache)
         for policy in POLICIES:
             command = [*real, "--policy", policy]
-            found[f"first text of SmolLM2, {policy}{suffix}"] = partial(
+            starts[f"first text of SmolLM2, {policy}{suffix}"] = partial(
                 first_output, command, cache
             )
-    return found
+    return starts
 
 
 def bars(
@@ -95,7 +95,7 @@ def bars(
 ) -> list[dict[str, object]]:
     """The promises about start-up, and whether they are met."""
     real = "first text of SmolLM2"
-    made = [
+    lines = [
         bar("seconds to the first text, with a filled compilation cache",
             spread(seconds["first text"]), "<=", 3),
         bar("seconds to the first text of SmolLM2-135M, with a filled compilation cache",
@@ -109,33 +109,36 @@ def bars(
             ratio(seconds["compile and run, cached"], seconds["compile and run, not cached"]),
             "<=", 0.35),
     ]  # fmt: skip
-    for policy, most in POLICIES.items():
+    for policy, bound in POLICIES.items():
         for suffix in ("", ", nothing compiled"):
             share = ratio(seconds[f"{real}, {policy}{suffix}"], seconds[f"{real}{suffix}"])
-            made.append(bar(f"first text of SmolLM2-135M under {policy} over streaming"
-                            f"{suffix or ', with a filled compilation cache'}",
-                            share, "<=", most))  # fmt: skip
+            lines.append(bar(f"first text of SmolLM2-135M under {policy} over streaming"
+                             f"{suffix or ', with a filled compilation cache'}",
+                             share, "<=", bound))  # fmt: skip
     if {"12", "80"} <= set(depths):
         share = depths["80"]["seconds"]["median"] / depths["12"]["seconds"]["median"]
-        made.append(bar("seconds to compile prefill and decoding of 80 layers over 12 layers",
-                        share, "<=", 3))  # fmt: skip
-    return made
+        lines.append(bar("seconds to compile prefill and decoding of 80 layers over 12 layers",
+                         share, "<=", 3))  # fmt: skip
+    return lines
 
 
 def by_depth(depths: tuple[int, ...], rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds to trace, lower and compile prefill and decoding of SmolLM2 with other depths."""
-    whole = without_weights(open_published(smollm2.NAME))
+    llm = without_weights(open_published(smollm2.NAME))
     seconds: dict[str, list[dict[str, list[float]]]] = {str(depth): [] for depth in depths}
     for _ in range(rounds):
         for depth in depths:
-            seconds[str(depth)].append(programs(of_depth(whole, depth)))
+            seconds[str(depth)].append(programs(of_depth(llm, depth)))
     return {
         depth: {
-            "seconds": spread([sum(map(sum, one.values())) for one in found]),
+            "seconds": spread([sum(map(sum, seconds_of.values())) for seconds_of in runs]),
             # Of each program: the median seconds of tracing, lowering and compiling.
-            **{name: np.median([one[name] for one in found], axis=0).tolist() for name in found[0]},
+            **{
+                name: np.median([seconds_of[name] for seconds_of in runs], axis=0).tolist()
+                for name in runs[0]
+            },
         }
-        for depth, found in seconds.items()
+        for depth, runs in seconds.items()
     }
 
 
@@ -153,26 +156,26 @@ def programs(llm: Llm) -> dict[str, list[float]]:
     decode = stream.decode_arguments(stream.decoding, sampling, llm.eos, 1)
     asked = [("decode", compiled_decode_block(), *decode)]
     asked += [
-        ("prefill", *one)
-        for one in prefill_programs(stream.static, llm.weights, stream.decoding, CHUNK)
+        ("prefill", *arguments)
+        for arguments in prefill_programs(stream.static, llm.weights, stream.decoding, CHUNK)
     ]
-    found = {"decode": [0.0] * 3, "prefill": [0.0] * 3}
+    seconds_of = {"decode": [0.0] * 3, "prefill": [0.0] * 3}
     jax.clear_caches()
     for name, program, *arguments in asked:
         seconds, _ = compile_timed(program, *arguments)
-        found[name] = np.add(found[name], seconds).tolist()
-    return found
+        seconds_of[name] = np.add(seconds_of[name], seconds).tolist()
+    return seconds_of
 
 
 def first_output(command: list[str], folder: str) -> float:
     """Seconds from the start of a process to its first byte on standard output."""
-    begun = perf_counter()
+    start = perf_counter()
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(folder), stdout=subprocess.PIPE
     ) as run:
         assert run.stdout is not None
         first = run.stdout.read(1)
-        seconds = perf_counter() - begun
+        seconds = perf_counter() - start
         run.stdout.read()
     if run.returncode or not first:
         raise SystemExit(f"{' '.join(command[1:])} ended with {run.returncode}")
@@ -189,8 +192,10 @@ def compile_and_run(command: list[str], folder: str) -> float:
 
 def environment(folder: str) -> dict[str, str]:
     """With this folder as the compilation cache, also where JAX was given another one."""
-    own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    return own | {"JAXKV_COMPILATION_CACHE": folder}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
+    return inherited | {"JAXKV_COMPILATION_CACHE": folder}
 
 
 STATEMENTS = (

@@ -43,8 +43,8 @@ LOADED: dict[str, tuple[Any, ...]] = {  # arguments of `models.load`
 class Sizes:
     """The sizes of all programs.
 
-    small, large: tokens in a cache. steps: tokens per call. keys, bits, tables: of an LSH index.
-    sequences: whose logits one argmax reads. recipe, vocab: of training.
+    small, large: tokens in a cache. steps: tokens per call. keys, bits, tables: sizes of an LSH
+    index. sequences: number whose logits one argmax reads. recipe, vocab: settings of training.
     """
 
     small: int = 256
@@ -64,8 +64,8 @@ class Program:
 
     about: what it computes. args, options: make its arguments and compiler options, with the
     workarounds of the form that is compiled. donate: the argument that the first result replaces;
-    its buffers are reused. calls: how often one measurement calls it. steps: of each call, by which
-    the time is divided. cached: sizes of arrays whose copies `copies` finds.
+    its buffers are reused. calls: how often one measurement calls it. steps: steps of each call, by
+    which the time is divided. cached: sizes of arrays whose copies `copies` finds.
     """
 
     about: str
@@ -195,31 +195,33 @@ def lookup(_: LoadModel, sizes: Sizes) -> Program:
     tables = jax.jit(partial(hash_tables.build, bits=sizes.bits))(
         random_codes(sizes), jnp.ones(sizes.keys, bool)
     )
-    whole = jax.tree.map(lambda leaf: leaf[None, None], tables)
+    batched_tables = jax.tree.map(lambda leaf: leaf[None, None], tables)
     random = np.random.default_rng(1)
     queries = random.integers(0, 1 << sizes.bits, (3, sizes.tables)).astype(np.int32)
-    most = min(4096, sizes.keys)
+    max_selected = min(4096, sizes.keys)
 
     def find(
         tables: hash_tables.Tables, queries: Int32[Array, "N L"]
     ) -> tuple[Int32[Array, "N M"], Int32[Array, " N"]]:
-        def one(code: Array) -> tuple[Array, Array]:
+        def select(code: Array) -> tuple[Array, Array]:
             words = hash_tables.tally(tables, jnp.int32(0), code, sizes.keys, 2)
-            found = hash_tables.select(words, most, jnp.float32(0.5))
-            return found.places, found.count
+            selected = hash_tables.select(words, max_selected, jnp.float32(0.5))
+            return selected.places, selected.count
 
-        return jax.lax.map(one, queries)
+        return jax.lax.map(select, queries)
 
     about = f"magicpig, lookup of 3 queries among {sizes.keys:,} keys, {sizes.tables} tables"
-    return Program(about, find, lambda: (whole, jnp.asarray(queries)), calls=8 * sizes.steps)
+    return Program(
+        about, find, lambda: (batched_tables, jnp.asarray(queries)), calls=8 * sizes.steps
+    )
 
 
 def index(_: LoadModel, sizes: Sizes) -> Program:
     """The hash tables of one KV head."""
-    codes, there = random_codes(sizes), jnp.ones(sizes.keys, bool)
+    codes, valid = random_codes(sizes), jnp.ones(sizes.keys, bool)
     about = f"magicpig, tables of {sizes.keys:,} keys, {sizes.tables} tables"
-    build = lambda codes, there: hash_tables.build(codes, there, sizes.bits)  # noqa: E731
-    return Program(about, build, lambda: (codes, there))
+    build = lambda codes, valid: hash_tables.build(codes, valid, sizes.bits)  # noqa: E731
+    return Program(about, build, lambda: (codes, valid))
 
 
 def random_codes(sizes: Sizes) -> Int32[Array, "L S"]:

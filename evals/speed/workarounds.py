@@ -63,8 +63,8 @@ def without_order(chunk: Any, *read: Any) -> Any:
     return chunk
 
 
-def vmap(one: Callable, *arrays: Any) -> Any:
-    return jax.vmap(one)(*arrays)
+def vmap(function: Callable, *arrays: Any) -> Any:
+    return jax.vmap(function)(*arrays)
 
 
 PLAIN_DOT = models_xla_cpu.dot.fun  # without its gradient rule
@@ -167,32 +167,32 @@ WORKAROUNDS: dict[str, Workaround] = {
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.speed.workarounds", __doc__)
-    ask.add_argument("--rounds", type=int, default=9)
-    ask.add_argument("--only", nargs="+", choices=WORKAROUNDS, metavar="NAME",
-                     help=f"some rows, into out/: {', '.join(WORKAROUNDS)}")  # fmt: skip
-    ask.add_argument("--quick", action="store_true", help="three rounds, into out/")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.speed.workarounds", __doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=WORKAROUNDS, metavar="NAME",
+                        help=f"some rows, into out/: {', '.join(WORKAROUNDS)}")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="three rounds, into out/")
+    options = parser.parse_args()
     if jax.default_backend() != "cpu":
-        ask.error("these are workarounds for XLA:CPU: set JAX_PLATFORMS=cpu")
-    quick = given.quick or given.only is not None
+        parser.error("these are workarounds for XLA:CPU: set JAX_PLATFORMS=cpu")
+    quick = options.quick or options.only is not None
     record = Record("workarounds", [smollm2.fetch()], [0], quick=quick)
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
     load = functools.cache(lambda name: models.load(*LOADED[name]))
-    rounds = 3 if given.quick else given.rounds
-    record.finish(run(load, Sizes(), given.only or list(WORKAROUNDS), rounds))
+    rounds = 3 if options.quick else options.rounds
+    record.finish(run(load, Sizes(), options.only or list(WORKAROUNDS), rounds))
 
 
 def run(load: LoadModel, sizes: Sizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """The rows of these workarounds, by program."""
     described, rows = {}, {}
     for program in dict.fromkeys(WORKAROUNDS[name].program for name in names):
-        made = PROGRAMS[program](load, sizes)
+        built = PROGRAMS[program](load, sizes)
         of_program = [name for name in names if WORKAROUNDS[name].program == program]
-        described[program] = made.about
-        for name, found in measure(made, program, of_program, rounds).items():
-            rows[name] = found
-            print(f"{name}: {line(found)}", flush=True)
+        described[program] = built.about
+        for name, measured in measure(built, program, of_program, rounds).items():
+            rows[name] = measured
+            print(f"{name}: {line(measured)}", flush=True)
     return {"programs": described, "rows": rows}
 
 
@@ -203,21 +203,26 @@ def measure(
     forms = {WITH: ()} | {name: WORKAROUNDS[name].plain for name in names}
     compiled, variants, about = {}, {}, {}
     for form, plain in forms.items():
-        begun = perf_counter()
+        start = perf_counter()
         lowered, args = lower(program, plain)
         compiled[form] = lowered.compile()
-        about[form] = describe(program, compiled[form]) | {"compiling": perf_counter() - begun}
+        about[form] = describe(program, compiled[form]) | {"compiling": perf_counter() - start}
         variants[form] = variant(program, compiled[form], args)
     seconds = time_rounds(variants, rounds, title)
-    each = {form: 1e3 / program.calls / program.steps * np.array(s) for form, s in seconds.items()}
-    same = body(compiled[WITH])
+    milliseconds = {
+        form: 1e3 / program.calls / program.steps * np.array(s) for form, s in seconds.items()
+    }
+    program_body = body(compiled[WITH])
     return {
         name: {
             "place": WORKAROUNDS[name].place,
             "program": title,
-            "milliseconds": {"with": spread(each[WITH]), "without": spread(each[name])},
+            "milliseconds": {
+                "with": spread(milliseconds[WITH]),
+                "without": spread(milliseconds[name]),
+            },
             "ratio": ratio(seconds[name], seconds[WITH]),
-            "same_program": body(compiled[name]) == same,
+            "same_program": body(compiled[name]) == program_body,
             **{key: {"with": about[WITH][key], "without": about[name][key]} for key in about[WITH]},
         }
         for name in names
@@ -258,36 +263,36 @@ def variant(program: Program, compiled: jax.stages.Compiled, args: tuple[Any, ..
     at = program.donate
 
     def run() -> float:
-        given = jax.block_until_ready(to_donate(program, args))
-        begun = perf_counter()
+        call_args = jax.block_until_ready(to_donate(program, args))
+        start = perf_counter()
         for _ in range(program.calls):
-            result = compiled(*given)
+            result = compiled(*call_args)
             if at is not None:
-                given[at] = result[0]
+                call_args[at] = result[0]
         jax.block_until_ready(result)
-        return perf_counter() - begun
+        return perf_counter() - start
 
     return run
 
 
 def to_donate(program: Program, args: Sequence[Any]) -> list[Any]:
     """Arguments for one call, after which the given ones still exist."""
-    given = list(args)
+    copied = list(args)
     if program.donate is not None:
-        given[program.donate] = jax.tree.map(jnp.copy, given[program.donate])
-    return given
+        copied[program.donate] = jax.tree.map(jnp.copy, copied[program.donate])
+    return copied
 
 
-def line(found: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
     """A row in words."""
-    with_, without = (found["milliseconds"][form]["median"] for form in ("with", "without"))
-    over, copies, memory = found["ratio"], found["copies"], found["temporary_bytes"]
+    with_, without = (row["milliseconds"][form]["median"] for form in ("with", "without"))
+    over, copies, memory = row["ratio"], row["copies"], row["temporary_bytes"]
     text = (f"{with_:.4g} ms, without {without:.4g} ms, ratio {over['median']:.3f} "
             f"({over['min']:.3f} to {over['max']:.3f})")  # fmt: skip
     if copies["with"] is not None:
         text += f", {copies['with']} copies, without {copies['without']}"
     text += f", {memory['with'] / 1e6:.1f} MB, without {memory['without'] / 1e6:.1f} MB"
-    return text + (", the same program" if found["same_program"] else "")
+    return text + (", the same program" if row["same_program"] else "")
 
 
 if __name__ == "__main__":

@@ -11,23 +11,21 @@ from jaxkv.state.memory import show
 
 def table() -> str:
     """The programs and the rows of the record."""
-    return of(read("workarounds")["results"])
+    return table_of(read("workarounds")["results"])
 
 
-def of(results: dict[str, Any]) -> str:
+def table_of(results: dict[str, Any]) -> str:
     """One line per program, and one row per workaround."""
     lines = [f"- {name}: {about}." for name, about in results["programs"].items()]
     heads = ("row", "place", "program", "ms with", "ms without", "times as long without",
              "copies with, without", "memory with, without")  # fmt: skip
     lines += ["", *table_head(*heads)]
-    for name, found in results["rows"].items():
-        times, copies, memory = (
-            found[key] for key in ("milliseconds", "copies", "temporary_bytes")
-        )
+    for name, row in results["rows"].items():
+        times, copies, memory = (row[key] for key in ("milliseconds", "copies", "temporary_bytes"))
         cells = (
-            f"`{name}`", found["place"], found["program"],
+            f"`{name}`", row["place"], row["program"],
             *(f"{times[form]['median']:.4g}" for form in times),
-            ranged(found["ratio"], "median", ".2f"),
+            ranged(row["ratio"], "median", ".2f"),
             "" if copies["with"] is None else f"{copies['with']}, {copies['without']}",
             ", ".join(map(show, memory.values())),
         )  # fmt: skip

@@ -32,14 +32,14 @@ LONG, SKIP = 512, 64  # tokens of a longer stretch; queries of it that have too 
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.streaming.attention_maps", __doc__)
-    ask.add_argument("--stretches", type=int, default=2, help="longer stretches per text")
-    given = ask.parse_args()
+    parser = ask_for_texts("jaxkv.evals.streaming.attention_maps", __doc__)
+    parser.add_argument("--stretches", type=int, default=2, help="longer stretches per text")
+    options = parser.parse_args()
 
-    llm = models.load(given.model)
-    texts = {path.stem: tokens_of(llm, path, 50_000)[0] for path in given.texts}
-    record = Record("attention_maps", [*llm.files, *given.texts], quick=given.quick)
-    record.finish(run(llm, texts, given.stretches))
+    llm = models.load(options.model)
+    texts = {path.stem: tokens_of(llm, path, 50_000)[0] for path in options.texts}
+    record = Record("attention_maps", [*llm.files, *options.texts], quick=options.quick)
+    record.finish(run(llm, texts, options.stretches))
 
 
 def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, Any]:
@@ -50,14 +50,14 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, 
     by_head = np.mean(list(by_text.values()), axis=0)
     metric = np.mean(
         [
-            uncached.mass_on_first(llm.config, llm.weights, one[None], 0) > uncached.SINK_HEAD
-            for one in samples(list(texts.values()), METRIC, METRICS)
+            uncached.mass_on_first(llm.config, llm.weights, ids[None], 0) > uncached.SINK_HEAD
+            for ids in samples(list(texts.values()), METRIC, METRICS)
         ]
     )
     seen = maps(llm.config, llm.weights, samples(list(texts.values()), MAP, MAPS))
     return {
         "model": llm.name,
-        "texts": {name: list(map(float, one.mean(1))) for name, one in by_text.items()},
+        "texts": {name: list(map(float, mass.mean(1))) for name, mass in by_text.items()},
         "even_attention": float(np.mean(1 / np.arange(SKIP + 1, LONG + 1))),
         "first_token": {
             "by_layer": by_head.mean(1).tolist(),
@@ -86,8 +86,8 @@ def first_token(llm: Llm, stretches: Int32[np.ndarray, "B T"]) -> Float32[np.nda
     """Mean attention on the first token, of queries from SKIP on."""
     return np.mean(
         [
-            uncached.mass_on_first(llm.config, llm.weights, jnp.asarray(one[None]), SKIP)
-            for one in stretches
+            uncached.mass_on_first(llm.config, llm.weights, jnp.asarray(ids[None]), SKIP)
+            for ids in stretches
         ],
         axis=0,
     )

@@ -32,27 +32,27 @@ BEFORE_WRAP = 2**32 - 50_000
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.streaming.endless", __doc__)
-    ask.add_argument("--model", required=True, help="a model folder or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
-    ask.add_argument("--tokens", type=int, default=4_000_000)
-    ask.add_argument("--block", type=int, default=100_000, help="tokens in one loss")
-    ask.add_argument("--chunk", type=int, default=200, help="tokens read at a time")
-    ask.add_argument("--policy", default=POLICY)
-    ask.add_argument("--splits", nargs="+", default=["train"], help="of the manifest's books")
-    ask.add_argument("--name", default="endless", help="name of the record")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    if given.block % given.chunk or given.tokens % given.block:
-        ask.error("blocks must be whole numbers of chunks, and tokens of blocks: one shape")
+    parser = make_parser("jaxkv.evals.streaming.endless", __doc__)
+    parser.add_argument("--model", required=True, help="a model folder or Hub id")
+    parser.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
+    parser.add_argument("--tokens", type=int, default=4_000_000)
+    parser.add_argument("--block", type=int, default=100_000, help="tokens in one loss")
+    parser.add_argument("--chunk", type=int, default=200, help="tokens read at a time")
+    parser.add_argument("--policy", default=POLICY)
+    parser.add_argument("--splits", nargs="+", default=["train"], help="of the manifest's books")
+    parser.add_argument("--name", default="endless", help="name of the record")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    if options.block % options.chunk or options.tokens % options.block:
+        parser.error("blocks must be whole numbers of chunks, and tokens of blocks: one shape")
 
-    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-    ids, files = tokens_of(llm, given.texts, given.tokens + 1, given.splits)
-    if len(ids) <= given.tokens:
-        ask.error(f"{given.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
-    record = Record(given.name, [*llm.files, *files], quick=given.quick)
-    parts = Parts(record, 3 * given.tokens // given.block)
-    results = run(llm, ids, given.policy, given.chunk, given.block, parts)
+    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
+    ids, files = tokens_of(llm, options.texts, options.tokens + 1, options.splits)
+    if len(ids) <= options.tokens:
+        parser.error(f"{options.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
+    record = Record(options.name, [*llm.files, *files], quick=options.quick)
+    parts = Parts(record, 3 * options.tokens // options.block)
+    results = run(llm, ids, options.policy, options.chunk, options.block, parts)
     print(json.dumps(plain(results["summary"]), indent=1))
     record.finish(results)
 
@@ -111,10 +111,10 @@ def read(
     done, lines = int(stream.decoding.position[0] - np.uint32(start)), []
 
     def score(at: int) -> np.ndarray:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         part = models.losses(llm, ids[at : at + block + 1], chunk=chunk, stream=stream)
         loss = np.concatenate(list(part)).astype(np.float64)
-        not_finite, seconds = np.sum(~np.isfinite(loss)), time.perf_counter() - begun
+        not_finite, seconds = np.sum(~np.isfinite(loss)), time.perf_counter() - start
         spread = loss.std() / len(loss) ** 0.5
         return np.array([loss.mean(), spread, not_finite, seconds, stream.state_bytes, resident()])
 
@@ -123,12 +123,12 @@ def read(
         tokens = min(at + block, len(ids) - 1)
         later = several and at >= done
         if parts is None:
-            found = score(at)
+            fields = score(at)
         else:
-            found = parts.part(f"{key}, {at}", lambda at=at: score(at), again=later)
+            fields = parts.part(f"{key}, {at}", lambda at=at: score(at), again=later)
         if saved and later:
             batch.save(saved, stream.decoding, key)
-        line: dict[str, Any] = dict(zip(FIELDS, found.tolist(), strict=True))
+        line: dict[str, Any] = dict(zip(FIELDS, fields.tolist(), strict=True))
         line |= {name: int(line[name]) for name in FIELDS[2:] if name != "seconds"}
         position = (start + tokens) % 2**32
         lines.append({"tokens": tokens, "position": position, **line})

@@ -37,27 +37,31 @@ Question = dict[str, Any]
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.streaming.questions", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--questions", required=True, type=Path,
-                     help="JSON lines with context, choices and answer")  # fmt: skip
-    ask.add_argument("--count", type=int, default=300, help="questions")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    if given.count < 2:
-        ask.error(f"--count must be at least 2, got {given.count}: intervals need two questions")
+    parser = make_parser("jaxkv.evals.streaming.questions", __doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--questions", required=True, type=Path,
+                        help="JSON lines with context, choices and answer")  # fmt: skip
+    parser.add_argument("--count", type=int, default=300, help="questions")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    if options.count < 2:
+        parser.error(
+            f"--count must be at least 2, got {options.count}: intervals need two questions"
+        )
 
-    llm = models.load(given.model)
-    lines = given.questions.read_text("utf-8").splitlines()[: given.count]
+    llm = models.load(options.model)
+    lines = options.questions.read_text("utf-8").splitlines()[: options.count]
     questions = [json.loads(line) for line in lines]
-    record = Record("questions", [*llm.files, given.questions], quick=given.quick)
+    record = Record("questions", [*llm.files, options.questions], quick=options.quick)
     record.finish(run(llm, questions))
 
 
 def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     """The shares of right answers, and the paired differences of each stream from the controls."""
     full = f"full:max={min(MOST, llm.config.context)}"
-    alone = [right_in_stream(llm, [one], POLICIES["4+252"])[0] for one in questions]
+    alone = [right_in_stream(llm, [question], POLICIES["4+252"])[0] for question in questions]
     right, tokens = {"alone": np.concatenate(alone)}, np.zeros(0, int)
     for name, policy in POLICIES.items():
         right[name], tokens = right_in_stream(llm, questions, policy, progress=name)
@@ -65,23 +69,25 @@ def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     right["full"], _ = right_in_stream(llm, questions[:fit], full, progress="full")
     last = f"full:max={2 * CACHE}"  # with room for a choice
     right["reread"], _ = right_in_stream(llm, questions, last, WINDOW, progress="reread")
-    found: dict[str, Any] = {name: {"share": one.mean()} for name, one in right.items()}
+    by_stream: dict[str, Any] = {
+        name: {"share": answered.mean()} for name, answered in right.items()
+    }
     for name in POLICIES:
-        found[name]["minus"] = {
+        by_stream[name]["minus"] = {
             base: difference(right[name], right[base]) for base in ("full", "reread", "alone")
         }
-    chance = np.mean([1 / len(one["choices"]) for one in questions])
+    chance = np.mean([1 / len(question["choices"]) for question in questions])
     return {
         "model": llm.name, "questions": len(questions), "questions_of_full": fit,
         "tokens": int(tokens[-1]), "reread": WINDOW, "policies": POLICIES, "chance": chance,
-        "right": found,
+        "right": by_stream,
     }  # fmt: skip
 
 
-def difference(one: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+def difference(right: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     """The mean paired difference, on the questions that both answered, and its standard error."""
-    size = min(len(one), len(base))
-    gaps = one[:size].astype(float) - base[:size]
+    size = min(len(right), len(base))
+    gaps = right[:size].astype(float) - base[:size]
     return {"mean": gaps.mean(), "standard_error": standard_error(gaps)}
 
 
@@ -97,18 +103,18 @@ def right_in_stream(
     stream, read = models.Stream(llm, policy), []
     encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
     right, tokens, waiting = [], [], list(llm.tokenizer.front) or encode(BETWEEN)
-    for number, one in enumerate(questions, 1):
-        text = [*waiting, *encode(one["context"])]
+    for number, question in enumerate(questions, 1):
+        text = [*waiting, *encode(question["context"])]
         read += text[:-1]
         if reread:
             stream = models.Stream(llm, policy)
         stream.prefill([read[-reread + 1 :] if reread else text[:-1]])
-        choices = [encode(choice) for choice in one["choices"]]
+        choices = [encode(choice) for choice in question["choices"]]
         means = [likelihood(llm, stream, [text[-1], *choice]) for choice in choices]
-        right.append(int(np.argmax(means)) == one["answer"])
+        right.append(int(np.argmax(means)) == question["answer"])
         tokens.append(len(read) + 1 + max(map(len, choices)))
         # The last token of the question is read with the right answer and what follows it.
-        waiting = [text[-1], *choices[one["answer"]], *encode(BETWEEN)]
+        waiting = [text[-1], *choices[question["answer"]], *encode(BETWEEN)]
         if progress and number % 50 == 0:
             print(f"{progress}: {number} of {len(questions)}, {np.mean(right):.0%}", flush=True)
     return np.array(right), np.array(tokens)

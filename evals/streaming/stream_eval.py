@@ -46,22 +46,24 @@ MOST = 8_000  # tokens of a stream: full attention reads it too
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.streaming.stream_eval", __doc__)
-    ask.add_argument("--tokens", type=int, default=6_000, help="of each stream")
-    ask.add_argument("--seed", type=int, default=0)
-    given = ask.parse_args()
-    if len(given.texts) < 2:
-        ask.error(f"--texts must name at least 2 files, got {len(given.texts)}; intervals are over "
-                  "texts")  # fmt: skip
-    least = FIRST + EVERY + max(DISTANCES)
-    if not least <= given.tokens <= MOST:
-        ask.error(f"--tokens must be from {least} to {MOST}, got {given.tokens}; try 6000")
-    llm = models.load(given.model, "float32")
-    novels = first_tokens(ask, llm, given.texts, given.tokens)
-    record = Record("stream_eval", [*llm.files, *given.texts], [given.seed], given.quick)
-    streams = [stream_of(llm, ids, [given.seed, n]) for n, ids in enumerate(novels.values())]
-    found = run(llm, streams, Parts(record, len(POLICIES) + 2))
-    record.finish(found | {"texts": list(novels)})
+    parser = ask_for_texts("jaxkv.evals.streaming.stream_eval", __doc__)
+    parser.add_argument("--tokens", type=int, default=6_000, help="of each stream")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if len(options.texts) < 2:
+        parser.error(f"--texts must name at least 2 files, got {len(options.texts)}; intervals are "
+                     "over texts")  # fmt: skip
+    min_tokens = FIRST + EVERY + max(DISTANCES)
+    if not min_tokens <= options.tokens <= MOST:
+        parser.error(
+            f"--tokens must be from {min_tokens} to {MOST}, got {options.tokens}; try 6000"
+        )
+    llm = models.load(options.model, "float32")
+    novels = first_tokens(parser, llm, options.texts, options.tokens)
+    record = Record("stream_eval", [*llm.files, *options.texts], [options.seed], options.quick)
+    streams = [stream_of(llm, ids, [options.seed, n]) for n, ids in enumerate(novels.values())]
+    results = run(llm, streams, Parts(record, len(POLICIES) + 2))
+    record.finish(results | {"texts": list(novels)})
 
 
 class Fact(NamedTuple):
@@ -105,7 +107,7 @@ def run(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str, Any]:
     last = (tokens - max(DISTANCES)) // EVERY
     asked = range(FIRST // EVERY, min(last, count - 1) + 1)
     policies = POLICIES | {"full": f"full:max={tokens + EVERY}"}
-    hash_ = zlib.crc32(np.array([one.tokens for one in streams], np.int32).tobytes())
+    hash_ = zlib.crc32(np.array([streamed.tokens for streamed in streams], np.int32).tobytes())
     part = lambda name, compute: parts.part(f"{llm.name}, {hash_:x}, {name}", compute)  # noqa: E731
     right = {
         name: part(policy, partial(answers, llm, streams, policy, times(asked), tokens))
@@ -116,17 +118,17 @@ def run(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str, Any]:
         "model": llm.name, "tokens": tokens, "every": EVERY, "cache": CACHE, "ends": ENDS,
         "policies": policies, "questions": len(asked), "gate_questions": len(asked[::GATED]),
         "gate_tokens": GATE, "gate": by_distance(gated),
-        "right": {name: by_distance(found) for name, found in right.items()},
+        "right": {name: by_distance(shares) for name, shares in right.items()},
         "commits_of_parts": parts.commits,
     }  # fmt: skip
 
 
-def by_distance(found: np.ndarray) -> dict[str, Any]:
+def by_distance(shares: np.ndarray) -> dict[str, Any]:
     """Of shares [B,D]: mean, two standard errors over streams, and every stream's."""
     return {
         str(distance): {
             "mean": row.mean(), "two_errors": 2 * (standard_error(row) or 0), "each": row.tolist(),
-        } for distance, row in zip(DISTANCES, found.T, strict=True)
+        } for distance, row in zip(DISTANCES, shares.T, strict=True)
     }  # fmt: skip
 
 
@@ -138,11 +140,11 @@ def times(sentences: Iterable[int]) -> list[tuple[int, int]]:
 def gate(llm: Llm, streams: Sequence[Streamed], sentences: Sequence[int]) -> np.ndarray:
     """The shares of right answers of full attention, read again for each sentence."""
     policy = f"full:start={GATE + EVERY},max={GATE + EVERY}"
-    found = []
+    shares = []
     for number in sentences:
         end = EVERY * number + max(DISTANCES)
-        found.append(answers(llm, streams, policy, times([number]), end, max(0, end - GATE)))
-    return np.mean(found, axis=0)
+        shares.append(answers(llm, streams, policy, times([number]), end, max(0, end - GATE)))
+    return np.mean(shares, axis=0)
 
 
 def answers(
@@ -151,13 +153,13 @@ def answers(
 ) -> np.ndarray:  # fmt: skip
     """The shares of right answers [B,D] of a stream of the tokens from `begin` on."""
     stream = models.Stream(llm, policy, len(streams), seed=range(len(streams)))
-    tokens = np.array([one.tokens for one in streams], np.int32)
+    tokens = np.array([streamed.tokens for streamed in streams], np.int32)
     right = np.zeros((len(streams), len(DISTANCES)))
     moments = sorted({begin, *(at for at, _ in asked if at <= end)})
     for before, at in pairwise([*moments[:1], *moments]):
         feed(stream, tokens[:, before:at])
-        for _, number in (one for one in asked if one[0] == at):
-            facts = [one.facts[number - 1] for one in streams]
+        for _, number in (question for question in asked if question[0] == at):
+            facts = [streamed.facts[number - 1] for streamed in streams]
             right[:, DISTANCES.index(at - EVERY * number)] += correct(stream, facts)
     return right / len({number for _, number in asked})
 
@@ -166,8 +168,8 @@ def feed(stream: models.Stream, tokens: Int32[np.ndarray, "B T"]) -> None:
     """Read tokens in pieces of WIDTHS, and of what is left."""
     done = 0
     while done < tokens.shape[1]:
-        left = tokens.shape[1] - done
-        width = next((w for w in WIDTHS if w <= left), left)
+        remaining = tokens.shape[1] - done
+        width = next((w for w in WIDTHS if w <= remaining), remaining)
         stream.prefill(tokens[:, done : done + width].tolist(), width)
         done += width
 

@@ -80,8 +80,8 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
     """All cases on all texts."""
     cases = RINGS | TABLE_6 | OTHERS
     by_text = measure(llm, texts, cases, BASE, record)
-    for text, one in measure(llm, texts, LARGER, LARGE_BASE, record).items():
-        by_text[text]["bins"] |= one["bins"]
+    for text, entry in measure(llm, texts, LARGER, LARGE_BASE, record).items():
+        by_text[text]["bins"] |= entry["bins"]
     tables = {
         str(size): compare(by_text, [label(n, size) for n in COUNTS], label(SINKS, size), size)
         for size in SIZES
@@ -102,14 +102,17 @@ def curve(by_text: ByText) -> dict[str, list[float]]:
 
     Few tokens are re-computed, so their mean difference from the base is added to the base's loss.
     """
-    size = min(len(one["bins"][BASE]["loss"]) for one in by_text.values()) // 2 * 2
-    base = np.mean([one["bins"][BASE]["loss"][:size] for one in by_text.values()], axis=0)
+    size = min(len(entry["bins"][BASE]["loss"]) for entry in by_text.values()) // 2 * 2
+    base = np.mean([entry["bins"][BASE]["loss"][:size] for entry in by_text.values()], axis=0)
 
     def joined(bins: np.ndarray) -> list[float]:
         return bins[:size].reshape(-1, 2).mean(1).tolist()
 
     def over(name: str) -> np.ndarray:
-        return np.mean([loss_over_base(one, name, BASE)[:size] for one in by_text.values()], axis=0)
+        return np.mean(
+            [loss_over_base(entry, name, BASE)[:size] for entry in by_text.values()],
+            axis=0,
+        )
 
     return {"tokens": [*range(BIN, BIN * size, 2 * BIN)]} | {
         name: joined(base + over(name)) for name in CURVES

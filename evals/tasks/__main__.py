@@ -28,53 +28,57 @@ from jaxkv.models.llm import Llm
 
 
 def main(words: list[str] | None = None) -> None:
-    ask = make_parser("jaxkv.evals.tasks", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
-    ask.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096],
-                     help="tokens of a context")  # fmt: skip
-    ask.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5],
-                     help="budgets, as shares of the context")  # fmt: skip
-    ask.add_argument("--policies", nargs="+", help="by default all")
-    ask.add_argument("--samples", type=int, default=20, help="of a task and length")
-    ask.add_argument("--batch", type=int, default=4, help="samples read at a time")
-    ask.add_argument("--seed", type=int, default=0)
-    ask.add_argument("--gates", action="store_true", help="measure full attention alone")
-    ask.add_argument("--query-aware", action="store_true", help="put the question into the prefill")
-    ask.add_argument("--name", help="of the record (default: of what is measured)")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args(words)
+    parser = make_parser("jaxkv.evals.tasks", __doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096],
+                        help="tokens of a context")  # fmt: skip
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5],
+                        help="budgets, as shares of the context")  # fmt: skip
+    parser.add_argument("--policies", nargs="+", help="by default all")
+    parser.add_argument("--samples", type=int, default=20, help="of a task and length")
+    parser.add_argument("--batch", type=int, default=4, help="samples read at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gates", action="store_true", help="measure full attention alone")
+    parser.add_argument(
+        "--query-aware", action="store_true", help="put the question into the prefill"
+    )
+    parser.add_argument("--name", help="of the record (default: of what is measured)")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args(words)
     for name in ("samples", "batch"):
-        check_int(f"--{name}", getattr(given, name))
-    check_int("--seed", given.seed, 0, 2**31)
-    if given.gates and given.query_aware:
+        check_int(f"--{name}", getattr(options, name))
+    check_int("--seed", options.seed, 0, 2**31)
+    if options.gates and options.query_aware:
         raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
                         "one out")  # fmt: skip
-    llm = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-    plan = plan_of(llm, given)
-    measured = "tasks_query_aware" if given.query_aware else "tasks"
-    name = given.name or ("task_gates" if given.gates else measured)
-    record = Record(name, [*llm.files, PASSAGE], [given.seed], quick=given.quick)
-    record.finish(run(llm, given, plan, record))
+    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
+    plan = plan_of(llm, options)
+    measured = "tasks_query_aware" if options.query_aware else "tasks"
+    name = options.name or ("task_gates" if options.gates else measured)
+    record = Record(name, [*llm.files, PASSAGE], [options.seed], quick=options.quick)
+    record.finish(run(llm, options, plan, record))
 
 
-def plan_of(llm: Llm, given: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
+def plan_of(llm: Llm, options: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
     """The policy strings by length and ratio; raises UserError before anything is measured."""
     plan: dict[int, dict[float, dict[str, str]]] = {}
-    ratios = [] if given.gates else list(map(budgets.check_ratio, given.ratios))
-    tune = budgets.need_tuning(given.policies) and not given.gates
-    for length in given.lengths:
+    ratios = [] if options.gates else list(map(budgets.check_ratio, options.ratios))
+    tune = budgets.need_tuning(options.policies) and not options.gates
+    for length in options.lengths:
         check_int("--lengths", length)
-        for task in given.tasks:
-            prompts(llm, task, length, 1, given.seed, given.query_aware)
+        for task in options.tasks:
+            prompts(llm, task, length, 1, options.seed, options.query_aware)
         settings = tuning.tuned(llm, length, ratios) if tune else {}
         plan[length] = {
             ratio: budgets.chosen(
-                given.policies, length, ratio, slots_of(length), settings.get(ratio)
+                options.policies, length, ratio, slots_of(length), settings.get(ratio)
             )
             for ratio in ratios
         }
-        for policy in {text for found in plan[length].values() for text in found.values()}:
+        for policy in {text for by_name in plan[length].values() for text in by_name.values()}:
             llm.policies(policy)
     return plan
 
@@ -85,22 +89,22 @@ def slots_of(length: int) -> int:
 
 
 def run(
-    llm: Llm, given: argparse.Namespace, plan: dict[int, dict[float, dict[str, str]]],
+    llm: Llm, options: argparse.Namespace, plan: dict[int, dict[float, dict[str, str]]],
     record: Record,
 ) -> dict[str, Any]:  # fmt: skip
     """All tasks, one length after the other."""
-    batches = -(-given.samples // given.batch)
+    batches = -(-options.samples // options.batch)
     policies = sum(1 + sum(map(len, by_ratio.values())) for by_ratio in plan.values())
-    parts = Parts(record, batches * len(given.tasks) * policies)
-    tasks: dict[str, dict[str, Any]] = {task: {} for task in given.tasks}
+    parts = Parts(record, batches * len(options.tasks) * policies)
+    tasks: dict[str, dict[str, Any]] = {task: {} for task in options.tasks}
     for length, by_ratio in plan.items():
-        for task in given.tasks:
-            tasks[task][str(length)] = measure(llm, given, task, length, by_ratio, parts)
+        for task in options.tasks:
+            tasks[task][str(length)] = measure(llm, options, task, length, by_ratio, parts)
     return {
         "model": llm.name,
         "context": llm.config.context,
-        "query_aware": given.query_aware,
-        "samples": given.samples,
+        "query_aware": options.query_aware,
+        "samples": options.samples,
         "gate": score.GATE,
         "policies": plan,
         "tasks": tasks,
@@ -109,23 +113,23 @@ def run(
 
 
 def measure(
-    llm: Llm, given: argparse.Namespace, task: str, length: int,
+    llm: Llm, options: argparse.Namespace, task: str, length: int,
     by_ratio: dict[float, dict[str, str]], parts: Parts,
 ) -> dict[str, Any]:  # fmt: skip
     """One task at one length: full attention, then each policy at each ratio."""
-    every = prompts(llm, task, length, given.samples, given.seed, given.query_aware)
-    asked = "query-aware" if given.query_aware else "question after prefill"
-    found: dict[str, list[np.ndarray]] = {}
-    for start in range(0, len(every), given.batch):
-        some = every[start : start + given.batch]
-        seeds = [given.seed + start + i for i in range(len(some))]
-        batch = Batch(llm, some, TASKS[task].tokens, slots_of(length), seeds)
-        key = f"{llm.name}, {task}, {length}, {asked}, seed {given.seed}, {start}+{len(some)}"
+    every = prompts(llm, task, length, options.samples, options.seed, options.query_aware)
+    asked = "query-aware" if options.query_aware else "question after prefill"
+    parts_by_policy: dict[str, list[np.ndarray]] = {}
+    for start in range(0, len(every), options.batch):
+        batch_prompts = every[start : start + options.batch]
+        seeds = [options.seed + start + i for i in range(len(batch_prompts))]
+        batch = Batch(llm, batch_prompts, TASKS[task].tokens, slots_of(length), seeds)
+        key = f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}, {start}+{len(seeds)}"
         policies = dict.fromkeys(p for chosen in by_ratio.values() for p in chosen.values())
         for policy in ("full", *policies):
             part = parts.part(f"{key}, {policy}", lambda b=batch, p=policy: b.result(p))
-            found.setdefault(policy, []).append(part)
-    columns = {policy: columns_of(parts) for policy, parts in found.items()}
+            parts_by_policy.setdefault(policy, []).append(part)
+    columns = {policy: columns_of(parts) for policy, parts in parts_by_policy.items()}
     full = columns.pop("full")
     scored = score.passes(float(full["score"].mean()))
     depths = [depth_of(i) for i in range(len(every))] if task in BY_DEPTH else ()
@@ -153,12 +157,12 @@ def columns_of(parts: list[np.ndarray]) -> dict[str, np.ndarray]:
     return dict(zip(COLUMNS, np.concatenate(parts).T, strict=True))
 
 
-def row(found: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str, Any]:
+def row(by_column: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str, Any]:
     """The entry of one policy in the record; without a score where full attention misses its."""
-    entry: dict[str, Any] = score.summary(found["score"], depths) if scored else {}
+    entry: dict[str, Any] = score.summary(by_column["score"], depths) if scored else {}
     for name in ("kl", "agreement"):
-        entry[name], entry[f"{name}_two_errors"] = score.mean_of(found[name])
-    return entry | {"state_bytes": found["state_bytes"].mean()}
+        entry[name], entry[f"{name}_two_errors"] = score.mean_of(by_column[name])
+    return entry | {"state_bytes": by_column["state_bytes"].mean()}
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def check_ratio(ratio: float) -> float:
 def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) -> dict[str, str]:
     """The string of every policy, for contexts of `length` tokens.
 
-    slots: of growing caches; at least the tokens of a context with its question and answer. tuned:
-    None leaves out the policies that need it.
+    slots: slots of growing caches; at least the tokens of a context with its question and answer.
+    tuned: None leaves out the policies that need it.
     """
     sinks, window, share = between(length, ratio)
     budget, ends = budget_of(length, ratio), f"sinks={sinks},window={window}"
@@ -69,7 +69,7 @@ def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) 
     snap = f"capacity={budget},window={WINDOW},start={slots}"
     halved = f"{ends},rounds={RATIOS[ratio]},start={slots}"
     sparse = f"{ends},start={slots}"
-    found = {
+    specs = {
         "window": f"window:window={budget}",
         "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
         "h2o": f"h2o:heavy={budget // 2},window={budget // 2}",
@@ -90,17 +90,17 @@ def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) 
         f"epsilon=0.99,delta=0.99,sides=one,{sparse}",
     }
     if tuned:
-        found["magicpig"] = f"magicpig:K={tuned.bits},L={tuned.tables},{sparse}"
-        found["topp"] = f"topp:mass={tuned.mass:g},{sparse}"
-    return found
+        specs["magicpig"] = f"magicpig:K={tuned.bits},L={tuned.tables},{sparse}"
+        specs["topp"] = f"topp:mass={tuned.mass:g},{sparse}"
+    return specs
 
 
 def chosen(
     names: list[str] | None, length: int, ratio: float, slots: int, tuned: Tuned | None = None
 ) -> dict[str, str]:
     """The settings of the named policies; None: of all."""
-    found = settings(length, ratio, slots, tuned)
-    return {name: found[name] for name in names or found}
+    specs = settings(length, ratio, slots, tuned)
+    return {name: specs[name] for name in names or specs}
 
 
 def need_tuning(names: list[str] | None) -> bool:

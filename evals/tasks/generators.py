@@ -35,7 +35,7 @@ Generator = Callable[[np.random.Generator, Tokenizer, int, float], TaskSample]
 
 
 class Task(NamedTuple):
-    """generate: makes a sample. tokens: of an answer, at most."""
+    """generate: makes a sample. tokens: maximal number of tokens of an answer."""
 
     generate: Generator
     tokens: int
@@ -91,10 +91,10 @@ def variable_tracking(
     value = _number(rng, DIGITS - 2)
     while value == example:
         value = _number(rng, DIGITS - 2)
-    names, others = names[: HOPS + 1], names[HOPS + 1 :]
+    names, example_names = names[: HOPS + 1], names[HOPS + 1 :]
     intro = "Remember the assignments of variables in the following text.\n\n"
-    shown = " ".join(_chain(others, example))
-    shown = f"{shown}\n{_ask(example)}\n{_lead(example)} {', '.join(others)}\n\n"
+    shown = " ".join(_chain(example_names, example))
+    shown = f"{shown}\n{_question(example)}\n{_lead(example)} {', '.join(example_names)}\n\n"
     placing = int(rng.integers(2**31))
 
     def build(count: int) -> str:
@@ -102,8 +102,8 @@ def variable_tracking(
         places = np.random.default_rng(placing)
         return intro + shown + intro + haystack.spread(places, sentences, _chain(names, value))
 
-    context, _ = haystack.largest(tokenizer, length, build, least=HOPS)
-    return TaskSample(context, _ask(value), _lead(value), names)
+    context, _ = haystack.largest(tokenizer, length, build, minimum=HOPS)
+    return TaskSample(context, _question(value), _lead(value), names)
 
 
 def common_words(
@@ -119,11 +119,11 @@ def common_words(
     lead = f"The {COMMON} most common words are: 1."
     said = f"{intro} {question} {lead}".lower()
     order = [word for word in map(str, rng.permutation(haystack.words())) if word not in said]
-    common, others = order[:COMMON], order[COMMON:]
+    common, rare = order[:COMMON], order[COMMON:]
     shuffling = int(rng.integers(2**31))
 
     def build(count: int) -> str:
-        listed = common * often + _some(others, count) * seldom
+        listed = common * often + _numbered(rare, count) * seldom
         listed = [str(word) for word in np.random.default_rng(shuffling).permutation(listed)]
         return intro + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
 
@@ -150,7 +150,7 @@ def frequent_words(
         listed = [code for code, n in zip(codes, times, strict=True) for _ in range(n)]
         return intro + " ".join(np.random.default_rng(shuffling).permutation(listed))
 
-    context, _ = haystack.largest(tokenizer, length, build, least=100)
+    context, _ = haystack.largest(tokenizer, length, build, minimum=100)
     question = f"What are the {FREQUENT} most frequent words in the coded text above?"
     lead = f"The {FREQUENT} most frequent words are:"
     return TaskSample(context, question, lead, tuple(codes[1 : FREQUENT + 1]))
@@ -191,19 +191,19 @@ def _number(rng: np.random.Generator, digits: int) -> str:
 
 def _names(rng: np.random.Generator, count: int) -> tuple[str, ...]:
     """Different names of five capital letters."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(LETTERS[i].upper() for i in rng.integers(len(LETTERS), size=5))] = None
-    return tuple(found)
+    unique: dict[str, None] = {}
+    while len(unique) < count:
+        unique["".join(LETTERS[i].upper() for i in rng.integers(len(LETTERS), size=5))] = None
+    return tuple(unique)
 
 
 def _chain(names: Sequence[str], value: str) -> list[str]:
     """One sentence per assignment: the value, then name by name."""
-    given = [value, *(f"VAR {name}" for name in names)]
-    return [f"VAR {name} = {given[i]}." for i, name in enumerate(names)]
+    assigned = [value, *(f"VAR {name}" for name in names)]
+    return [f"VAR {name} = {assigned[i]}." for i, name in enumerate(names)]
 
 
-def _ask(value: str) -> str:
+def _question(value: str) -> str:
     return f"Which variables have the value {value}?"
 
 
@@ -211,7 +211,7 @@ def _lead(value: str) -> str:
     return f"The {HOPS + 1} variables with the value {value} are:"
 
 
-def _some(words: Sequence[str], count: int) -> list[str]:
+def _numbered(words: Sequence[str], count: int) -> list[str]:
     """The first `count` words; beyond all of them, with a number attached."""
     rounds = range(-(-count // len(words)))
     return [f"{word}{n or ''}" for n in rounds for word in words][:count]

@@ -27,15 +27,15 @@ SHORTEST = 5  # words in a sentence of the novel
 def novel() -> tuple[str, ...]:
     """The sentences of the passage that is shipped with the evals, without digits and headings."""
     text = " ".join(PASSAGE.read_text("utf-8").split())
-    found = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
-    return tuple(s for s in found if len(s.split()) >= SHORTEST and not re.search(r"\d", s))
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
+    return tuple(s for s in sentences if len(s.split()) >= SHORTEST and not re.search(r"\d", s))
 
 
 @cache
 def words() -> tuple[str, ...]:
     """The common lower-case words of the novel of 4 to 8 letters, in alphabetic order."""
-    found = re.findall(r"(?<![\w'-])[a-z]{4,8}(?![\w'-])", PASSAGE.read_text("utf-8"))
-    return tuple(sorted(set(found)))
+    matches = re.findall(r"(?<![\w'-])[a-z]{4,8}(?![\w'-])", PASSAGE.read_text("utf-8"))
+    return tuple(sorted(set(matches)))
 
 
 def cycle(sentences: Sequence[str], first: int, count: int) -> list[str]:
@@ -55,14 +55,14 @@ def spread(
         places = sorted(int(p) for p in rng.choice(count + 1, len(facts), replace=False))
     else:
         places = [round(depth * count)] * len(facts)
-    found = list(sentences)
+    placed = list(sentences)
     for place, fact in zip(reversed(places), reversed(facts), strict=True):
-        found.insert(place, fact)
-    return " ".join(found)
+        placed.insert(place, fact)
+    return " ".join(placed)
 
 
 def largest(
-    tokenizer: Tokenizer, length: int, build: Callable[[int], str], least: int = 1
+    tokenizer: Tokenizer, length: int, build: Callable[[int], str], minimum: int = 1
 ) -> tuple[str, int]:
     """The longest text `build(n)` of at most `length` tokens, and its n.
 
@@ -72,12 +72,12 @@ def largest(
     def fits(count: int) -> bool:
         return len(tokenizer.encode(build(count), bos=False)) <= length
 
-    if not fits(least):
+    if not fits(minimum):
         raise UserError(
             f"the shortest context of this task has more than the {length} tokens left for it; "
             "give a larger --lengths"
         )
-    low, high = least, 2 * least
+    low, high = minimum, 2 * minimum
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:

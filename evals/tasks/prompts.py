@@ -40,7 +40,7 @@ def prompts(
     # All is one text, so the parts after the first go on.
     encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
     front = llm.tokenizer.encode(before, bos=False)
-    found = []
+    encoded = []
     for sample in samples(task, llm.tokenizer, length - len(front), count, seed):
         context, rest = encode(sample.context), encode(f"\n\n{sample.question}{after}")
         lead = encode(sample.lead)
@@ -51,8 +51,8 @@ def prompts(
             )
         if query_aware:
             context, rest = context + rest, []
-        found.append(TaskPrompt(front + context, rest + lead, sample.answers))
-    return found
+        encoded.append(TaskPrompt(front + context, rest + lead, sample.answers))
+    return encoded
 
 
 def around(llm: Llm) -> tuple[str, str]:

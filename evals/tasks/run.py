@@ -41,7 +41,8 @@ class Followed(NamedTuple):
 class Batch:
     """Prompts that are read together.
 
-    tokens: of an answer, at most. slots: of growing caches. seeds: of the draws of each sequence.
+    tokens: maximal number of tokens of an answer. slots: slots of growing caches. seeds: seeds of
+    the draws of each sequence.
     """
 
     llm: Llm
@@ -56,28 +57,30 @@ class Batch:
         counts = np.array(list(map(len, full.answers)))
         if policy == "full":
             stream = self.prefill(self.full_policy)
-            kl, same, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
+            kl, agreement, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
         else:
             stream = self.prefill(policy)
-            kl, same = self.divergence(stream)
+            kl, agreement = self.divergence(stream)
             if not np.isfinite(kl).all():
                 raise SystemExit(f"{policy} gives logits that are not finite; nothing is written")
             # Where every likeliest token is that of full attention, the greedy answer is too.
-            answers = full.answers if (same == 1).all() else self.greedy(stream)
+            answers = full.answers if (agreement == 1).all() else self.greedy(stream)
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [score.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
         state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
-        return np.stack([right, kl, same, counts, state_bytes], axis=1)
+        return np.stack([right, kl, agreement, counts, state_bytes], axis=1)
 
     def divergence(self, stream: models.Stream) -> tuple[Float[np.ndarray, " B"], ...]:
         """KL and top-1 agreement of each prompt, means over the tokens of full's answer."""
         full, llm = self.full, self.llm
-        other = self.follow(stream, full.answers)
-        each = score.divergence(llm.config, llm.weights, full.hidden, other)
+        hidden = self.follow(stream, full.answers)
+        measures = score.divergence(llm.config, llm.weights, full.hidden, hidden)
         counts = map(len, full.answers)
         means = [
             [row[:count].mean() for row in rows]
-            for count, rows in zip(counts, zip(*map(np.asarray, each), strict=True), strict=True)
+            for count, rows in zip(
+                counts, zip(*map(np.asarray, measures), strict=True), strict=True
+            )
         ]
         return tuple(np.array(means, np.float64).T)
 
@@ -102,9 +105,12 @@ class Batch:
         states, policies = stream.decoding.states, stream.policies
         if policy == self.full_policy:
             states = self.recorded[0]
-        elif all(one.min_prompt is not None for one in policies):
-            given = zip(policies, states, self.recorded[1], strict=True)
-            states = tuple(absorb(one, llm.spec, state, chunk) for one, state, chunk in given)
+        elif all(layer_policy.min_prompt is not None for layer_policy in policies):
+            layers = zip(policies, states, self.recorded[1], strict=True)
+            states = tuple(
+                absorb(layer_policy, llm.spec, state, chunk)
+                for layer_policy, state, chunk in layers
+            )
         else:
             _, states, _ = self.read(policies, states, np.zeros_like(lengths), contexts)
         position = jnp.asarray(lengths, jnp.uint32)
@@ -127,8 +133,8 @@ class Batch:
     ) -> Float[Array, "D B T"]:
         """The hidden states that predict these answers, token by token, after the prompts."""
         rest = [prompt.rest for prompt in self.prompts]
-        given = [[*r, *answer[:-1]] for r, answer in zip(rest, answers, strict=True)]
-        hidden, _, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, given)
+        ids = [[*r, *answer[:-1]] for r, answer in zip(rest, answers, strict=True)]
+        hidden, _, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, ids)
         first = np.array(list(map(len, rest)))[:, None] - 1
         place = np.minimum(first + np.arange(self.tokens), hidden.shape[2] - 1)
         return jnp.take_along_axis(hidden, jnp.asarray(place)[None], axis=2)
@@ -160,13 +166,13 @@ class Batch:
         record = policies == self.llm.policies(self.full_policy)
         size = -(-max(map(len, ids)) // WIDTH) * WIDTH
         tokens, valid = np.zeros((2, len(ids), size), np.int32)
-        for row, real, one in zip(tokens, valid, ids, strict=True):
-            row[: len(one)], real[: len(one)] = one, 1
+        for row, real, sequence in zip(tokens, valid, ids, strict=True):
+            row[: len(sequence)], real[: len(sequence)] = sequence, 1
         positions = (start[:, None] + np.arange(size)).astype(np.uint32)
         decoder, hidden, seen = Decoder(self.llm.config, self.llm.weights), [], []
         for at in range(0, size, WIDTH):
-            some, *where = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
-            x, new, chunks = decoder.embedded(some), [], []
+            part, *where = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
+            x, new, chunks = decoder.embedded(part), [], []
             for layer, (policy, state) in enumerate(zip(policies, states, strict=True)):
                 weights = layer_weights(self.llm.weights, layer)
                 x, state, chunk = _read(self.llm.config, policy, record, weights, x, state, *where)

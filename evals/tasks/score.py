@@ -41,14 +41,14 @@ def passes(score: float) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def divergence(
-    config: Config, weights: Weights, full: Float[Array, "D B T"], other: Float[Array, "D B T"]
+    config: Config, weights: Weights, full: Float[Array, "D B T"], compressed: Float[Array, "D B T"]
 ) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
-    """KL(full || other) of the next token in nats, and whether the likeliest token is the same.
+    """KL(full || compressed) of the next token in nats, and whether the likeliest token agrees.
 
-    full, other: last hidden states under full attention and under a policy, of the same tokens.
+    full, compressed: last hidden states of the same tokens under full attention and a policy.
     """
     decoder = Decoder(config, weights)
-    return of_logits(decoder.logits(full), decoder.logits(other))
+    return of_logits(decoder.logits(full), decoder.logits(compressed))
 
 
 def mean_of(values: np.ndarray) -> tuple[float, float | None]:
@@ -60,8 +60,8 @@ def mean_of(values: np.ndarray) -> tuple[float, float | None]:
 def summary(scores: np.ndarray, depths: Sequence[float] = ()) -> dict[str, Any]:
     """A score with its interval; with the depths of the samples also by quarter of the context."""
     low, high = wilson(float(scores.mean()), len(scores))
-    found: dict[str, Any] = {"score": scores.mean(), "low": low, "high": high}
+    entry: dict[str, Any] = {"score": scores.mean(), "low": low, "high": high}
     part = (np.array(depths) * DEPTHS).astype(int)
     if set(part) == set(range(DEPTHS)):
-        found["by_depth"] = [scores[part == i].mean() for i in range(DEPTHS)]
-    return found
+        entry["by_depth"] = [scores[part == i].mean() for i in range(DEPTHS)]
+    return entry

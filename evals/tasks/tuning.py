@@ -24,10 +24,10 @@ def tuned(llm: Llm, length: int, ratios: Sequence[float]) -> dict[float, Tuned]:
             f"magicpig and topp are tuned on a novel of {len(ids)} tokens, and --lengths {length} "
             f"needs {length + QUERIES}; name other --policies"
         )
-    seen, found = matched_budgets.captured(llm, [ids]), {}
+    seen, by_ratio = matched_budgets.captured(llm, [ids]), {}
     for ratio in ratios:
         sinks, window, share = between(length, ratio)
-        given = llm.spec, seen, length, sinks, window, EVERY
-        tables = matched_budgets.tables(matched_budgets.angles(*given), share)
-        found[ratio] = Tuned(*tables, matched_budgets.masses(*given).reaching(share))
-    return found
+        arguments = llm.spec, seen, length, sinks, window, EVERY
+        tables = matched_budgets.tables(matched_budgets.angles(*arguments), share)
+        by_ratio[ratio] = Tuned(*tables, matched_budgets.masses(*arguments).reaching(share))
+    return by_ratio

@@ -45,33 +45,33 @@ DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.backcopy", __doc__)
-    ask.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    ask.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
-    ask.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
-    ask.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
-    ask.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.training.backcopy", __doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
+    parser.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
+    parser.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
 
-    record = Record("backcopy", [], given.seeds, quick=given.quick)
+    record = Record("backcopy", [], options.seeds, quick=options.quick)
     with tempfile.TemporaryDirectory() as scratch:
-        runs = given.runs or Path(scratch)
+        runs = options.runs or Path(scratch)
         chain = LetterChain(0)
         tokens = write(chain, runs / "data")
-        ids = tokens.run("valid", 0, given.tokens).tolist()
+        ids = tokens.run("valid", 0, options.tokens).tolist()
         variants: dict[str, Any] = {}
-        for variant in given.variants:
-            found = [
+        for variant in options.variants:
+            by_seed = [
                 run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
-                for seed in given.seeds
+                for seed in options.seeds
             ]
-            variants[variant] = {"seeds": found, "summary": summary(found)}
+            variants[variant] = {"seeds": by_seed, "summary": summary(by_seed)}
         tries = {}
-        for name in given.tries:
-            recipe = dataclasses.replace(recipe_of("none", given.seeds[0]), **TRIES[name])
-            found = run(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
-            tries[name] = {"changed": TRIES[name], **found}
+        for name in options.tries:
+            recipe = dataclasses.replace(recipe_of("none", options.seeds[0]), **TRIES[name])
+            trial = run(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
+            tries[name] = {"changed": TRIES[name], **trial}
     results = {
         "recipe": dataclasses.asdict(PRESETS["backcopy"]),
         "floor": chain.floor(chain.letters(10**6, 99)),
@@ -102,18 +102,18 @@ class LetterChain:
         ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
         # Two triggers in a row would alternate for ever, so the first letter is no trigger.
         before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
-        found = []
+        stream = []
         for x in chance:
             new = before if last in triggers else int(np.searchsorted(ends[last], x))
             before, last = last, min(new, len(LETTERS) - 1)
-            found.append(last)
-        return np.array(found)
+            stream.append(last)
+        return np.array(stream)
 
     def floor(self, letters: np.ndarray) -> float:
         """The lower bound of the mean loss: zero after a trigger, else that of the chain."""
-        known = np.isin(letters[:-1], self.triggers)
+        after_trigger = np.isin(letters[:-1], self.triggers)
         chances = self.follows[letters[:-1], letters[1:]]
-        return float(np.where(known, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
+        return float(np.where(after_trigger, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
 
 
 def write(chain: LetterChain, folder: Path) -> data.DataFolder:
@@ -154,7 +154,7 @@ def run(
     cache = llm.config.context // 2
     lines = table_3(llm, ids, cache)
     mass = dormant(llm, chain, ids, cache)
-    shown = ", ".join(f"{name} {found['loss']:.4f}" for name, found in lines.items())
+    shown = ", ".join(f"{name} {line['loss']:.4f}" for name, line in lines.items())
     print(
         f"{recipe.sinks}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
         f"{mass.mean():.2f}, {mass.max():.2f}; {shown}",
@@ -176,25 +176,25 @@ def dormant(llm: Llm, chain: LetterChain, ids: Sequence[int], skip: int) -> Floa
     runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
     seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]
     letters = runs[:, skip:]
-    others = np.setdiff1d(letters, chain.triggers)
+    idle = np.setdiff1d(letters, chain.triggers)
     layers = [np.asarray(layer)[:, 0, skip:, 0] for layer in seen]
-    found = [[mass[letters == letter].mean() for letter in others] for mass in layers]
-    return max(np.array(found), key=np.mean)
+    by_layer = [[mass[letters == letter].mean() for letter in idle] for mass in layers]
+    return max(np.array(by_layer), key=np.mean)
 
 
-def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians and ranges over the seeds."""
     return {
-        "first_token": spread([seed["first_token"] for seed in found]),
-        "first_token_most": spread([seed["first_token_most"] for seed in found]),
-        "sink_letters": spread([seed["sink_letters"] for seed in found]),
+        "first_token": spread([seed["first_token"] for seed in seeds]),
+        "first_token_most": spread([seed["first_token_most"] for seed in seeds]),
+        "sink_letters": spread([seed["sink_letters"] for seed in seeds]),
         "loss": {
-            name: spread([seed["loss"][name]["loss"] for seed in found])
-            for name in found[0]["loss"]
+            name: spread([seed["loss"][name]["loss"] for seed in seeds])
+            for name in seeds[0]["loss"]
         },
         "loss_over_base": {
-            name: spread([seed["loss"][name]["loss_over_base"] for seed in found])
-            for name in found[0]["loss"]
+            name: spread([seed["loss"][name]["loss_over_base"] for seed in seeds])
+            for name in seeds[0]["loss"]
         },
     }
 

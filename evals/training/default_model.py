@@ -110,47 +110,47 @@ prejudices of their time, and neither the books nor the model were filtered.
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.default_model", __doc__)
-    ask.add_argument("--run", type=Path, help="folder of a finished run (default: the model of the "
-                     "package)")  # fmt: skip
-    ask.add_argument("--data", type=Path, help="the data folder that it was trained on")
-    ask.add_argument("--texts", type=Path, help="folder of held-out books, *.txt")
-    ask.add_argument(
+    parser = make_parser("jaxkv.evals.training.default_model", __doc__)
+    parser.add_argument("--run", type=Path, help="folder of a finished run (default: the model of "
+                        "the package)")  # fmt: skip
+    parser.add_argument("--data", type=Path, help="the data folder that it was trained on")
+    parser.add_argument("--texts", type=Path, help="folder of held-out books, *.txt")
+    parser.add_argument(
         "--tokens", type=int, default=100_000, help="tokens to score, and to generate per text"
     )
-    ask.add_argument("--block", type=int, default=10_000, help="tokens per block")
-    ask.add_argument("--check", action="store_true", help="only check that the card is current")
-    ask.add_argument("--quick", action="store_true", help="write only to out/")
-    given = ask.parse_args()
-    if given.check:
+    parser.add_argument("--block", type=int, default=10_000, help="tokens per block")
+    parser.add_argument("--check", action="store_true", help="only check that the card is current")
+    parser.add_argument("--quick", action="store_true", help="write only to out/")
+    options = parser.parse_args()
+    if options.check:
         if (DEFAULT / CARD).read_text("utf-8") != card(read("default_model")):
             raise SystemExit(
                 "the model card is stale; run python -m jaxkv.evals.training.default_model --texts "
                 "books/test"
             )
         return
-    if not given.texts or bool(given.run) != bool(given.data):
-        ask.error("--texts must name books to score, and --run and --data stand together; give "
-                  "the missing one")  # fmt: skip
-    if given.block % CHUNK or given.tokens % given.block:
-        ask.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
+    if not options.texts or bool(options.run) != bool(options.data):
+        parser.error("--texts must name books to score, and --run and --data stand together; give "
+                     "the missing one")  # fmt: skip
+    if options.block % CHUNK or options.tokens % options.block:
+        parser.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
 
-    files = sorted(given.texts.glob("*.txt"))
-    if len(files) < 2 or given.tokens % len(files):
-        ask.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
-    record = Record("default_model", files, [0], given.quick)
+    files = sorted(options.texts.glob("*.txt"))
+    if len(files) < 2 or options.tokens % len(files):
+        parser.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
+    record = Record("default_model", files, [0], options.quick)
     reported = (
-        training(given.run, given.data) if given.run
+        training(options.run, options.data) if options.run
         else read("default_model", RESULTS)["results"]["training"]
     )  # fmt: skip
-    folder = TRIALS / "default" if given.quick else DEFAULT
+    folder = TRIALS / "default" if options.quick else DEFAULT
     with tempfile.TemporaryDirectory() as scratch:
         stored = Path(scratch)
-        if given.run:
-            store(given.run, stored)
+        if options.run:
+            store(options.run, stored)
         else:
             shutil.copytree(DEFAULT, stored, dirs_exist_ok=True)
-        results = measure(models.load(stored), files, given.tokens, given.block)
+        results = measure(models.load(stored), files, options.tokens, options.block)
         weights = stored / "model.safetensors"
         record.about["data"][f"models/default/{weights.name}"] = sha256(weights)
         results = {"training": reported, **results}
@@ -193,17 +193,19 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
 def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
     """The model's size, its losses on a stream of books in equal parts, and its generated texts."""
     texts = [read_text(str(file), "book") for file in files]
-    each = tokens // len(files)
+    book_tokens = tokens // len(files)
     books = [llm.tokenizer.encode(text, bos=False) for text in texts]
-    if min(map(len, books)) < each:
-        raise UserError(f"of each book {each:,} tokens are read, one has fewer; ask for fewer")
-    ids = [*llm.tokenizer.front, *(i for book in books for i in book[:each])]
+    if min(map(len, books)) < book_tokens:
+        raise UserError(
+            f"of each book {book_tokens:,} tokens are read, one has fewer; ask for fewer"
+        )
+    ids = [*llm.tokenizer.front, *(i for book in books for i in book[:book_tokens])]
     results = {"model": model(llm)}
     results["reading"] = endless.run(llm, ids[: tokens + 1], POLICY, CHUNK, block)
     results["writing"] = writing(llm, texts, tokens, block)
     results["bars"] = bars(results)
-    for one in results["bars"]:
-        print(f"{one['bar']}: {one['value']:.4f} ({one['ask']})")
+    for line in results["bars"]:
+        print(f"{line['bar']}: {line['value']:.4f} ({line['ask']})")
     return results
 
 
@@ -220,8 +222,8 @@ def model(llm: Llm) -> dict[str, Any]:
 def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str, Any]:
     """Generated texts of this length with measures per block, and the same measures of books."""
     every = [set(words(text)) for text in texts]
-    known = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
-    found: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
+    vocabularies = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
+    results: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
     for temperature in (TEMPERATURE, COLDER):
         run = Generation(
             llm, encode(llm, [PROMPT] * len(SEEDS)), POLICY, tokens,
@@ -231,24 +233,25 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
         with Progress(f"writing at {temperature:g}", total) as progress:
             for _ in run.blocks():
                 progress.at(sum(output.count for output in run.outputs))
-        written = [blocks_of(llm, output.tokens, block, known) for output in run.outputs]
-        found[f"{temperature:g}"] = written
+        written = [blocks_of(llm, output.tokens, block, vocabularies) for output in run.outputs]
+        results[f"{temperature:g}"] = written
     size = int(np.median([part["letters"] for text in written for part in text["blocks"]]))
-    found["books"] = [
-        measures(text[len(text) // 2 :][:size], others)
-        for text, others in zip(texts, known, strict=True)
+    results["books"] = [
+        measures(text[len(text) // 2 :][:size], vocabulary)
+        for text, vocabulary in zip(texts, vocabularies, strict=True)
     ]
-    return found
+    return results
 
 
 def blocks_of(
-    llm: Llm, tokens: Sequence[int], block: int, known: Sequence[set[str]]
+    llm: Llm, tokens: Sequence[int], block: int, vocabularies: Sequence[set[str]]
 ) -> dict[str, Any]:
     """Beginning and end of a text, and its measures by block; of several vocabularies the worst."""
     parts = (tokens[at : at + block] for at in range(0, len(tokens), block))
     pieces = [llm.tokenizer.decode(part) for part in parts]
     blocks = [
-        min((measures(piece, some) for some in known), key=lambda x: x["known"]) for piece in pieces
+        min((measures(piece, vocabulary) for vocabulary in vocabularies), key=lambda x: x["known"])
+        for piece in pieces
     ]
     return {"first": pieces[0][:400], "last": pieces[-1][-400:], "blocks": blocks}
 
@@ -263,18 +266,18 @@ def words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def measures(text: str, known: set[str]) -> dict[str, float]:
+def measures(text: str, vocabulary: set[str]) -> dict[str, float]:
     """Measures of a text.
 
     known: the share of its words in a vocabulary. distinct_runs: the distinct ones of its runs of
     four words, as a share.
     """
-    found = words(text)
-    runs = list(zip(*(found[i:] for i in range(RUN)), strict=False))
+    text_words = words(text)
+    runs = list(zip(*(text_words[i:] for i in range(RUN)), strict=False))
     return {
         "letters": len(text),
-        "words": len(found),
-        "known": sum(word in known for word in found) / max(1, len(found)),
+        "words": len(text_words),
+        "known": sum(word in vocabulary for word in text_words) / max(1, len(text_words)),
         "distinct_runs": len(set(runs)) / max(1, len(runs)),
     }
 
@@ -286,15 +289,15 @@ def bars(results: dict[str, Any]) -> list[dict[str, Any]]:
     texts = [text["blocks"] for text in writing[f"{TEMPERATURE:g}"]]
     lowest = {key: min(text[-1][key] for text in texts) for key in ("known", "distinct_runs")}
     change = min(text[-1]["known"] / max(text[0]["known"], 1e-9) for text in texts)
-    far = f"{results['reading']['tokens']:,} tokens"
-    here = f"default model, the worst of {len(texts)} texts of {far}: "
+    length = f"{results['reading']['tokens']:,} tokens"
+    prefix = f"default model, the worst of {len(texts)} texts of {length}: "
     return [
-        bar(f"default model, scoring {far}: worst block against the same text with a new cache",
+        bar(f"default model, scoring {length}: worst block against the same text with a new cache",
             summary["worst_change"], "<=", 0.01),
-        bar(f"{here}known words, last block over first", change, ">=", 0.98),
-        bar(f"{here}known words, last block over the minimum of the books",
+        bar(f"{prefix}known words, last block over first", change, ">=", 0.98),
+        bar(f"{prefix}known words, last block over the minimum of the books",
             lowest["known"] / books["known"], ">=", 0.95),
-        bar(f"{here}distinct runs of four words, last block over the minimum of the books",
+        bar(f"{prefix}distinct runs of four words, last block over the minimum of the books",
             lowest["distinct_runs"] / books["distinct_runs"], ">=", 0.95),
     ]  # fmt: skip
 
@@ -307,7 +310,7 @@ def card(record: dict[str, Any]) -> str:
     run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax", "first_token")
     reported = ("steps", "rows", "context", "seed", "dtype")
     texts, colder = writing[f"{TEMPERATURE:g}"], writing[f"{COLDER:g}"]
-    known = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]
+    known_shares = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]
     of_books = [100 * book["known"] for book in writing["books"]]
     return PAGE.format(
         **{key: training[key] for key in run},
@@ -333,8 +336,8 @@ def card(record: dict[str, Any]) -> str:
         temperature=TEMPERATURE,
         colder=COLDER,
         silent=sum(map(degenerated, colder)),
-        known_first=min(known[0]),
-        known_last=min(known[-1]),
+        known_first=min(known_shares[0]),
+        known_last=min(known_shares[-1]),
         known_least=min(of_books),
         known_most=max(of_books),
         prompt=writing["prompt"],

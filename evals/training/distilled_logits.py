@@ -40,44 +40,57 @@ EVERY = 5  # steps between two lines
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.distilled_logits", __doc__)
-    ask.add_argument("--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    ask.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")
-    ask.add_argument("--window", type=int, default=256, help="tokens that a query sees")
-    ask.add_argument("--context", type=int, default=512, help="tokens of a sample")
-    ask.add_argument("--rows", type=int, default=1, help="samples a step")
-    ask.add_argument("--steps", type=int, default=160)
-    ask.add_argument("--lr", type=float, default=0.1)
-    ask.add_argument("--seed", type=int, default=0, help="the order of the samples")
-    given = ask.parse_args()
-    if not 0 < given.window < given.context:
-        ask.error(f"--window must be from 1 to less than --context {given.context}, got "
-                  f"{given.window}; give another")  # fmt: skip
-    if min(given.rows, given.steps) < 1 or given.seed < 0 or not 0 < given.lr < float("inf"):
-        ask.error(f"--rows and --steps must be at least 1, --seed at least 0 and --lr above 0, got "
-                  f"{given.rows}, {given.steps}, {given.seed} and {given.lr}")  # fmt: skip
-    if not all(path.is_file() for path in given.texts):
-        ask.error(f"--texts must be files, got {', '.join(map(str, given.texts))}; name others")
-    if (given.out / sinks.FILE).exists():
-        ask.error(f"--out must be a new folder, and {given.out} has {sinks.FILE}; name another")
-    given.out.mkdir(parents=True, exist_ok=True)  # fails before minutes of training
-    llm = models.load(given.model, "float32")
-    about = run_metadata("distilled_logits", [*llm.files, *given.texts], [given.seed])
-    needed = -(-given.steps * given.rows // len(given.texts))  # samples of each text
-    texts = first_tokens(ask, llm, given.texts, needed * given.context)
+    parser = make_parser("jaxkv.evals.training.distilled_logits", __doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
+    )
+    parser.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")
+    parser.add_argument("--window", type=int, default=256, help="tokens that a query sees")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--rows", type=int, default=1, help="samples a step")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0, help="the order of the samples")
+    options = parser.parse_args()
+    if not 0 < options.window < options.context:
+        parser.error(f"--window must be from 1 to less than --context {options.context}, got "
+                     f"{options.window}; give another")  # fmt: skip
+    if (
+        min(options.rows, options.steps) < 1
+        or options.seed < 0
+        or not 0 < options.lr < float("inf")
+    ):
+        parser.error(f"--rows and --steps must be at least 1, --seed at least 0 and --lr above 0, "
+                     f"got {options.rows}, {options.steps}, {options.seed} "
+                     f"and {options.lr}")  # fmt: skip
+    if not all(path.is_file() for path in options.texts):
+        parser.error(
+            f"--texts must be files, got {', '.join(map(str, options.texts))}; name others"
+        )
+    if (options.out / sinks.FILE).exists():
+        parser.error(
+            f"--out must be a new folder, and {options.out} has {sinks.FILE}; name another"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)  # fails before minutes of training
+    llm = models.load(options.model, "float32")
+    about = run_metadata("distilled_logits", [*llm.files, *options.texts], [options.seed])
+    needed = -(-options.steps * options.rows // len(options.texts))  # samples of each text
+    texts = first_tokens(parser, llm, options.texts, needed * options.context)
     samples = np.concatenate([np.reshape(ids, (needed, -1)) for ids in texts.values()])
-    samples = np.random.default_rng(given.seed).permutation(samples)[: given.steps * given.rows]
-    batches = samples.reshape(given.steps, given.rows, -1).astype(np.int32)
-    logits, losses, seconds = distil(llm.config, llm.weights, batches, given.window, given.lr)
+    samples = np.random.default_rng(options.seed).permutation(samples)[
+        : options.steps * options.rows
+    ]
+    batches = samples.reshape(options.steps, options.rows, -1).astype(np.int32)
+    logits, losses, seconds = distil(llm.config, llm.weights, batches, options.window, options.lr)
     if not np.isfinite(losses).all():
         raise SystemExit(f"the divergence must be finite, got {losses[-1]}; give a smaller --lr")
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
     fingerprint = open_published(llm.path).fingerprint()
-    print(sinks.write(given.out / sinks.FILE, named, len(logits), fingerprint))
-    options = {k: v for k, v in vars(given).items() if isinstance(v, int | float)}
-    about |= options | {"divergence": losses, "seconds": seconds}
-    (given.out / LOG).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    print(sinks.write(options.out / sinks.FILE, named, len(logits), fingerprint))
+    fields = {k: v for k, v in vars(options).items() if isinstance(v, int | float)}
+    about |= fields | {"divergence": losses, "seconds": seconds}
+    (options.out / LOG).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def distil(
@@ -86,7 +99,7 @@ def distil(
     """The logits after a step per batch, the divergence before each step, and the seconds."""
     adam = optimizer(lr, len(batches))
     logits = jnp.zeros((config.layers, config.heads), jnp.float32)
-    moments, losses, begun = adam.init(logits), [], perf_counter()
+    moments, losses, start = adam.init(logits), [], perf_counter()
     for number, batch in enumerate(batches):
         loss, gradient = jax.value_and_grad(_divergence)(
             logits, config, window, weights, jnp.asarray(batch)
@@ -95,12 +108,12 @@ def distil(
         logits = logits + updates
         losses.append(float(loss))
         if number % EVERY == EVERY - 1:
-            rate = (perf_counter() - begun) / (number + 1)
-            left = rate * (len(batches) - number - 1)
+            rate = (perf_counter() - start) / (number + 1)
+            seconds_left = rate * (len(batches) - number - 1)
             mean = np.mean(losses[-EVERY:])
-            print(f"step {number + 1} of {len(batches)}: KL {mean:.4f}, {left:.0f} s left",
+            print(f"step {number + 1} of {len(batches)}: KL {mean:.4f}, {seconds_left:.0f} s left",
                   flush=True)  # fmt: skip
-    return np.asarray(logits), losses, perf_counter() - begun
+    return np.asarray(logits), losses, perf_counter() - start
 
 
 @partial(jax.jit, static_argnums=(1, 2))

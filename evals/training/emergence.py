@@ -17,13 +17,13 @@ from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.emergence", __doc__)
-    ask.add_argument("--runs", required=True, type=Path, nargs="+", metavar="SIZE/SINKS",
-                     help="folders of runs")  # fmt: skip
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in given.runs}
-    record = Record("emergence", quick=given.quick)
+    parser = make_parser("jaxkv.evals.training.emergence", __doc__)
+    parser.add_argument("--runs", required=True, type=Path, nargs="+", metavar="SIZE/SINKS",
+                        help="folders of runs")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in options.runs}
+    record = Record("emergence", quick=options.quick)
     # The measurements are those of the runs, not of the machine that reads their logs.
     record.about["device"] = ", ".join(sorted({run["device"] for run in runs.values()}))
     record.finish({"runs": runs})

@@ -32,28 +32,28 @@ SIDE = 2048  # side of the matrices whose product measures a CPU's peak
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.mfu", __doc__)
-    ask.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
-    ask.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
-    ask.add_argument("--vocab", type=int, default=4096)
-    ask.add_argument("--rounds", type=int, default=15)
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    ask.add_argument(
+    parser = make_parser("jaxkv.evals.training.mfu", __doc__)
+    parser.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
+    parser.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    parser.add_argument(
         "--trace",
         action="store_true",
         help="add the time of a step by GPU kernel, with sinks=token",
     )
-    given = ask.parse_args()
+    options = parser.parse_args()
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
-    recipe = PRESETS[given.preset or preset]
-    if given.rows:
-        recipe = dataclasses.replace(recipe, rows=given.rows, accumulate=1)
+    recipe = PRESETS[options.preset or preset]
+    if options.rows:
+        recipe = dataclasses.replace(recipe, rows=options.rows, accumulate=1)
     name = "mfu" if jax.default_backend() == "cpu" else f"mfu_{jax.default_backend()}"
-    record = Record(name, [], [0], quick=given.quick)
-    results = {"preset": given.preset or preset, "vocab": given.vocab}
-    results |= measure(recipe, given.vocab, given.rounds, share)
-    if given.trace:
-        results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), given.vocab)
+    record = Record(name, [], [0], quick=options.quick)
+    results = {"preset": options.preset or preset, "vocab": options.vocab}
+    results |= measure(recipe, options.vocab, options.rounds, share)
+    if options.trace:
+        results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), options.vocab)
     record.finish(results)
 
 

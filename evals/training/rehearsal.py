@@ -46,30 +46,33 @@ PAUSE = 0.02  # seconds between two looks at the memory of the run
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.rehearsal", __doc__)
-    ask.add_argument("--preset", default="160m")
-    ask.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
-    ask.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
-                     help="a field of the recipe, such as rows or steps")  # fmt: skip
-    ask.add_argument("--kill", type=int, default=10, help="kill the run after this step")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
-    settings = [*given.settings, "log_every=1"]
-    recipe, tokens = read_recipe(given.preset, settings), data.read(given.data)
+    parser = make_parser("jaxkv.evals.training.rehearsal", __doc__)
+    parser.add_argument("--preset", default="160m")
+    parser.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
+    parser.add_argument("--set", action="append", default=[], dest="settings",
+                        metavar="FIELD=VALUE",
+                        help="a field of the recipe, such as rows or steps")  # fmt: skip
+    parser.add_argument("--kill", type=int, default=10, help="kill the run after this step")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
+    settings = [*options.settings, "log_every=1"]
+    recipe, tokens = read_recipe(options.preset, settings), data.read(options.data)
     every = (recipe.save_every, recipe.look_every)
-    if not min(every) < given.kill < recipe.steps or not all(given.kill % n for n in every):
-        ask.error(
+    if not min(every) < options.kill < recipe.steps or not all(options.kill % n for n in every):
+        parser.error(
             "--kill must be between the first and the last checkpoint, and not at one (every "
-            f"{every[0]} and {every[1]} of {recipe.steps} steps), got {given.kill}; give another, "
-            "or --set save_every"
+            f"{every[0]} and {every[1]} of {recipe.steps} steps), got {options.kill}; give "
+            "another, or --set save_every"
         )
     data.batch(tokens, "valid", 0, 0, 1, CONTEXTS * recipe.context)  # what is read at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run ends with this process
-    record = Record("rehearsal", [given.data / "manifest.json"], [recipe.seed], quick=given.quick)
+    record = Record(
+        "rehearsal", [options.data / "manifest.json"], [recipe.seed], quick=options.quick
+    )
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--preset={given.preset}", f"--data={given.data}", f"--out={folder}/run"]
+        words = [f"--preset={options.preset}", f"--data={options.data}", f"--out={folder}/run"]
         words += [word for setting in settings for word in ("--set", setting)]
-        record.finish(rehearse(recipe, tokens, words, Path(folder) / "run", given.kill))
+        record.finish(rehearse(recipe, tokens, words, Path(folder) / "run", options.kill))
 
 
 def rehearse(
@@ -87,7 +90,9 @@ def rehearse(
     after = read_log(out)
     if [line["step"] for line in after] != list(range(1, recipe.steps + 1)):
         raise SystemExit(f"the log must have each of {recipe.steps} steps once, got {len(after)}")
-    again = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=False)]
+    again = [
+        line["loss"] == line_again["loss"] for line, line_again in zip(before, after, strict=False)
+    ]
     again = again[last:]  # the resumed process computed these
     added = killed["step"] - program
     read = read_exported(recipe, tokens, out / "hf")
@@ -119,35 +124,38 @@ def saved_every(recipe: Recipe) -> int:
 def newest(out: Path) -> int:
     """The step of the newest complete checkpoint; 0 for none."""
     # One that is being written has another name.
-    return max((int(one.name) for one in (out / "last").glob("*") if one.name.isdigit()), default=0)
+    return max(
+        (int(folder.name) for folder in (out / "last").glob("*") if folder.name.isdigit()),
+        default=0,
+    )
 
 
 def watch(
-    command: list[str], out: Path, begun: int, saves: int, kill: int | None = None
+    command: list[str], out: Path, start: int, saves: int, kill: int | None = None
 ) -> dict[str, int]:
     """Run a training command to its end, or kill it once it has logged step `kill`.
 
-    begun: the step that it starts from. saves: steps between checkpoints. The kill waits for a
+    start: the step that it starts from. saves: steps between checkpoints. The kill waits for a
     complete checkpoint.
     Returns resident bytes: step, the most while steps ran before the first checkpoint; peak, the
     most in all. Raises SystemExit where the command fails.
     """
-    found, environment = {"step": 0, "peak": 0}, os.environ | {compilation.VARIABLE: "off"}
+    resident, environment = {"step": 0, "peak": 0}, os.environ | {compilation.VARIABLE: "off"}
     with subprocess.Popen(command, env=environment) as process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)  # also where this process is interrupted
         while process.poll() is None:
             lines = read_log(out)
             with contextlib.suppress(OSError, KeyError):  # it is ending
                 now = memory(process.pid)
-                found["peak"] = now["peak"]
-                if 0 < len(lines) - begun < saves:
-                    found["step"] = max(found["step"], now["resident"])
+                resident["peak"] = now["peak"]
+                if 0 < len(lines) - start < saves:
+                    resident["step"] = max(resident["step"], now["resident"])
             if kill is not None and lines and lines[-1]["step"] >= kill and newest(out):
-                return found
+                return resident
             time.sleep(PAUSE)
     if process.returncode or kill is not None:
         raise SystemExit(f"the run ended with {process.returncode}, as above; nothing is written")
-    return found
+    return resident
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
@@ -169,16 +177,16 @@ def read_exported(recipe: Recipe, tokens: DataFolder, folder: Path) -> dict[str,
     front = list(setting.front)
 
     def losses(run: np.ndarray, policy: str) -> np.ndarray:
-        found, *_ = gather(models.losses(llm, [*front, *run[len(front) :]], policy))
-        return found
+        token_losses, *_ = gather(models.losses(llm, [*front, *run[len(front) :]], policy))
+        return token_losses
 
-    each = [losses(run, "full") for part in validation(setting, tokens) for run in part]
+    run_losses = [losses(run, "full") for part in validation(setting, tokens) for run in part]
     long = data.batch(tokens, "valid", 0, 0, 1, CONTEXTS * recipe.context)[0]
     cached = recipe.context // 2
     policy = f"streaming:sinks={SINKS},window={cached - SINKS}"
     streamed = np.array_split(losses(long, policy), CONTEXTS)
     return {
-        "valid_loss": float(np.mean(each)),
+        "valid_loss": float(np.mean(run_losses)),
         "policy": policy,
         "loss_by_context": [float(part.mean()) for part in streamed],
     }

@@ -30,25 +30,25 @@ PARTS = (8, 4, 2)  # of a batch of 160m
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.remat", __doc__)
-    ask.add_argument("--preset", choices=list(PRESETS), default="tiny")
-    ask.add_argument("--rounds", type=int, default=15)
-    ask.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")
-    ask.add_argument("--quick", action="store_true", help="write to out/")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.training.remat", __doc__)
+    parser.add_argument("--preset", choices=list(PRESETS), default="tiny")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")
+    parser.add_argument("--quick", action="store_true", help="write to out/")
+    options = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
-    record = Record("remat", [], [0], quick=given.quick)
-    results = measure(PRESETS[given.preset], given.rounds) | {"preset": given.preset}
-    if given.parts:
-        results["v5e"] = {str(parts): on_tpu(parts) for parts in given.parts}
+    record = Record("remat", [], [0], quick=options.quick)
+    results = measure(PRESETS[options.preset], options.rounds) | {"preset": options.preset}
+    if options.parts:
+        results["v5e"] = {str(parts): on_tpu(parts) for parts in options.parts}
     record.finish(results)
 
 
 def measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
     """The step of both forms, alternating, and its program."""
-    each = {form: dataclasses.replace(recipe, remat=form) for form in FORMS}
-    programs = {form: compiled(one) for form, one in each.items()}
-    steps = {form: stepping(one, VOCAB) for form, one in each.items()}
+    recipes = {form: dataclasses.replace(recipe, remat=form) for form in FORMS}
+    programs = {form: compiled(form_recipe) for form, form_recipe in recipes.items()}
+    steps = {form: stepping(form_recipe, VOCAB) for form, form_recipe in recipes.items()}
     seconds = time_rounds(steps, rounds, f"{recipe.rows} x {recipe.context} tokens a step")
     tokens = recipe.rows * recipe.context
     return {
@@ -76,7 +76,7 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
     for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
         os.environ.setdefault(name, value)  # there is no TPU to search for
     chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS).devices
-    mesh, found = Mesh(np.array(chips), ("data",)), {}
+    mesh, plans = Mesh(np.array(chips), ("data",)), {}
     for form in FORMS:
         recipe = dataclasses.replace(
             PRESETS["160m"], accumulate=parts, remat=form, dtype="bfloat16"
@@ -84,10 +84,10 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
         # Some forms of the step depend on the platform of the run.
         with mock.patch.object(jax, "default_backend", lambda: "tpu"):
             plan = memory_plan.plan(setting_for(recipe, VOCAB, (), 0, mesh))
-        found[form] = plan._asdict()
-        what = f"160m on {CHIPS}, {parts} parts, remat={form}"
-        print(f"{what}: {plan.total / 1e9:.2f} GB", flush=True)
-    return found
+        plans[form] = plan._asdict()
+        title = f"160m on {CHIPS}, {parts} parts, remat={form}"
+        print(f"{title}: {plan.total / 1e9:.2f} GB", flush=True)
+    return plans
 
 
 def memory_ratio(results: Results) -> dict[str, float]:

@@ -55,36 +55,38 @@ ROWS = 32  # choices scored at a time
 
 
 def main() -> None:
-    ask = make_parser("jaxkv.evals.training.sink_tables", __doc__)
-    ask.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
-    ask.add_argument("--texts", required=True, type=Path, nargs="+",
-                     help="held-out text files, or folders of *.txt")  # fmt: skip
-    ask.add_argument("--zeroshot", type=Path, help="a folder of TASK.jsonl (default: no Table 4)")
-    ask.add_argument("--tokens", type=int, default=100_000)
-    ask.add_argument("--rows", type=int, default=1_000, help="maximal rows per task")
-    ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    given = ask.parse_args()
+    parser = make_parser("jaxkv.evals.training.sink_tables", __doc__)
+    parser.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
+    parser.add_argument("--texts", required=True, type=Path, nargs="+",
+                        help="held-out text files, or folders of *.txt")  # fmt: skip
+    parser.add_argument(
+        "--zeroshot", type=Path, help="a folder of TASK.jsonl (default: no Table 4)"
+    )
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=1_000, help="maximal rows per task")
+    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
+    options = parser.parse_args()
 
-    runs = list(map(settings, given.runs))
+    runs = list(map(settings, options.runs))
     names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
     check(names, runs)
-    first = models.load(given.runs[0] / "hf")
+    first = models.load(options.runs[0] / "hf")
     texts, data = {}, []
-    for path in given.texts:
+    for path in options.texts:
         if path.stem in texts or (path / "manifest.json").exists():
             raise UserError(
                 f"texts need names of their own, and no split for training, got {path}; name others"
             )
-        ids, read = tokens_of(first, path, given.tokens + 1)
+        ids, read = tokens_of(first, path, options.tokens + 1)
         # The front tokens differ by variant.
         texts[path.stem] = ids[len(first.tokenizer.front) :]
         data += read
-    tasks = read_tasks(given.zeroshot, given.rows) if given.zeroshot else {}
-    data += [given.zeroshot / f"{task}.jsonl" for task in tasks]
-    record = Record("sink_tables", data, quick=given.quick)
+    tasks = read_tasks(options.zeroshot, options.rows) if options.zeroshot else {}
+    data += [options.zeroshot / f"{task}.jsonl" for task in tasks]
+    record = Record("sink_tables", data, quick=options.quick)
     variants: dict[str, Any] = {}
-    case = [given.tokens, given.rows, record.about["data"]]
-    for folder, run, variant in zip(given.runs, runs, names, strict=True):
+    case = [options.tokens, options.rows, record.about["data"]]
+    for folder, run, variant in zip(options.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
         weights = hashlib.sha256((folder / "hf" / "model.safetensors").read_bytes()).hexdigest()
         key = hashlib.sha256(json.dumps([weights, *case]).encode()).hexdigest()[:16]
@@ -95,7 +97,7 @@ def main() -> None:
             files.write({stored: dumps(results).encode()})
         results = json.loads(stored.read_text("utf-8"))
         variants[variant] = trained(folder, run, llm) | results
-        where = TRIALS if given.quick else RESULTS
+        where = TRIALS if options.quick else RESULTS
         where.mkdir(parents=True, exist_ok=True)
         (where / f"sink_tables_{variant}.png").write_bytes(draw(llm, texts, variant))
     record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
@@ -155,23 +157,23 @@ def logged(run: Path) -> list[dict[str, Any]]:
 def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
     """All measurements of one variant's model."""
     cache = llm.config.context // 2
-    found: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
+    results: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
     for name, text in texts.items():
         lines = table_3(llm, text, cache)
         shown = ", ".join(f"{key} {line['perplexity']:.3f}" for key, line in lines.items())
         print(f"{variant}: {name}: {shown}", flush=True)
-        found["perplexity"][name] = {"predictions": len(text) - 1, **lines}
+        results["perplexity"][name] = {"predictions": len(text) - 1, **lines}
     for task, rows in tasks.items():
-        found["zeroshot"][task] = accuracy(llm, rows)
-        print(f"{variant}: {task}: {found['zeroshot'][task]['accuracy']:.3f}", flush=True)
+        results["zeroshot"][task] = accuracy(llm, rows)
+        print(f"{variant}: {task}: {results['zeroshot'][task]['accuracy']:.3f}", flush=True)
     mass = first_token(llm, texts)
-    found["first_token"] = {
+    results["first_token"] = {
         "by_head": mass.tolist(),
         "mean": mass.mean(),
         "most": mass.max(),
         "heads_above": float((mass > uncached.SINK_HEAD).mean()),
     }
-    return found
+    return results
 
 
 def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, float]]:
@@ -180,8 +182,8 @@ def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, fl
     for sinks in SINKS:
         policy = f"streaming:sinks={sinks},window={cache - sinks}"
         # Skip the front tokens and the token after them, which some variants do not predict.
-        found, *_ = gather(models.losses(llm, ids, policy))
-        losses[sinks] = found[-len(text) + 1 :].astype(np.float64)
+        token_losses, *_ = gather(models.losses(llm, ids, policy))
+        losses[sinks] = token_losses[-len(text) + 1 :].astype(np.float64)
     return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
 
 
@@ -241,12 +243,12 @@ def draw(llm: Llm, texts: dict, variant: str) -> bytes:
     return pictures.finish(figure, caption)
 
 
-def read_tasks(folder: Path, most: int) -> dict[str, list[dict[str, Any]]]:
-    found = {}
+def read_tasks(folder: Path, max_rows: int) -> dict[str, list[dict[str, Any]]]:
+    tasks = {}
     for task in TASKS:
-        texts = (folder / f"{task}.jsonl").read_text("utf-8").splitlines()[:most]
-        found[task] = [json.loads(text) for text in texts]
-    return found
+        texts = (folder / f"{task}.jsonl").read_text("utf-8").splitlines()[:max_rows]
+        tasks[task] = [json.loads(text) for text in texts]
+    return tasks
 
 
 def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -278,30 +280,30 @@ def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]
     A text longer than the model's context is cut at its beginning, after the sink tokens. At least
     one token before the choice stays.
     """
-    front, most = list(llm.tokenizer.front), llm.config.context
+    front, max_context = list(llm.tokenizer.front), llm.config.context
     texts = []
     for context, choice in pairs:
         ids = llm.tokenizer.encode(choice, bos=False, start=False)
         before = llm.tokenizer.encode(context, bos=False)
         # A prediction needs a token before it.
         before = before or [llm.eos[0]]
-        room = max(1, most + 1 - len(front) - len(ids))
+        room = max(1, max_context + 1 - len(front) - len(ids))
         texts.append((front + before[max(0, len(before) - room) :], ids))
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
-    found: dict[int, tuple[float, bool]] = {}
+    scores: dict[int, tuple[float, bool]] = {}
     for start in range(0, len(order), ROWS):
-        some = order[start : start + ROWS]
-        longest = max(len(texts[i][0]) + len(texts[i][1]) for i in some)
+        rows_of_batch = order[start : start + ROWS]
+        longest = max(len(texts[i][0]) + len(texts[i][1]) for i in rows_of_batch)
         width = -(-longest // 32) * 32
         ids, asked = np.zeros((ROWS, width + 1), np.int32), np.zeros((ROWS, width), bool)
-        for row, i in enumerate(some):
+        for row, i in enumerate(rows_of_batch):
             before, choice = texts[i]
             ids[row, : len(before) + len(choice)] = before + choice
             asked[row, len(before) - 1 : len(before) + len(choice) - 1] = True
         losses, likeliest = _score(llm.config, llm.weights, ids, asked)
-        for row, i in enumerate(some):
-            found[i] = (-float(losses[row]), bool(likeliest[row]))
-    return [found[i] for i in range(len(texts))]
+        for row, i in enumerate(rows_of_batch):
+            scores[i] = (-float(losses[row]), bool(likeliest[row]))
+    return [scores[i] for i in range(len(texts))]
 
 
 @partial(jax.jit, static_argnums=0)

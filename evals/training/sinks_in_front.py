@@ -43,68 +43,72 @@ LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache wi
 
 
 def main() -> None:
-    ask = ask_for_texts("jaxkv.evals.training.sinks_in_front", __doc__)
-    ask.add_argument("--variants", nargs="*", default=[], metavar="NAME=RUN",
-                     help="folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
-                     "zero: untrained")  # fmt: skip
-    ask.add_argument("--windows", type=int, nargs="+", default=[256, 1024], help="cache sizes")
-    ask.add_argument("--sinks", type=int, nargs="+", default=list(SINKS), help="numbers of sinks")
-    ask.add_argument("--starts", type=int, default=3, help="stretches of each text")
-    ask.add_argument("--tokens", type=int, default=8_000, help="tokens of a stretch")
-    ask.add_argument("--constant", default="constant", help="the constant sink, as --sinks has it")
-    ask.add_argument("--name", default="sinks_in_front", help="name of the record")
-    given = ask.parse_args()
-    runs = dict(variant.partition("=")[::2] for variant in given.variants)
-    plain = models.load(given.model, "float32")  # on a GPU the default is bfloat16
-    record = Record(given.name, [*plain.files, *given.texts], quick=given.quick)
-    stretches = cut(plain, given.texts, given.starts, given.tokens)
-    counts = {name: given.sinks for name in ("constant", *runs)}
-    counts[BASE] = sorted({FOUR, *given.sinks})  # all are compared with four
-    cases = len(given.windows) * sum(map(len, counts.values()))
+    parser = ask_for_texts("jaxkv.evals.training.sinks_in_front", __doc__)
+    parser.add_argument("--variants", nargs="*", default=[], metavar="NAME=RUN",
+                        help="folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
+                        "zero: untrained")  # fmt: skip
+    parser.add_argument("--windows", type=int, nargs="+", default=[256, 1024], help="cache sizes")
+    parser.add_argument(
+        "--sinks", type=int, nargs="+", default=list(SINKS), help="numbers of sinks"
+    )
+    parser.add_argument("--starts", type=int, default=3, help="stretches of each text")
+    parser.add_argument("--tokens", type=int, default=8_000, help="tokens of a stretch")
+    parser.add_argument(
+        "--constant", default="constant", help="the constant sink, as --sinks has it"
+    )
+    parser.add_argument("--name", default="sinks_in_front", help="name of the record")
+    options = parser.parse_args()
+    runs = dict(variant.partition("=")[::2] for variant in options.variants)
+    plain = models.load(options.model, "float32")  # on a GPU the default is bfloat16
+    record = Record(options.name, [*plain.files, *options.texts], quick=options.quick)
+    stretches = cut(plain, options.texts, options.starts, options.tokens)
+    counts = {name: options.sinks for name in ("constant", *runs)}
+    counts[BASE] = sorted({FOUR, *options.sinks})  # all are compared with four
+    cases = len(options.windows) * sum(map(len, counts.values()))
     parts = Parts(record, cases * len(stretches))
     losses: dict[str, dict[str, Any]] = {}
     for name in [BASE, "constant", *runs]:
-        llm, hash_ = variant(name, plain, given, runs), hash_of(runs.get(name))
+        llm, hash_ = variant(name, plain, options, runs), hash_of(runs.get(name))
         losses[name] = {}
-        for s, w in [(s, w) for w in given.windows for s in counts[name]]:
+        for s, w in [(s, w) for w in options.windows for s in counts[name]]:
             key = f"{plain.name}, {name} {hash_}, {s}+{w - s}"
             losses[name][f"{s}+{w - s}"] = {
                 at: parts.part(
-                    f"{key}, {given.tokens} of {at}",
+                    f"{key}, {options.tokens} of {at}",
                     lambda m=llm, i=ids, s=s, w=w: read(m, i, s, w),
                 )
                 for at, ids in stretches.items()
             }
-        for size, found in losses[name].items():
-            mean = np.mean(np.concatenate(list(found.values())))
+        for size, by_stretch in losses[name].items():
+            mean = np.mean(np.concatenate(list(by_stretch.values())))
             print(f"{name}: {size}: {mean:.4f} nats", flush=True)
     record.finish({
         "runs": {name: described(Path(folder)) for name, folder in runs.items() if folder},
         "stretches": {at: len(ids) for at, ids in stretches.items()},
         "first_tokens": {at: plain.tokenizer.decode(ids[:1]) for at, ids in stretches.items()},
         "variants": tables(losses),
-        "bars": bars(losses, given.windows),
+        "bars": bars(losses, options.windows),
     })  # fmt: skip
 
 
 def cut(llm: Llm, texts: Sequence[Path], starts: int, tokens: int) -> dict[str, list[int]]:
     """Stretches of equal length, evenly spaced in each text, without a BOS."""
-    found = {}
+    stretches = {}
     for path in texts:
         ids = llm.tokenizer.encode(read_text(str(path), "text"), bos=False)
         if len(ids) < tokens:
             raise UserError(f"{path.name} has {len(ids)} tokens, a stretch {tokens}: give --tokens")
         for at in np.linspace(0, len(ids) - tokens, starts).astype(int).tolist():
-            found[f"{path.stem} {at}"] = ids[at : at + tokens]
-    return found
+            stretches[f"{path.stem} {at}"] = ids[at : at + tokens]
+    return stretches
 
 
-def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, str]) -> Llm:
+def variant(name: str, plain: Llm, options: argparse.Namespace, runs: dict[str, str]) -> Llm:
     """The model with the sinks of one variant."""
     if name == BASE:
         return plain
     if name == "constant":
-        return models.load(given.model, "float32", sinks=given.constant)
+        return models.load(options.model, "float32", sinks=options.constant)
     if name in runs and not runs[name]:
         if name != "zero":
             raise UserError(f"a variant is NAME=RUN or zero, got {name}")
@@ -112,7 +116,9 @@ def variant(name: str, plain: Llm, given: argparse.Namespace, runs: dict[str, st
         return dataclasses.replace(plain, config=config)
     file, model = Path(runs[name]) / FILE, Path(runs[name]) / "hf"
     return models.load(
-        model if model.is_dir() else given.model, "float32", sinks=file if file.is_file() else None
+        model if model.is_dir() else options.model,
+        "float32",
+        sinks=file if file.is_file() else None,
     )
 
 
@@ -144,21 +150,21 @@ def described(run: Path) -> dict[str, Any]:
 def read(llm: Llm, ids: Sequence[int], sinks: int, cache: int) -> np.ndarray:
     """The losses of all tokens of a stretch but its first."""
     policy = f"streaming:sinks={sinks},window={cache - sinks}"
-    found, *_ = gather(models.losses(llm, [*llm.tokenizer.front, *ids], policy))
-    return found[-len(ids) + 1 :].astype(np.float64)
+    token_losses, *_ = gather(models.losses(llm, [*llm.tokenizer.front, *ids], policy))
+    return token_losses[-len(ids) + 1 :].astype(np.float64)
 
 
 def tables(losses: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Per variant and cache: the loss of all stretches, and over the plain cache of four sinks."""
-    found: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     for name, sizes in losses.items():
-        found[name] = {}
+        lines[name] = {}
         for size, by_stretch in sizes.items():
             base = losses[BASE][four(size)]
-            both = [np.concatenate(list(part.values())) for part in (by_stretch, base)]
-            each = {at: loss.mean() - base[at].mean() for at, loss in by_stretch.items()}
-            found[name][size] = line(*both) | {"over_base_by_stretch": each}
-    return found
+            arrays = [np.concatenate(list(part.values())) for part in (by_stretch, base)]
+            over_base = {at: loss.mean() - base[at].mean() for at, loss in by_stretch.items()}
+            lines[name][size] = line(*arrays) | {"over_base_by_stretch": over_base}
+    return lines
 
 
 def four(size: str) -> str:
@@ -169,17 +175,17 @@ def four(size: str) -> str:
 
 def bars(losses: dict[str, dict[str, Any]], windows: Sequence[int]) -> list[dict[str, Any]]:
     """Whether one constant sink is as good as four tokens of the text, in every stretch."""
-    found = []
+    lines = []
     for window in windows:
         size = f"1+{window - 1}"
         mine, base = losses["constant"].get(size), losses[BASE][four(size)]
         if mine is None:  # --sinks without 1
             continue
         worst = max(mine[at].mean() - base[at].mean() for at in mine)
-        found.append({"bar": f"one constant sink in a cache of {window}, worst stretch",
+        lines.append({"bar": f"one constant sink in a cache of {window}, worst stretch",
                       "value": worst, "ask": f"at most {LIMIT} nats over four sinks",
                       "met": bool(worst <= LIMIT)})  # fmt: skip
-    return found
+    return lines
 
 
 def by_stretch(results: Results, name: str, sinks: int) -> np.ndarray:

@@ -31,7 +31,7 @@ def drawn():
 def test_without_compression_the_output_is_causal_attention(drawn):
     """Of each query to the tokens before it, by position."""
     q, k, v = drawn
-    found = single_layer.attend(SPEC, q, k, v, parse_policy("full"))
+    actual = single_layer.attend(SPEC, q, k, v, parse_policy("full"))
     at = np.arange(len(q))
     keys, values = (
         np.repeat(oracle.rotate_heads(k, at, 100.0), 2, axis=1),
@@ -43,7 +43,7 @@ def test_without_compression_the_output_is_causal_attention(drawn):
     logits = np.where(at[TOKENS:, None, None] >= at, logits, -np.inf)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     attend = lambda w: np.einsum("tns,snh->tnh", w / w.sum(axis=2, keepdims=True), values)  # noqa: E731
-    np.testing.assert_allclose(found, attend(weights), atol=2e-6)
+    np.testing.assert_allclose(actual, attend(weights), atol=2e-6)
     roomy = parse_policy(f"snapkv:capacity={TOKENS},window=32")
     np.testing.assert_allclose(
         single_layer.attend(SPEC, q, k, v, roomy), attend(weights), atol=2e-6
@@ -55,21 +55,21 @@ def test_without_compression_the_output_is_causal_attention(drawn):
 
 @pytest.mark.slow
 def test_more_rounds_err_more_and_weights_help(drawn):
-    found = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2], title="test")
-    assert set(found) == {*single_layer.METHODS, "saturated", "ends alone", "snapkv"}
-    for name in set(found) - {"saturated", "ends alone"}:
-        assert np.mean(found[name]["1"]) < np.mean(found[name]["3"]), name
-        assert 0 < np.mean(found[name]["1"]) < found["ends alone"]["1"][0] < 3, name
-    mean = {name: np.mean(found[name]["3"]) for name in single_layer.METHODS}
+    errors = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2], title="test")
+    assert set(errors) == {*single_layer.METHODS, "saturated", "ends alone", "snapkv"}
+    for name in set(errors) - {"saturated", "ends alone"}:
+        assert np.mean(errors[name]["1"]) < np.mean(errors[name]["3"]), name
+        assert 0 < np.mean(errors[name]["1"]) < errors["ends alone"]["1"][0] < 3, name
+    mean = {name: np.mean(errors[name]["3"]) for name in single_layer.METHODS}
     assert mean["uniform, weighted"] < mean["uniform"]
     assert mean["stratified"] < mean["uniform, weighted"]
-    assert len(set(found["uniform"]["1"])) == 3  # every seed has its own draw
-    assert all(0 <= share <= 1 for share in found["saturated"].values())
-    shown = single_layer.summary({"0": found, "1": found}, [1, 3])
-    assert shown["uniform"]["3"]["median"] == np.median(found["uniform"]["3"])
-    stretches = single_layer.by_stretch([{"0": found, "1": found}] * 2, [1, 3])
+    assert len(set(errors["uniform"]["1"])) == 3  # every seed has its own draw
+    assert all(0 <= share <= 1 for share in errors["saturated"].values())
+    shown = single_layer.summary({"0": errors, "1": errors}, [1, 3])
+    assert shown["uniform"]["3"]["median"] == np.median(errors["uniform"]["3"])
+    stretches = single_layer.by_stretch([{"0": errors, "1": errors}] * 2, [1, 3])
     assert "saturated" not in stretches
-    np.testing.assert_allclose(stretches["uniform"]["3"], [np.mean(found["uniform"]["3"])] * 2)
+    np.testing.assert_allclose(stretches["uniform"]["3"], [np.mean(errors["uniform"]["3"])] * 2)
 
 
 def test_an_error_is_relative_to_each_head():
@@ -92,6 +92,6 @@ def test_captured_keys_and_values_are_those_of_the_first_layer(shared, length):
     x *= weights["layers.0.attn_norm"] / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5)
     seen = single_layer.capture(llm, ids)
     assert len(seen) == llm.config.layers
-    for found, name in zip(seen[0], "qkv", strict=True):
-        wanted = (x @ weights[f"layers.0.{name}"].T).reshape(length, -1, llm.config.head_dim)
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    for captured, name in zip(seen[0], "qkv", strict=True):
+        expected = (x @ weights[f"layers.0.{name}"].T).reshape(length, -1, llm.config.head_dim)
+        np.testing.assert_allclose(captured, expected, atol=1e-4)

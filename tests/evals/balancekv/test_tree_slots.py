@@ -29,8 +29,8 @@ def llm(tmp_path_factory):
 def test_the_slots_in_use_are_those_of_a_running_cache(levels, block):
     size = TreeSize(levels, block)
     policy = parse_policy(tree_slots.tree(size, 64))
-    found = mean_cached(policy, tokens=4_096, chunk=1) - policy.sinks - policy.window
-    assert tree_slots.used(size) == pytest.approx(found, abs=0.2)
+    num_sampled = mean_cached(policy, tokens=4_096, chunk=1) - policy.sinks - policy.window
+    assert tree_slots.used(size) == pytest.approx(num_sampled, abs=0.2)
     assert tree_slots.about(size)["share"] == pytest.approx(
         (levels + 2) / (2 * (levels + 1)), abs=0.05
     )
@@ -82,8 +82,8 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
     def update(state, at):
         q1, k1, v1 = (jax.lax.dynamic_slice_in_dim(x, at, 1, 1) for x in (q, k, v))
         chunk = Chunk(q1, k1, v1, at[None, None].astype(jnp.uint32), jnp.ones((1, 1), bool))
-        found, state = policy.update(spec, state, chunk)
-        return found.out[0, 0], policy.cached(spec, state), state
+        attended, state = policy.update(spec, state, chunk)
+        return attended.out[0, 0], policy.cached(spec, state), state
 
     state = policy.init(spec, 1, jax.random.key(0))
     keys, values, queries = (np.asarray(x[0], np.float64) for x in (k, v, q))
@@ -91,15 +91,15 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
         out, cached, state = update(state, jnp.asarray(at))
         for head in range(4):
             filled = np.asarray(cached.log_weight[0, head // 2]) == 0
-            there = np.sort(np.asarray(cached.positions[0, head // 2])[filled])
-            assert there[-1] == at and len(set(there)) == len(there)
-            ranks = np.arange(len(there))
+            cached_at = np.sort(np.asarray(cached.positions[0, head // 2])[filled])
+            assert cached_at[-1] == at and len(set(cached_at)) == len(cached_at)
+            ranks = np.arange(len(cached_at))
             logits = [
                 0.5 * rotated(queries[at, head], ranks[-1]) @ rotated(keys[n, head // 2], rank)
-                for n, rank in zip(there, ranks, strict=True)
+                for n, rank in zip(cached_at, ranks, strict=True)
             ]
             weights = np.exp(logits - np.max(logits))
-            expected = weights @ values[there, head // 2] / weights.sum()
+            expected = weights @ values[cached_at, head // 2] / weights.sum()
             np.testing.assert_allclose(out[head], expected, atol=2e-5)
 
 
@@ -116,9 +116,9 @@ def test_a_run_measures_every_tree(llm, rng, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
     texts = {name: rng.integers(2, 250, 800).tolist() for name in "ab"}
-    given = Namespace(layers=[0], seeds=1, captured=600)
-    errors = tree_slots.errors(llm, texts, given)
+    options = Namespace(layers=[0], seeds=1, captured=600)
+    errors = tree_slots.errors(llm, texts, options)
     assert len(errors["rows"]) == 1 + 2 * len(sizes)
-    found = tree_slots.run(llm, texts, record.Record("tree_slots"), errors)
-    assert found["holes"]["over_holes"]["loss_over_base"] != 0
-    assert {"3 x 4", "2 x 4"} <= set(found["rows"]) & set(found["trees"])
+    results = tree_slots.run(llm, texts, record.Record("tree_slots"), errors)
+    assert results["holes"]["over_holes"]["loss_over_base"] != 0
+    assert {"3 x 4", "2 x 4"} <= set(results["rows"]) & set(results["trees"])

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def llm():
     """One layer of the default model: quick to compile."""
-    whole = models.load(dtype="float32")
-    return replace(whole, config=replace(whole.config, layers=1, windows=(None,)))
+    model = models.load(dtype="float32")
+    return replace(model, config=replace(model.config, layers=1, windows=(None,)))
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def test_spans_are_in_the_document(llm, case):
 def test_losses_are_those_of_the_library(llm, case):
     """Under full attention the losses of the text after the document are `models.losses`."""
     full = learned_memory.after(llm, f"full:start={LENGTH + 400}", case.document)
-    given = full.policies, full.decoding.states, len(case.document), case
-    found = learned_memory.scores(llm, *given)[0][0, 0]
+    arguments = full.policies, full.decoding.states, len(case.document), case
+    losses = learned_memory.scores(llm, *arguments)[0][0, 0]
     ids = case.document + case.texts[0].ids[0].tolist()
-    wanted = np.concatenate(list(models.losses(llm, ids, "full")))[-len(found) :]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    expected = np.concatenate(list(models.losses(llm, ids, "full")))[-len(losses) :]
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
 
 
 def test_untrained_pairs_score_as_snapkv(llm, case, monkeypatch):
@@ -67,10 +67,10 @@ def test_untrained_pairs_score_as_snapkv(llm, case, monkeypatch):
     monkeypatch.setattr(
         learned_memory, "settings", lambda *sizes: {"snapkv": every(*sizes)["snapkv"]}
     )
-    known = compaction.read(llm, case.document, SLOTS)
-    pairs = np.stack(compaction.pairs_of(llm, known, SLOTS))
-    found = learned_memory.measure(llm, case, SLOTS, pairs)
-    rows = learned_memory.table(llm, [found])
+    document = compaction.read(llm, case.document, SLOTS)
+    pairs = np.stack(compaction.pairs_of(llm, document, SLOTS))
+    variants = learned_memory.measure(llm, case, SLOTS, pairs)
+    rows = learned_memory.table(llm, [variants])
     assert rows["learned"]["bytes"] == rows["snapkv"]["bytes"] < rows["full"]["bytes"] / 10
     for kind in learned_memory.KINDS:
         assert rows["learned"][kind]["loss"] == pytest.approx(

@@ -31,13 +31,13 @@ def test_every_policy_has_a_setting(llm, rounds):
         llm.policies(setting)
 
 
-def attended(llm, name, prompt, more=0):
+def attended(llm, name, prompt, new_tokens=0):
     """Attended tokens with the setting of the short prompt, after `prompt` tokens and `more`."""
-    ids = passage(llm, prompt + more)
+    ids = passage(llm, prompt + new_tokens)
     stream = models.Stream(llm, side_by_side.settings(SHORT)[name], tokens=len(ids))
     stream.prefill([ids[:prompt]])
     stream.finish_prefill()
-    if more:
+    if new_tokens:
         stream.prefill([ids[prompt:]])
     return side_by_side.attended(stream)
 
@@ -72,8 +72,8 @@ def test_costs_are_measured_without_empty_slots(llm):
     ids = passage(llm, side_by_side.prompt_of(SHORT))
     settings = side_by_side.settings(SHORT, side_by_side.WRITTEN)
     chosen = {name: settings[name] for name in ("full", "uniform", "streaming")}
-    found = side_by_side.costs(llm, ids, chosen, count=1)
-    full, uniform, streaming = (found[name] for name in chosen)
+    costs = side_by_side.costs(llm, ids, chosen, count=1)
+    full, uniform, streaming = (costs[name] for name in chosen)
     assert uniform["reading_bytes"] > 1.2 * uniform["state_bytes"]
     a_token = llm.config.layers * (2 * llm.spec.kv_heads * llm.spec.head_dim * 4 + 4)
     assert full["reading_bytes"] == full["state_bytes"] < 1.11 * len(ids) * a_token
@@ -84,8 +84,10 @@ def test_costs_are_measured_without_empty_slots(llm):
 @pytest.fixture(scope="module")
 def text(llm):
     """Three random stretches for one layer of the model, quick to compile."""
-    one = replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
-    return PromptedText(one, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72)
+    single_layer = replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
+    return PromptedText(
+        single_layer, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72
+    )
 
 
 def losses_after(text, policy, seed=0):
@@ -95,39 +97,39 @@ def losses_after(text, policy, seed=0):
 
 @pytest.mark.slow
 def test_reading_all_keys_is_full_attention(text):
-    whole = losses_after(text, Full(max=96))
-    for tokens, mean in zip(text.tokens, whole, strict=True):
+    full_losses = losses_after(text, Full(max=96))
+    for tokens, mean in zip(text.tokens, full_losses, strict=True):
         every = np.concatenate(list(models.losses(text.llm, tokens, Full(max=96))))
         assert mean == pytest.approx(every[text.prompt :].mean(), rel=1e-5)
-    assert np.all(losses_after(text, TopK(0.1, **ENDS)) != whole)
+    assert np.all(losses_after(text, TopK(0.1, **ENDS)) != full_losses)
     uniform = matched_budgets.methods(1.0, (4, 20), **ENDS)["uniform"]
     for chosen in (TopK(1.0, **ENDS), uniform, Quest(1.0, page=4, **ENDS)):
-        found = losses_after(text, chosen)
-        np.testing.assert_allclose(found, whole, rtol=1e-5, err_msg=str(chosen))
+        losses = losses_after(text, chosen)
+        np.testing.assert_allclose(losses, full_losses, rtol=1e-5, err_msg=str(chosen))
 
 
 @pytest.mark.slow
 def test_random_methods_depend_on_the_seed(text):
     first = text._replace(tokens=text.tokens[:1])
     for name, chosen in matched_budgets.methods(0.2, (4, 12), **ENDS).items():
-        same = len({losses_after(first, chosen, seed)[0] for seed in (0, 1)}) == 1
-        assert same != (name in matched_budgets.DRAWING), name
+        is_equal = len({losses_after(first, chosen, seed)[0] for seed in (0, 1)}) == 1
+        assert is_equal != (name in matched_budgets.DRAWING), name
 
 
 @pytest.mark.slow
 def test_losses_are_by_seed_and_stretch_with_seeds_of_their_own(text):
     policy = "oracle:share=0.2,sinks=4,window=8"
-    found = side_by_side.losses(text, policy, 2, "oracle")
-    wanted = [[after_prompt(text, policy, i, seed + 2 * i) for i in range(3)] for seed in (0, 1)]
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert len(set(found.ravel())) == found.size
+    losses = side_by_side.losses(text, policy, 2, "oracle")
+    expected = [[after_prompt(text, policy, i, seed + 2 * i) for i in range(3)] for seed in (0, 1)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert len(set(losses.ravel())) == losses.size
 
 
 @pytest.mark.slow
 def test_blocks_are_means_of_one_stream(text, monkeypatch):
     monkeypatch.setattr(side_by_side, "BLOCK", 20)
     tokens = [token for stretch in text.tokens for token in stretch]
-    found = side_by_side.blocks(text.llm, tokens, "streaming:sinks=4,window=60", 1)
+    means = side_by_side.blocks(text.llm, tokens, "streaming:sinks=4,window=60", 1)
     stream = models.Stream(text.llm, "streaming:sinks=4,window=60", tokens=len(tokens))
     every = np.concatenate(list(models.losses(text.llm, tokens, stream=stream)))
-    np.testing.assert_allclose(found, [every[:280].reshape(14, 20).mean(1)], rtol=1e-5)
+    np.testing.assert_allclose(means, [every[:280].reshape(14, 20).mean(1)], rtol=1e-5)

@@ -15,8 +15,8 @@ XML = """<testsuites><testsuite>
 def test_values_are_grouped_by_file_and_test(tmp_path):
     reported = tmp_path / "tests.xml"
     reported.write_text(XML)
-    found = figures(reported, "tests/models/test_parity.py")
-    assert found == {"test_a[llama]": {"worst": 1.5e-6, "bytes": {"code": 3}}}
+    values = figures(reported, "tests/models/test_parity.py")
+    assert values == {"test_a[llama]": {"worst": 1.5e-6, "bytes": {"code": 3}}}
     assert figures(reported, "tests/test_tpu.py") == {"test_a[llama]": {"worst": 2}}
 
 

@@ -60,8 +60,8 @@ def test_large_floats_inside_a_loop_are_found_but_not_those_inside_a_fusion():
 def test_swapping_two_caches_in_a_loop_is_found_as_a_copy():
 
     @jax.jit
-    def swap(one, other, count):
-        return jax.lax.fori_loop(0, count, lambda i, pair: (pair[1], pair[0] + 1), (one, other))
+    def swap(first, second, count):
+        return jax.lax.fori_loop(0, count, lambda i, pair: (pair[1], pair[0] + 1), (first, second))
 
     caches = jnp.zeros((4, 16, 8)), jnp.ones((4, 16, 8))
     text = swap.lower(*caches, np.int32(3)).compile().as_text()

@@ -22,8 +22,8 @@ def test_the_page_of_pictures_shows_all_with_titles():
     assert set(gallery.TITLES) == set(figures.FIGURES)
     measured = {
         name
-        for name, (of, _) in figures.FIGURES.items()
-        if (record.RESULTS / f"{of}.json").exists()
+        for name, (record_name, _) in figures.FIGURES.items()
+        if (record.RESULTS / f"{record_name}.json").exists()
     }
     assert set(shown) & set(figures.FIGURES) == measured
 
@@ -69,18 +69,18 @@ def test_a_record_has_its_bars_and_its_command(tmp_path):
     assert f"| stories260K | 0.4 %; 0.6 % | {verdict.PART} |" in line
     bar = "| x | stories260K | 2 | <= 1 | **no** | [endless](results/endless.json) |"
     assert bar in pages[claims.BARS].splitlines()
-    (made,) = [
+    (record_line,) = [
         line for line in pages[claims.RECORDS].splitlines() if line.startswith("- [endless]")
     ]
-    assert "streaming.endless`; 2026-01-01, commit 0123456, jax 0.12.0, 2 cores" in made
+    assert "streaming.endless`; 2026-01-01, commit 0123456, jax 0.12.0, 2 cores" in record_line
 
 
 def test_every_record_names_its_model_and_whether_it_read_one_novel():
     names = [name for name in claims.MODULES if (record.RESULTS / f"{name}.json").exists()]
-    found = {name: measured_on(name, record.read(name)) for name in names}
-    assert found["tree_slots"] == found["peers"] == "SmolLM2-135M"
-    assert found["quantised_weights"] == found["cache_int8"] == "SmolLM2-135M, one novel"
-    assert found["serving"] == found["prefix_engine"] == "default model"
+    models = {name: measured_on(name, record.read(name)) for name in names}
+    assert models["tree_slots"] == models["peers"] == "SmolLM2-135M"
+    assert models["quantised_weights"] == models["cache_int8"] == "SmolLM2-135M, one novel"
+    assert models["serving"] == models["prefix_engine"] == "default model"
     with pytest.raises(ValueError, match="new names no file of a model"):
         measured_on("new", {"data": {}})
 

@@ -33,40 +33,45 @@ def trial(tmp_path, monkeypatch, llm):
     def begin(**contents):
         for name, content in contents.items():
             (tmp_path / f"{name}.txt").write_text(content)
-        found = record.Record("paired", [tmp_path / f"{name}.txt" for name in contents])
-        found.about["data"][f"{llm.name}.gguf"] = "0"
-        return found
+        started = record.Record("paired", [tmp_path / f"{name}.txt" for name in contents])
+        started.about["data"][f"{llm.name}.gguf"] = "0"
+        return started
 
     return begin
 
 
 def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, texts, trial):
-    found = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
+    by_text = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
     base = paired_losses.losses_of(llm, texts["a"], CASES["base"])
-    few = paired_losses.losses_of(llm, texts["a"], CASES["few"])
-    assert np.isnan(few).sum() > len(few) / 2
+    losses = paired_losses.losses_of(llm, texts["a"], CASES["few"])
+    assert np.isnan(losses).sum() > len(losses) / 2
     expected = [
-        np.nanmean(few[at : at + BIN]) - base[at : at + BIN][~np.isnan(few[at : at + BIN])].mean()
+        np.nanmean(losses[at : at + BIN])
+        - base[at : at + BIN][~np.isnan(losses[at : at + BIN])].mean()
         for at in (0, BIN)
     ]
-    gaps = paired_losses.loss_over_base(found["a"], "few", "base")
+    gaps = paired_losses.loss_over_base(by_text["a"], "few", "base")
     np.testing.assert_allclose(gaps, expected, rtol=1e-5)
-    assert len(found["a"]["bins"]["base"]["loss"]) == 2  # whole bins
+    assert len(by_text["a"]["bins"]["base"]["loss"]) == 2  # whole bins
 
 
 def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monkeypatch):
     first = trial(a="a")
-    one = paired_losses.measure(llm, {"a": texts["a"]}, CASES, "base", first)
-    first.save(paired_losses.record_header(llm, CASES, one))
+    by_text = paired_losses.measure(llm, {"a": texts["a"]}, CASES, "base", first)
+    first.save(paired_losses.record_header(llm, CASES, by_text))
     monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "elsewhere")  # the parts are lost
     measured = []
-    of = paired_losses.losses_of
+    losses_of = paired_losses.losses_of
     monkeypatch.setattr(
-        paired_losses, "losses_of", lambda *given: measured.append(given[1:]) or of(*given)
+        paired_losses,
+        "losses_of",
+        lambda *arguments: measured.append(arguments[1:]) or losses_of(*arguments),
     )
-    both = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
+    extended = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
     assert [text for text, _ in measured] == [texts["b"]] * len(CASES)
-    np.testing.assert_allclose(both["a"]["bins"]["few"]["loss"], one["a"]["bins"]["few"]["loss"])
+    np.testing.assert_allclose(
+        extended["a"]["bins"]["few"]["loss"], by_text["a"]["bins"]["few"]["loss"]
+    )
 
     def cases_again(cases, content):
         measured.clear()
@@ -74,10 +79,10 @@ def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monk
         return [case for _, case in measured]
 
     # A case that predicts few tokens stores the losses of the base at them.
-    other = CASES | {"base": Case("streaming:sinks=2,window=14")}
-    assert cases_again(other, "a") == [*other.values()]
-    few = CASES | {"few": Case("recompute:window=16", every=32)}
-    assert cases_again(few, "a") == [few["few"], few["base"]]
+    with_base = CASES | {"base": Case("streaming:sinks=2,window=14")}
+    assert cases_again(with_base, "a") == [*with_base.values()]
+    with_few = CASES | {"few": Case("recompute:window=16", every=32)}
+    assert cases_again(with_few, "a") == [with_few["few"], with_few["base"]]
     monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "again")
     assert cases_again(CASES, "another text") == [*CASES.values()]
 
@@ -85,7 +90,7 @@ def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monk
 def test_a_loss_that_is_not_finite_ends_the_run(llm, texts, monkeypatch):
     losses = np.zeros(len(texts["a"]) - 1)
     losses[-1] = np.nan
-    monkeypatch.setattr(models, "losses", lambda *given: [losses])
+    monkeypatch.setattr(models, "losses", lambda *arguments: [losses])
     with pytest.raises(SystemExit, match="not finite"):
         paired_losses.losses_of(llm, texts["a"], CASES["base"])
 
@@ -93,21 +98,24 @@ def test_a_loss_that_is_not_finite_ends_the_run(llm, texts, monkeypatch):
 def by_text(*losses):
     return {
         str(number): {
-            "bins": {"base": {"loss": one}, "short": {"loss": [x + 0.5 for x in one[:3]]}}
+            "bins": {
+                "base": {"loss": text_losses},
+                "short": {"loss": [x + 0.5 for x in text_losses[:3]]},
+            }
         }
-        for number, one in enumerate(losses)
+        for number, text_losses in enumerate(losses)
     }
 
 
 def test_rows_compare_the_bins_that_all_cases_have():
     texts = by_text([9.0, 2.0, 3.0, 4.0], [8.0, 3.0, 4.0, 6.0])
-    found = paired_losses.compare(texts, ["base", "short"], "base", skip=BIN)
-    assert found["tokens"] == [BIN, 3 * BIN]
-    row = found["rows"]["short"]
+    compared = paired_losses.compare(texts, ["base", "short"], "base", skip=BIN)
+    assert compared["tokens"] == [BIN, 3 * BIN]
+    row = compared["rows"]["short"]
     assert row["loss_over_base"] == pytest.approx(0.5)
     assert row["standard_error"] == pytest.approx(0)
     assert row["perplexity"] == pytest.approx(np.exp(3.5))
-    assert found["rows"]["base"]["perplexity"] == pytest.approx(np.exp(3))
+    assert compared["rows"]["base"]["perplexity"] == pytest.approx(np.exp(3))
     alone = paired_losses.compare(texts, ["base"], "base", skip=BIN)
     assert alone["rows"]["base"]["perplexity"] == pytest.approx(np.exp(22 / 6))
     first = paired_losses.compare(texts, ["base"], "base", skip=0, end=BIN)
@@ -129,15 +137,15 @@ def test_the_command_line_names_model_and_texts(llm, tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("the cat sat on the mat " * 9)
     words = ["prog", "--model", str(llm.path), "--texts", str(tmp_path / "book.txt"), "--quick"]
     monkeypatch.setattr("sys.argv", [*words, "--tokens", "20"])
-    loaded, texts, found = paired_losses.begin("jaxkv.evals.trial", "trial", "About.")
+    loaded, texts, started = paired_losses.begin("jaxkv.evals.trial", "trial", "About.")
     assert loaded.name == llm.name and len(texts["book"]) == 21
-    assert found.file == record.TRIALS / "trial.json" and len(found.about["data"]) > 1
+    assert started.file == record.TRIALS / "trial.json" and len(started.about["data"]) > 1
 
 
 def test_errors_over_stretches_and_over_seeds():
     base = np.array([[1.0, 2.0, 3.0]])
-    found = paired_losses.excess(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
-    assert found["mean"] == pytest.approx(0.3)
-    assert found["each"] == pytest.approx([0.2, 0.3, 0.4])
-    assert found["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
-    assert found["two_errors"]["seeds"] == pytest.approx(0.2)
+    excess = paired_losses.excess(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
+    assert excess["mean"] == pytest.approx(0.3)
+    assert excess["each"] == pytest.approx([0.2, 0.3, 0.4])
+    assert excess["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
+    assert excess["two_errors"]["seeds"] == pytest.approx(0.2)

@@ -52,7 +52,7 @@ def test_programs_are_released_before_the_memory_maps_run_out(tmp_path, monkeypa
 def test_more_memory_maps_are_counted_after_fewer_tests(monkeypatch, maps, tests):
     counted = []
     monkeypatch.setattr(memory_maps, "count", lambda: counted.append(1) or maps)
-    monkeypatch.setattr(memory_maps, "release", lambda most: most < maps)
+    monkeypatch.setattr(memory_maps, "release", lambda max_maps: max_maps < maps)
     checks = check_memory_maps()
     for _ in range(tests):
         next(checks)

@@ -29,13 +29,13 @@ def test_a_record_has_commit_command_data_and_versions(results, monkeypatch):
     data = results / "text.txt"
     data.write_text("abc")
     Record("trial", [data], seeds=[0, 1]).save({"x": spread([1.0, 2.0, 4.0])})
-    found = json.loads((results / "trial.json").read_text())
-    assert found["command"].endswith("--model ../shared/m --n 3")
-    assert {"commit", "dirty", "date", "device", "cpu", "versions", "seeds", "data"} <= set(found)
-    assert found["results"]["x"] == {"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}
+    saved = json.loads((results / "trial.json").read_text())
+    assert saved["command"].endswith("--model ../shared/m --n 3")
+    assert {"commit", "dirty", "date", "device", "cpu", "versions", "seeds", "data"} <= set(saved)
+    assert saved["results"]["x"] == {"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}
     # The sha256 of "abc".
-    assert [h[:8] for h in found["data"].values()] == ["ba7816bf"]
-    assert f"{ROOT.parent}/" not in json.dumps(found)
+    assert [h[:8] for h in saved["data"].values()] == ["ba7816bf"]
+    assert f"{ROOT.parent}/" not in json.dumps(saved)
 
 
 def test_a_record_is_written_atomically(results):
@@ -135,8 +135,8 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_is_not(capsys, tmp_path):
 
 def test_every_experiment_reports_errors_of_the_user():
     """But for those that are no experiments, and replay, which has a program name of its own."""
-    others = {"kvpress_losses", "llama_cpp_rates", "our_rates", "torch_rates", "replay"}
+    exceptions = {"kvpress_losses", "llama_cpp_rates", "our_rates", "torch_rates", "replay"}
     for file in (record.ROOT / "evals").rglob("*.py"):
         text = file.read_text("utf-8")
-        if '__name__ == "__main__"' in text and file.stem not in others:
+        if '__name__ == "__main__"' in text and file.stem not in exceptions:
             assert text.endswith("    run_command(main)\n"), file

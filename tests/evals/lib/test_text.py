@@ -23,8 +23,10 @@ def texts(tmp_path):
 
 def test_every_text_gives_as_many_stretches_from_its_beginning(llm, texts):
     ids, files = stretches_of(llm, texts, 4, 7)
-    each = [llm.tokenizer.encode(path.read_text("utf-8"))[:14] for path in texts]
-    assert ids == each[0] + each[1] and each[0] != each[1] and files == texts
+    beginnings = [llm.tokenizer.encode(path.read_text("utf-8"))[:14] for path in texts]
+    assert (
+        ids == beginnings[0] + beginnings[1] and beginnings[0] != beginnings[1] and files == texts
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_an_effect_that_did_not_occur_tells_nothing():
 
 
 def test_many_cases_are_summarised():
-    (few,) = verdict.decisions(above("row"), {"row": ROW})
-    assert summary([few], "nats") == "+0.500 ± 0.200 nats"
+    (case,) = verdict.decisions(above("row"), {"row": ROW})
+    assert summary([case], "nats") == "+0.500 ± 0.200 nats"
     many = list(verdict.decisions(above("x/{n}"), {"x": {str(n): n - 1 for n in range(5)}}))
     assert summary(many, "count") == "as claimed in 3 of 5 cases; -1 to 3"
 

@@ -20,7 +20,7 @@ SEEDS = 4  # per stretch, all different
 def share_read(
     llm: Llm,
     chosen: Policy,
-    each: Sequence[matched_budgets.Seen],
+    stretches: Sequence[matched_budgets.Seen],
     prompt: int,
     queries: int = matched_budgets.ASKED,
 ) -> dict[str, float]:
@@ -28,12 +28,12 @@ def share_read(
 
     each: recorded queries, keys and values of stretches.
     """
-    found = [
+    by_layer = [
         [_share_read(chosen, llm.spec, prompt, queries, *layer, seed) for layer in seen]
-        for number, seen in enumerate(each)
+        for number, seen in enumerate(stretches)
         for seed in range(SEEDS * number, SEEDS * (number + 1))
     ]
-    layers = np.mean(found, axis=0)
+    layers = np.mean(by_layer, axis=0)
     return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}
 
 
@@ -43,9 +43,9 @@ def _share_read(
     seed: Array,
 ) -> Float32[Array, ""]:  # fmt: skip
     positions = jnp.arange(len(q), dtype=jnp.uint32)
-    there, last = jnp.ones(len(q), bool), len(q) - queries
+    valid, last = jnp.ones(len(q), bool), len(q) - queries
     before, middle, asking = (
-        Chunk(*(a[None, part] for a in (q, k, v, positions, there)))
+        Chunk(*(a[None, part] for a in (q, k, v, positions, valid)))
         for part in (slice(prompt), slice(prompt, last), slice(last, None))
     )
     state = chosen.init(spec, 1, jax.random.key(seed))

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_tables_index_the_prompt_and_later_all_keys():
-    found = lookup.measure(1024, 1)
+    results = lookup.measure(1024, 1)
     prompt = 1024 - lookup.POLICY.sinks - lookup.POLICY.window
-    assert found["keys_in_tables"][0] == prompt
-    assert found["keys_in_tables"][1] >= prompt + lookup.POLICY.tail
-    assert found["share_read"] == sum(found["bytes_read"].values()) / found["dense_bytes"]
+    assert results["keys_in_tables"][0] == prompt
+    assert results["keys_in_tables"][1] >= prompt + lookup.POLICY.tail
+    assert results["share_read"] == sum(results["bytes_read"].values()) / results["dense_bytes"]
 
 
 def test_with_every_key_selected_the_output_is_dense_attention(monkeypatch):
@@ -26,7 +26,7 @@ def test_with_every_key_selected_the_output_is_dense_attention(monkeypatch):
     state = lookup.POLICY.reserve(lookup.SPEC, lookup.begin(), 300)
     state = lookup.POLICY.update(lookup.SPEC, state, prompt)[1]
     state = jax.jit(lookup.POLICY.finish_prefill, static_argnums=0)(lookup.SPEC, state)
-    found = lookup.attend(state, queries[0], 300)
+    actual = lookup.attend(state, queries[0], 300)
     for name, form in lookup.dense_forms(prompt).items():
-        wanted = form.attend(queries[0], *form.given)
-        np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=name)
+        expected = form.attend(queries[0], *form.arrays)
+        np.testing.assert_allclose(actual, expected, atol=1e-4, err_msg=name)

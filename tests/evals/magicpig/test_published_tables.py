@@ -26,12 +26,12 @@ EQUATION_21 = {  # computed, in %
 
 @pytest.mark.parametrize("bits", EQUATION_21)
 def test_equation_21_to_its_last_digit(bits):
-    for tables, wanted in zip(TABLES, EQUATION_21[bits], strict=True):
-        assert float(f"{100 * inclusion.orthogonal(bits, tables):.4g}") == wanted
+    for tables, expected in zip(TABLES, EQUATION_21[bits], strict=True):
+        assert float(f"{100 * inclusion.orthogonal(bits, tables):.4g}") == expected
 
 
-@pytest.mark.parametrize("least", [1, 2])
-def test_u_is_a_binomial_tail(least):
+@pytest.mark.parametrize("min_tables", [1, 2])
+def test_u_is_a_binomial_tail(min_tables):
     """The incomplete beta function against the binomial sum in exact integers."""
     from fractions import Fraction
     from math import comb
@@ -40,10 +40,11 @@ def test_u_is_a_binomial_tail(least):
         for thousandths in (100, 500, 731, 999):
             p = Fraction(thousandths, 1000) ** bits
             exact = sum(
-                comb(tables, i) * p**i * (1 - p) ** (tables - i) for i in range(least, tables + 1)
+                comb(tables, i) * p**i * (1 - p) ** (tables - i)
+                for i in range(min_tables, tables + 1)
             )
             cosine = -np.cos(np.pi * thousandths / 1000)
-            assert inclusion.u(cosine, bits, tables, least) == pytest.approx(
+            assert inclusion.u(cosine, bits, tables, min_tables) == pytest.approx(
                 float(exact), rel=1e-12
             )
 
@@ -52,15 +53,15 @@ def test_u_is_a_binomial_tail(least):
 GIVEN_7 = ((14.06, 3.81), (28.12, 8.39), (4.69, 3.81), (11.72, 1.75), (7.32, 5.28), (1.76, 2.21))
 
 
-@pytest.mark.parametrize(("row", "given"), list(zip(TABLE_7, GIVEN_7, strict=True)))
-def test_table_7_follows_from_the_formula(row, given):
-    found, (kilobytes, published, share) = table_7(*row), TABLE_7[row]
-    assert (round(found["table_gib"], 2), round(100 * found["computation"], 2)) == given
+@pytest.mark.parametrize(("row", "expected"), list(zip(TABLE_7, GIVEN_7, strict=True)))
+def test_table_7_follows_from_the_formula(row, expected):
+    entry, (kilobytes, published, share) = table_7(*row), TABLE_7[row]
+    assert (round(entry["table_gib"], 2), round(100 * entry["computation"], 2)) == expected
     unit = 1000 if kilobytes == 384 else 1024  # 825 are KiB
-    assert found["projector_bytes"] == kilobytes * unit
+    assert entry["projector_bytes"] == kilobytes * unit
     half_a_digit = 0.5 if published == round(published) else 0.05
-    assert abs(found["table_gib"] - published) <= max(0.01 * published, half_a_digit)
-    assert abs(100 * found["computation"] - share) < 0.12
+    assert abs(entry["table_gib"] - published) <= max(0.01 * published, half_a_digit)
+    assert abs(100 * entry["computation"] - share) < 0.12
 
 
 def test_table_8_matches_isotropic_keys():
@@ -74,16 +75,18 @@ def test_table_8_matches_isotropic_keys():
 
 
 def test_the_zoo_example():
-    found = zoo()
-    assert found["mean"] == pytest.approx(8.7) and found["deviation"] == pytest.approx(
+    estimates = zoo()
+    assert estimates["mean"] == pytest.approx(8.7) and estimates["deviation"] == pytest.approx(
         15.0003, 1e-5
     )
-    ten, twenty = found["budgets"].values()
+    ten, twenty = estimates["budgets"].values()
     assert (ten["animals_of_top_k"], twenty["animals_of_top_k"]) == (37, 47)
     assert ten["top_k"] == pytest.approx(807 / 37)
     assert twenty["top_k"] == pytest.approx(817 / 47)
     assert ten["deviation_of_sample"] == pytest.approx(4.744, 1e-3)
     assert twenty["deviation_of_sample"] == pytest.approx(3.354, 1e-3)
-    for found in (ten, twenty):
-        assert found["mean_of_samples"] == pytest.approx(8.7, abs=0.05)
-        assert found["deviation_of_samples"] == pytest.approx(found["deviation_of_sample"], 0.02)
+    for estimate in (ten, twenty):
+        assert estimate["mean_of_samples"] == pytest.approx(8.7, abs=0.05)
+        assert estimate["deviation_of_samples"] == pytest.approx(
+            estimate["deviation_of_sample"], 0.02
+        )

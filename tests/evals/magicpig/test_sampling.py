@@ -45,18 +45,18 @@ def methods():
 
 def test_with_every_key_the_output_is_full_attention(layer):
     """Compared with the policy `full` on each stretch."""
-    found = np.asarray(heads.exact_attention(SPEC, layer, "test"))
+    actual = np.asarray(heads.exact_attention(SPEC, layer, "test"))
     for row in range(2):
-        wanted = single_layer.attend(
+        expected = single_layer.attend(
             SPEC, *(np.asarray(a[row]) for a in layer), parse_policy("full")
         )
-        np.testing.assert_allclose(found[row], wanted, atol=3e-6)
+        np.testing.assert_allclose(actual[row], expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("name", ["topk", "uniform", seldom("quest"), seldom("vattention")])
 def test_a_share_of_one_has_no_error(layer, name):
-    whole = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
-    attended = heads.estimate(whole, SPEC, layer, 0)
+    policy = matched_budgets.methods(1.0, (1, 300), sampling.SINKS, sampling.WINDOW)[name]
+    attended = heads.estimate(policy, SPEC, layer, 0)
     assert heads.errors(attended.out, heads.exact_attention(SPEC, layer, "test")).max() < 1e-5
     np.testing.assert_array_equal(attended.share, 1)
 
@@ -86,13 +86,13 @@ def test_tables_read_the_expected_share(layer):
 @pytest.mark.parametrize("sigma, topk, oracle", [(1.0, 0.51, 0.032), (2.0, 0.21, 0.025)])
 def test_synthetic_attention_has_known_errors(sigma, topk, oracle):
     """At a twentieth of 16,384 keys, with values that correlate with logits; measured elsewhere."""
-    found = np.array([
+    errors = np.array([
         [synthetic.error(chosen, synthetic.draw(sigma, seed), seed)[0] for seed in range(8)]
         for chosen in (TopK(0.05), Oracle(0.05))
     ])  # fmt: skip
-    assert found[0].min() < topk < found[0].max()
-    assert found[1].min() < oracle < found[1].max()
-    assert (found[1] < found[0] / 4).all()
+    assert errors[0].min() < topk < errors[0].max()
+    assert errors[1].min() < oracle < errors[1].max()
+    assert (errors[1] < errors[0] / 4).all()
 
 
 @pytest.mark.slow
@@ -100,12 +100,12 @@ def test_tables_sample_by_weight_on_synthetic_attention():
     """At the expected share, with an error near that of oracle draws."""
     drawing = synthetic.draw(1.0, 0, keys=4096)
     chosen = MagicPIG(8, 75, 0, 1, budget=4096, tail=1)
-    found = np.array([synthetic.error_of_tables(chosen, 1.0, drawing, i) for i in range(6)])
+    pairs = np.array([synthetic.error_of_tables(chosen, 1.0, drawing, i) for i in range(6)])
     expected = inclusion.isotropic(8, 75, synthetic.DIM)
-    assert abs(found[:, 1].mean() / expected - 1) < 0.3
+    assert abs(pairs[:, 1].mean() / expected - 1) < 0.3
     oracle = [synthetic.error(Oracle(expected), drawing, seed)[0] for seed in range(6)]
-    assert np.median(found[:, 0]) < 2 * np.median(oracle)
-    assert np.median(found[:, 0]) < synthetic.error(TopK(expected), drawing, 0)[0] / 4
+    assert np.median(pairs[:, 0]) < 2 * np.median(oracle)
+    assert np.median(pairs[:, 0]) < synthetic.error(TopK(expected), drawing, 0)[0] / 4
 
 
 def test_the_crossing_of_two_error_curves():
@@ -122,8 +122,8 @@ def test_the_crossing_of_two_error_curves():
 
 
 def test_a_counted_share_is_that_of_isotropic_keys():
-    found = [sampling.counted_share(Hashing(6, 20), seed, keys=2000) for seed in range(3)]
-    assert abs(np.mean(found) / inclusion.isotropic(6, 20, DIMS) - 1) < 0.1
+    shares = [sampling.counted_share(Hashing(6, 20), seed, keys=2000) for seed in range(3)]
+    assert abs(np.mean(shares) / inclusion.isotropic(6, 20, DIMS) - 1) < 0.1
 
 
 def test_the_geometry_of_keys_in_a_cone():
@@ -137,11 +137,11 @@ def test_the_geometry_of_keys_in_a_cone():
     v[..., 1] += 1
     v[:, 0] *= 0.1
     layer = heads.CapturedLayer(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)))
-    found = geometry.geometry(spec, layer, "test")
-    assert found["sink key with mean key"]["max"] < -0.8
-    assert found["query with sink key"]["min"] > 0.8
-    assert found["mean keys of two stretches"]["min"] > 0.99
-    assert found["value of the sink over others"]["max"] < 0.15
+    cosines = geometry.geometry(spec, layer, "test")
+    assert cosines["sink key with mean key"]["max"] < -0.8
+    assert cosines["query with sink key"]["min"] > 0.8
+    assert cosines["mean keys of two stretches"]["min"] > 0.99
+    assert cosines["value of the sink over others"]["max"] < 0.15
     tail = geometry.long_tail(spec, layer, "test")
     assert 0.2 < tail["between"]["weight"]["mean"] < tail["all"]["weight"]["mean"] < 1
 
@@ -168,14 +168,14 @@ def test_errors_are_divided_by_those_of_top_k(layer):
 @pytest.mark.slow
 def test_a_model_has_every_entry_of_the_record(layer):
     """Every method at every share, with finite numbers."""
-    given = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
-    found = plain(sampling.of_model(SPEC, {0: layer}, given, "test"))
+    options = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
+    entry = plain(sampling.of_model(SPEC, {0: layer}, options, "test"))
     names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW, 0.9)
-    assert set(found["captured"]) == {*names, sampling.UNCENTRED}
-    jax.tree.map(lambda x: x is None or float(x), found)
+    assert set(entry["captured"]) == {*names, sampling.UNCENTRED}
+    jax.tree.map(lambda x: x is None or float(x), entry)
     drawn = {kind: {"0.1": {"error": {"median": 0.1}}} for kind in ("topk", "oracle")}
     drawn["by_tables"] = [{"magicpig": {"share": 0.1, "error": {"median": 0.1}}}]
-    results = {"models": {"default": found}, "drawn": {"1": drawn}}
+    results = {"models": {"default": entry}, "drawn": {"1": drawn}}
     for draw, count in ((figures.sampling, len(names) + 1), (figures.sampling_budgets, 5)):
         axes = Figure().subplots()
         draw(axes, results)

@@ -34,8 +34,8 @@ def drawn(share):
 @pytest.fixture(scope="module")
 def llm():
     """One layer of the default model: quick to compile."""
-    whole = models.load()
-    return replace(whole, config=replace(whole.config, layers=1, windows=(None,), context=CONTEXT))
+    model = models.load()
+    return replace(model, config=replace(model.config, layers=1, windows=(None,), context=CONTEXT))
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +64,23 @@ def test_chosen_tables_select_the_requested_share(text, between, seen):
     between = matched_budgets.captured(text.llm, between)
     angles = matched_budgets.angles(text.llm.spec, between, text.prompt, SINKS, WINDOW)
     assert angles.share.sum() == pytest.approx(1)
-    for wanted in (0.05, 0.2):
-        bits, tables = matched_budgets.tables(angles, wanted)
-        near = [abs(angles.attended(bits, tables + more) - wanted) for more in (-1, 0, 1)]
+    for share in (0.05, 0.2):
+        bits, tables = matched_budgets.tables(angles, share)
+        near = [abs(angles.attended(bits, tables + extra) - share) for extra in (-1, 0, 1)]
         assert min(near) == near[1]
-        found = share_read(text.llm, MagicPIG(bits, tables, **ENDS), seen, text.prompt, 8)
-        assert found["mean"] == pytest.approx(wanted, rel=0.15)
+        read = share_read(text.llm, MagicPIG(bits, tables, **ENDS), seen, text.prompt, 8)
+        assert read["mean"] == pytest.approx(share, rel=0.15)
 
 
 @pytest.mark.slow
 def test_each_method_reads_its_share(text, seen):
     between = np.arange(CONTEXT - 8, CONTEXT) + 1 - SINKS - WINDOW
-    wanted = np.mean(np.ceil(0.1 * between) / between)
+    expected = np.mean(np.ceil(0.1 * between) / between)
     for chosen in (TopK(0.1, **ENDS), drawn(0.1)):
-        found = share_read(text.llm, chosen, seen, text.prompt, 8)
-        assert found["mean"] == pytest.approx(wanted, rel=1e-5)
+        read = share_read(text.llm, chosen, seen, text.prompt, 8)
+        assert read["mean"] == pytest.approx(expected, rel=1e-5)
     # Repeated draws of one key read it once.
-    assert 0 < share_read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"] < wanted
+    assert 0 < share_read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"] < expected
     assert share_read(text.llm, EndsOnly(**ENDS), seen, text.prompt, 8)["mean"] == 0
 
 
@@ -118,9 +118,9 @@ def test_a_recorded_prompt_gives_the_losses_of_a_prompt_that_is_read(text, read)
 @pytest.mark.slow
 def test_the_mass_of_top_p_reads_the_requested_share(text, seen):
     last = CONTEXT - matched_budgets.ASKED  # the queries on which shares are measured
-    found = matched_budgets.masses(text.llm.spec, seen, last, SINKS, WINDOW)
+    masses = matched_budgets.masses(text.llm.spec, seen, last, SINKS, WINDOW)
     for share in (0.1, 0.3):
-        chosen = TopP(found.reaching(share), **ENDS)
+        chosen = TopP(masses.reaching(share), **ENDS)
         read = share_read(text.llm, chosen, seen, text.prompt)["mean"]
         assert read == pytest.approx(share, rel=0.02)
 
@@ -131,14 +131,14 @@ def test_an_interrupted_run_of_losses_continues(llm, between, read, monkeypatch,
     between = [sparse_losses.RecordedText(llm, tokens, PROMPT) for tokens in between]
     record = Record("sparse_135m", quick=True)
     run = lambda: sparse_losses.MethodLosses(llm, read, between, 2, record).all([0.3])  # noqa: E731
-    found = run()
+    results = run()
     monkeypatch.setattr(sparse_losses.RecordedText, "after_prompt", None)
-    assert run() == found
-    lines = found["shares"]["0.3"]
+    assert run() == results
+    lines = results["shares"]["0.3"]
     assert list(lines) == list(matched_budgets.methods(0.3, (4, 4), SINKS, WINDOW, 0.5))
     for name, line in lines.items():
         assert line["share_read"]["mean"] == pytest.approx(0.3, abs=0.15), name
         assert line["seconds"]["n"] == (6 if name in matched_budgets.DRAWING else 3)
-        assert line["over_full"]["mean"] < found["ends alone"]["over_full"]["mean"] + 0.1, name
-    table = report.losses_of({"ours": found}).splitlines()
+        assert line["over_full"]["mean"] < results["ends alone"]["over_full"]["mean"] + 0.1, name
+    table = report.losses_of({"ours": results}).splitlines()
     assert len(table) == 4 + len(lines) and {row.count("|") for row in table[2:]} == {4}

@@ -19,8 +19,8 @@ from jaxkv.policy_spec import parse_policy
 @pytest.fixture(scope="module")
 def llm():
     """One layer of the default model: quick to compile."""
-    whole = models.load()
-    return replace(whole, config=replace(whole.config, layers=1, windows=(None,)))
+    model = models.load()
+    return replace(model, config=replace(model.config, layers=1, windows=(None,)))
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_sizes_that_cannot_be_timed_are_refused(words, reported, monkeypatch, ca
 @pytest.mark.slow
 def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
-    given = Namespace(written=4, rounds=2)
-    found = sparse_tokens.measure({"layers": 1}, 600, given)
-    assert found["layers"] == 1 and found["times_faster"]["n"] == 2
-    assert found["state_bytes"]["magicpig"] > found["state_bytes"]["full"]
+    options = Namespace(written=4, rounds=2)
+    results = sparse_tokens.measure({"layers": 1}, 600, options)
+    assert results["layers"] == 1 and results["times_faster"]["n"] == 2
+    assert results["state_bytes"]["magicpig"] > results["state_bytes"]["full"]
     # Queries span more dimensions than keys.
-    assert isotropic(10, 150, 64) < found["share_attended"]["mean"] < isotropic(10, 150, 8)
+    assert isotropic(10, 150, 64) < results["share_attended"]["mean"] < isotropic(10, 150, 8)
 
 
 @pytest.mark.slow

@@ -36,12 +36,12 @@ def layer():
 def test_the_largest_l_equals_the_policy(layer, kind):
     """An equal seed gives equal planes, so equal keys and equal attention."""
     how = tune_lsh.hashing(kind, 5, 12)
-    few, many = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
+    first, last = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
     chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128, hash=kind)
-    wanted = heads.estimate(chosen, SPEC, layer, 3)
-    np.testing.assert_allclose(many.share, wanted.share, rtol=1e-5)
-    np.testing.assert_allclose(many.out, wanted.out, atol=1e-4)
-    assert (few.share < many.share).all()
+    expected = heads.estimate(chosen, SPEC, layer, 3)
+    np.testing.assert_allclose(last.share, expected.share, rtol=1e-5)
+    np.testing.assert_allclose(last.out, expected.out, atol=1e-4)
+    assert (first.share < last.share).all()
 
 
 def test_agreements_grow_with_the_number_of_tables(layer):
@@ -49,10 +49,10 @@ def test_agreements_grow_with_the_number_of_tables(layer):
     asked = heads.last_queries(SPEC, layer, SINKS, WINDOW, 0)
     keys, cosines = heads.centred(SPEC, layer, SINKS, WINDOW)
     how = tune_lsh.hashing("simhash", 1, 200)
-    few, many = tune_lsh.agreements(asked, keys, how, (50, 200))
-    assert (few <= many).all() and many.max() <= 200
+    first, last = tune_lsh.agreements(asked, keys, how, (50, 200))
+    assert (first <= last).all() and last.max() <= 200
     chance = 1 - np.arccos(np.clip(cosines, -1, 1)) / np.pi
-    assert np.abs(np.asarray(many) / 200 - chance).mean() < 0.04
+    assert np.abs(np.asarray(last) / 200 - chance).mean() < 0.04
 
 
 def points(*rows):
@@ -69,15 +69,15 @@ SOME = points((4, 10, 0.5, 0.05), (4, 20, 0.6, 0.06), (6, 10, 0.1, 0.3), (6, 40,
 def test_no_point_of_the_frontier_is_dominated():
     random = np.random.default_rng(0)
     many = points(*((4, i, *random.uniform(size=2)) for i in range(200)))
-    for each in (many, SOME):
-        best = tune_lsh.frontier(each)
-        for one in best:
+    for candidates in (many, SOME):
+        best = tune_lsh.frontier(candidates)
+        for best_point in best:
             assert not any(
-                (p["share"] <= one["share"] and p["error"]["mean"] < one["error"])
-                or (p["share"] < one["share"] and p["error"]["mean"] <= one["error"])
-                for p in each
+                (p["share"] <= best_point["share"] and p["error"]["mean"] < best_point["error"])
+                or (p["share"] < best_point["share"] and p["error"]["mean"] <= best_point["error"])
+                for p in candidates
             )  # fmt: skip
-        errors = [one["error"] for one in best]
+        errors = [point["error"] for point in best]
         assert errors == sorted(errors, reverse=True)
     assert [(p["K"], p["L"]) for p in best] == [(6, 10), (6, 40), (4, 10)]
 
@@ -97,19 +97,19 @@ def test_the_recommendation_is_a_policy_string():
 
 
 def test_a_model_has_every_entry_of_the_record(layer, capsys):
-    given = argparse.Namespace(
+    options = argparse.Namespace(
         hash=["simhash"], bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0
     )
-    found = plain(tune_lsh.of_model(SPEC, {0: layer}, given, "test"))
-    assert [(p["K"], p["L"]) for p in found["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
-    assert found["cache_bytes"] == 2 * 8 * 4 * 1000
-    assert found["points"][0]["table_bytes"] == tune_lsh.hash_tables.nbytes(1000, 2, 4)
-    assert found["least"]["simhash"] in found["points"]
+    entry = plain(tune_lsh.of_model(SPEC, {0: layer}, options, "test"))
+    assert [(p["K"], p["L"]) for p in entry["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
+    assert entry["cache_bytes"] == 2 * 8 * 4 * 1000
+    assert entry["points"][0]["table_bytes"] == tune_lsh.hash_tables.nbytes(1000, 2, 4)
+    assert entry["least"]["simhash"] in entry["points"]
     axes = Figure().subplots()
-    figures.tune_lsh(axes, {"target": 0.1, "models": {"test": found}})
+    figures.tune_lsh(axes, {"target": 0.1, "models": {"test": entry}})
     assert [line.get_label() for line in axes.lines[:1]] == ["test, simhash"]
-    tune_lsh.show("test", found, 10.0)
-    assert found["policy"] in capsys.readouterr().out
+    tune_lsh.show("test", entry, 10.0)
+    assert entry["policy"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,16 @@ def test_one_reading_of_the_prompt_serves_every_policy(llm, ids):
     for name, policy in chosen.items():
         if name == "streaming":
             continue
-        cached, found = our_losses.losses_of(policy, read, ids[PROMPT:])
+        cached, losses = our_losses.losses_of(policy, read, ids[PROMPT:])
         if name == "full":
-            np.testing.assert_allclose(found, full, rtol=2e-5)
+            np.testing.assert_allclose(losses, full, rtol=2e-5)
             continue
         stream = models.Stream(llm, policy, tokens=len(ids))
         stream.prefill([ids[:PROMPT]])
         stream.finish_prefill()
         plain = np.concatenate(list(models.losses(llm, ids[PROMPT:], stream=stream)))
-        np.testing.assert_allclose(found, plain, rtol=2e-5, err_msg=name)
-        assert cached < PROMPT and np.abs(found - full).max() > 1e-4, name
+        np.testing.assert_allclose(losses, plain, rtol=2e-5, err_msg=name)
+        assert cached < PROMPT and np.abs(losses - full).max() > 1e-4, name
 
 
 def test_the_ends_of_a_prompt_are_kept(llm, ids):
@@ -90,11 +90,11 @@ def test_the_ends_of_a_prompt_are_kept(llm, ids):
 
 @pytest.mark.slow
 def test_streaming_is_scored_after_its_prompt(llm, ids):
-    cached, found = our_losses.streamed(
+    cached, losses = our_losses.streamed(
         cases.policies(PROMPT, 0.5, 2)["streaming"], llm, ids[:PROMPT], ids[PROMPT:]
     )
-    whole = models.losses(llm, ids, "streaming:sinks=4,window=76,positions=absolute", chunk=16)
-    np.testing.assert_allclose(found, np.concatenate(list(whole))[PROMPT:], rtol=2e-5)
+    chunks = models.losses(llm, ids, "streaming:sinks=4,window=76,positions=absolute", chunk=16)
+    np.testing.assert_allclose(losses, np.concatenate(list(chunks))[PROMPT:], rtol=2e-5)
     assert cached == 80
 
 
@@ -103,32 +103,32 @@ KEYS = [("snapkv", 0.5), ("keydiff", 0.5)]
 
 def arrays(shift=0.0):
     """Two texts, three tokens each: cases, full, and for kvpress the checked case."""
-    ours = [np.array([[80, 3, 3, 3], [80, 4, 4, 4], [160, 2, 2, 2]], float) + [[0, t, t, t]] * 3
-            for t in (0, 1)]  # fmt: skip
-    theirs = [one[[0, 1, 2, 0]] + [0, shift, shift, 4 * shift] for one in ours]
-    theirs[1][-1, 1] += 0.25
-    return ours, theirs
+    first = np.array([[80, 3, 3, 3], [80, 4, 4, 4], [160, 2, 2, 2]], float)
+    jaxkv_rows = [first, first + np.array([0, 1, 1, 1])]
+    kvpress_rows = [rows[[0, 1, 2, 0]] + [0, shift, shift, 4 * shift] for rows in jaxkv_rows]
+    kvpress_rows[1][-1, 1] += 0.25
+    return jaxkv_rows, kvpress_rows
 
 
 def test_a_case_without_a_press_has_our_side_alone():
-    ours, theirs = arrays()
-    ours = [np.insert(one, 1, one[0] + 1, axis=0) for one in ours]
-    found = compare.table([KEYS[0], ("balance", 0.5), KEYS[1]], ours, theirs)
-    one = found["cases"]["balance"]["0.5"]
-    assert one["losses"] == {"ours": [4, 5]} and one["over_full"]["ours"]["by_text"] == [2, 2]
-    assert one["cached"] == {"ours": 81} and "difference" not in one
-    assert found["cases"]["keydiff"]["0.5"]["difference"]["mean"] == 0
+    jaxkv_rows, kvpress_rows = arrays()
+    jaxkv_rows = [np.insert(rows, 1, rows[0] + 1, axis=0) for rows in jaxkv_rows]
+    compared = compare.table([KEYS[0], ("balance", 0.5), KEYS[1]], jaxkv_rows, kvpress_rows)
+    case = compared["cases"]["balance"]["0.5"]
+    assert case["losses"] == {"ours": [4, 5]} and case["over_full"]["ours"]["by_text"] == [2, 2]
+    assert case["cached"] == {"ours": 81} and "difference" not in case
+    assert compared["cases"]["keydiff"]["0.5"]["difference"]["mean"] == 0
 
 
 def test_rows_compare_text_by_text():
-    found = compare.table(KEYS, *arrays(0.5))
-    one = found["cases"]["keydiff"]["0.5"]
-    assert one["losses"]["ours"] == [4, 5] and one["cached"] == {"ours": 80, "theirs": 80}
-    assert one["difference"]["mean"] == -1 and one["difference"]["standard_error"] == 0
-    assert one["over_full"]["ours"]["by_text"] == [2, 2]
-    assert one["largest_difference_of_a_token"] == 2
-    assert found["full"]["difference"]["by_text"] == [-1, -1]
-    assert found["checked"]["largest_difference"] == 0.25
+    compared = compare.table(KEYS, *arrays(0.5))
+    case = compared["cases"]["keydiff"]["0.5"]
+    assert case["losses"]["ours"] == [4, 5] and case["cached"] == {"ours": 80, "theirs": 80}
+    assert case["difference"]["mean"] == -1 and case["difference"]["standard_error"] == 0
+    assert case["over_full"]["ours"]["by_text"] == [2, 2]
+    assert case["largest_difference_of_a_token"] == 2
+    assert compared["full"]["difference"]["by_text"] == [-1, -1]
+    assert compared["checked"]["largest_difference"] == 0.25
 
 
 def test_the_peer_script_imports_nothing_of_jaxkv():

@@ -26,9 +26,9 @@ class Worker:
         open(target, "w").write(form)
         return {}
     def load(self, model, prompts, threads=0, room=0, weights=None, policy=None):
-        made = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
-        self.bytes = {"Q8_0": 2000, "F16": 4000}.get(made, 1000) if policy is None else 8000
-        self.made, self.prompts, self.room = made, prompts, room
+        quantised = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
+        self.bytes = {"Q8_0": 2000, "F16": 4000}.get(quantised, 1000) if policy is None else 8000
+        self.quantised, self.prompts, self.room = quantised, prompts, room
         return {"weight_bytes": self.bytes}
     def about(self):
         return {"ggml": "0", "llama_cpp_python": "1"}
@@ -38,7 +38,7 @@ class Worker:
         assert len(self.prompts) >= batch
         return {"seconds": batch * new * self.bytes / 1000}
     def greedy(self, batch, new):
-        tokens = [7, 1, 2] if self.made == "F16" else [7, 8, 9]
+        tokens = [7, 1, 2] if self.quantised == "F16" else [7, 8, 9]
         return {"tokens": [tokens] * batch}
     def memory(self):
         return {"resident": 2**20, "peak": 2**21}
@@ -62,29 +62,36 @@ def fakes(tmp_path, monkeypatch):
 
 
 def sizes(**fields):
-    given = {"prefill": [32], "batches": [1, 2], "prompt": 8, "new": 3, "threads": 1, "rounds": 2}
-    return argparse.Namespace(**given | fields, peer_python=sys.executable)
+    settings = {
+        "prefill": [32],
+        "batches": [1, 2],
+        "prompt": 8,
+        "new": 3,
+        "threads": 1,
+        "rounds": 2,
+    }
+    return argparse.Namespace(**settings | fields, peer_python=sys.executable)
 
 
 def test_all_cases_are_measured(fakes, model, capsys):
-    found = llama_cpp.run(model, sizes())
-    assert list(found["cases"]) == [
+    results = llama_cpp.run(model, sizes())
+    assert list(results["cases"]) == [
         "llama.cpp Q4_1", "llama.cpp Q8_0", "llama.cpp F16", "jaxkv float32, full",
         "jaxkv float32, streaming", "jaxkv int8, full", "jaxkv int8, streaming",
     ]  # fmt: skip
-    q8 = found["cases"]["llama.cpp Q8_0"]
+    q8 = results["cases"]["llama.cpp Q8_0"]
     rates = {title: rate["median"] for title, rate in q8["tokens_per_second"].items()}
     assert rates == {"prefill, 32": 0.5, "decode, batch 1": 0.5, "decode, batch 2": 0.5}
     assert q8["bytes_per_second"]["median"] == 1000 and q8["bytes_per_second"]["n"] == 2
     assert q8["share_of_bandwidth"]["median"] == pytest.approx(1000 / 16000)
-    assert found["bandwidth"]["median"] == pytest.approx(16000)
-    of = found["ratio"]["decode, batch 2"]["jaxkv int8, full"]
-    assert {name: one["median"] for name, one in of.items()} == {
+    assert results["bandwidth"]["median"] == pytest.approx(16000)
+    ratios = results["ratio"]["decode, batch 2"]["jaxkv int8, full"]
+    assert {name: ratio["median"] for name, ratio in ratios.items()} == {
         "llama.cpp Q4_1": 1 / 8, "llama.cpp Q8_0": 1 / 4, "llama.cpp F16": 1 / 2,
     }  # fmt: skip
-    assert found["greedy"]["llama.cpp F16"] == {"common": [1, 1], "of": 3}
-    assert found["greedy"]["jaxkv int8, full"]["common"] == [3, 3]
-    assert llama_cpp.rates_table(found) in capsys.readouterr().out
+    assert results["greedy"]["llama.cpp F16"] == {"common": [1, 1], "of": 3}
+    assert results["greedy"]["jaxkv int8, full"]["common"] == [3, 3]
+    assert llama_cpp.rates_table(results) in capsys.readouterr().out
 
 
 def test_another_model_is_refused(fakes, model):

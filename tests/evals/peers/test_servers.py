@@ -55,14 +55,16 @@ def server(folder):
 def test_an_answer_is_that_of_generate(server, folder):
     """It has as many tokens as were asked for, and the times of its chunks are in order."""
     messages = requests.prompt("1", 0, 3)
-    found = asyncio.run(requests.ask(server.target, messages, 12))
-    rendered = "".join(f"[{one['role']}]{one['content']}" for one in messages) + "[assistant]"
+    answer = asyncio.run(requests.ask(server.target, messages, 12))
+    rendered = (
+        "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
+    )
     llm = models.load(folder)
     ids = llm.tokenizer.encode(rendered, bos=False)
     alone = models.generate(llm, ids, "full", 12, temperature=0, ignore_eos=True, chunk=16)
-    assert (found.text, found.tokens) == (alone.text, 12)
-    assert 1 < len(found.times) <= 12
-    moments = [found.begun, *found.times, found.ended]
+    assert (answer.text, answer.tokens) == (alone.text, 12)
+    assert 1 < len(answer.times) <= 12
+    moments = [answer.start, *answer.times, answer.ended]
     assert moments == sorted(moments)
 
 
@@ -70,16 +72,20 @@ def test_all_measurements_in_turn(server, monkeypatch, capsys):
     """A server that did not start keeps its place, with the reason."""
     monkeypatch.setattr(requests, "messages", lambda: ["Hello!", "And?"])
     work = requests.measurements([1, 3], SIZES)
-    found = servers.measure({"ours": server, "other": Failed("no module")}, work, rounds=2)
-    assert found["other"] == {"failed": "no module"}
-    ours = found["ours"]
-    assert list(ours) == ["first_text", "tokens_per_second, clients 1",
+    results = servers.measure({"ours": server, "other": Failed("no module")}, work, rounds=2)
+    assert results["other"] == {"failed": "no module"}
+    case = results["ours"]
+    assert list(case) == ["first_text", "tokens_per_second, clients 1",
                           "tokens_per_second, clients 3", "gap", "answer", "memory"]  # fmt: skip
-    numbers = [*ours["first_text"], *ours["gap"].values(), ours["tokens_per_second, clients 3"]]
+    numbers = [
+        *case["first_text"],
+        *case["gap"].values(),
+        case["tokens_per_second, clients 3"],
+    ]
     assert len(numbers) == 2 + 3 + 1
-    assert all(one["n"] == 2 and one["min"] > 0 for one in numbers)
-    assert ours["answer"]
-    memory = ours["memory"]
+    assert all(statistic["n"] == 2 and statistic["min"] > 0 for statistic in numbers)
+    assert case["answer"]
+    memory = case["memory"]
     assert 0 < memory["start"]["resident"] <= memory["end"]["peak"]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + 2 * len(work)
@@ -90,7 +96,7 @@ def test_a_conversation_grows_by_the_answers(server, monkeypatch):
     sent, asked = [], requests.ask
 
     async def watched(target, messages, new):
-        sent.append([one["content"] for one in messages])
+        sent.append([message["content"] for message in messages])
         return await asked(target, messages, new)
 
     monkeypatch.setattr(requests, "ask", watched)
@@ -104,9 +110,9 @@ def test_a_conversation_grows_by_the_answers(server, monkeypatch):
 def test_a_refused_request_is_a_reason(server, capsys):
     wrong = server._replace(target=server.target._replace(fields={"model": "another"}))
     work = requests.measurements([2], SIZES)["tokens_per_second, clients 2"]
-    found = servers.attempt(work, wrong, "a title")
-    assert isinstance(found, Failed)
-    assert found.reason.startswith("2 of 2 requests failed: HTTP/1.1 404 Not Found {")
+    outcome = servers.attempt(work, wrong, "a title")
+    assert isinstance(outcome, Failed)
+    assert outcome.reason.startswith("2 of 2 requests failed: HTTP/1.1 404 Not Found {")
     assert "failed: 2 of 2" in capsys.readouterr().err
 
 
@@ -139,19 +145,19 @@ def test_a_stream_that_breaks_off_is_a_reason(event, reason):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"data: %s\n\n" % json.dumps(event).encode())
         writer.close()
 
-    async def ask():
+    async def request():
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as fake:
             target = Target(fake.sockets[0].getsockname()[1], {})
             await requests.ask(target, [], 1)
 
     with pytest.raises(RuntimeError, match=reason):
-        asyncio.run(ask())
+        asyncio.run(request())
 
 
 def test_prompts_differ_in_their_first_words():
-    one, other = requests.prompt("1.2", 0, 8), requests.prompt("1.3", 0, 8)
-    assert one[0] != other[0] and one[1] == other[1]
-    assert len(one[1]["content"].split()) == 8
+    messages, next_messages = requests.prompt("1.2", 0, 8), requests.prompt("1.3", 0, 8)
+    assert messages[0] != next_messages[0] and messages[1] == next_messages[1]
+    assert len(messages[1]["content"].split()) == 8
     end = requests.prompt("1", 10**6 + 3, 50)[1]["content"].split()  # continues at the beginning
     assert len(end) == 50
 
@@ -175,14 +181,14 @@ def test_a_failed_round_is_the_reason_of_the_whole():
 
 def test_servers_get_equal_requests(tmp_path):
     """Apart from the model's name and what makes jaxkv ignore the EOS."""
-    given = argparse.Namespace(peer_python="python", cb_memory=0.2)
-    found = servers.commands(given, tmp_path)
-    ours = len(servers.CASES)
-    assert [*servers.CASES] == [*found][:ours]
-    plain, batching = (command for command, _ in [*found.values()][ours:])
+    options = argparse.Namespace(peer_python="python", cb_memory=0.2)
+    commands = servers.commands(options, tmp_path)
+    num_jaxkv = len(servers.CASES)
+    assert [*servers.CASES] == [*commands][:num_jaxkv]
+    plain, batching = (command for command, _ in [*commands.values()][num_jaxkv:])
     assert batching[: len(plain)] == plain
     assert batching[len(plain) :] == ["--continuous-batching", "--cb-max-memory-percent", "0.2"]
-    assert [fields.get("ignore_eos") for _, fields in found.values()] == [True] * ours + [
+    assert [fields.get("ignore_eos") for _, fields in commands.values()] == [True] * num_jaxkv + [
         None,
         None,
     ]

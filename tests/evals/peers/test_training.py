@@ -22,11 +22,11 @@ def llm(tmp_path_factory):
 def test_both_sides_have_the_same_losses(llm):
     """With decay, clipping and a learning rate that change the losses of the next steps."""
     strong = ["lr=1e-2", "weight_decay=5", "clip=0.01"]
-    found = training.measure(llm, rows=2, context=24, rounds=4, settings=strong)
-    ours, theirs = found["losses"].values()
-    assert len(ours) == 5 and len(set(ours)) == 5
-    np.testing.assert_allclose(ours, theirs, atol=5e-5)
-    assert found["speed_over_torch"]["n"] == 4
+    results = training.measure(llm, rows=2, context=24, rounds=4, settings=strong)
+    jaxkv_losses, torch_losses = results["losses"].values()
+    assert len(jaxkv_losses) == 5 and len(set(jaxkv_losses)) == 5
+    np.testing.assert_allclose(jaxkv_losses, torch_losses, atol=5e-5)
+    assert results["speed_over_torch"]["n"] == 4
 
 
 def test_sides_that_differ_are_an_error(llm, monkeypatch):

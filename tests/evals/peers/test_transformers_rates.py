@@ -74,27 +74,27 @@ def run(model):
 
 
 def test_all_cases_are_measured(fakes, model, capsys):
-    found = run(model)
+    results = run(model)
     titles = ["decode, batch 1", "first token", "prefill, 32", "prefill, 4096", "decode, batch 8"]
-    assert list(found["ratio"]) == titles
-    assert list(found["cases"]) == ["jaxkv, full", "jaxkv, streaming", EAGER, COMPILED]
-    ours, eager, compiled = (found["cases"][name] for name in ("jaxkv, full", EAGER, COMPILED))
-    assert ours["tokens_per_second"]["decode, batch 8"]["median"] == 1
+    assert list(results["ratio"]) == titles
+    assert list(results["cases"]) == ["jaxkv, full", "jaxkv, streaming", EAGER, COMPILED]
+    full, eager, compiled = (results["cases"][name] for name in ("jaxkv, full", EAGER, COMPILED))
+    assert full["tokens_per_second"]["decode, batch 8"]["median"] == 1
     assert eager["tokens_per_second"]["prefill, 4096"]["median"] == 0.5
-    assert (ours["first_token"]["median"], eager["first_token"]["median"]) == (8, 16)
-    assert ours["first_token"]["n"] == 3 and "first token" not in ours["tokens_per_second"]
-    assert [ours["memory"][title]["peak"] / 2**20 for title in titles] == [1, 2, 3, 4, 5]
+    assert (full["first_token"]["median"], eager["first_token"]["median"]) == (8, 16)
+    assert full["first_token"]["n"] == 3 and "first token" not in full["tokens_per_second"]
+    assert [full["memory"][title]["peak"] / 2**20 for title in titles] == [1, 2, 3, 4, 5]
     assert list(compiled["memory"]) == [titles[0], titles[-1]] and "first_token" not in compiled
-    over = found["ratio"]["decode, batch 8"]["jaxkv, streaming"]
+    over = results["ratio"]["decode, batch 8"]["jaxkv, streaming"]
     assert (over[EAGER]["median"], over[COMPILED]["median"]) == (2, 1)
-    assert transformers_rates.rates_table(found) in capsys.readouterr().out
+    assert transformers_rates.rates_table(results) in capsys.readouterr().out
 
 
 def test_both_policies_have_the_bars_that_are_asked(fakes, model):
     bars = run(model)["bars"]
     assert {bar["bar"]: (bar["ask"], bar["value"]["median"]) for bar in bars} == {
-        f"{title}: {name} over {EAGER}": (f">= {ask}", 2.0)
-        for title, ask in
+        f"{title}: {name} over {EAGER}": (f">= {bound}", 2.0)
+        for title, bound in
         {"decode, batch 1": "1.5", "decode, batch 8": "1.6", "prefill, 4096": "1"}.items()
         for name in ("jaxkv, full", "jaxkv, streaming")
     }  # fmt: skip
@@ -104,11 +104,11 @@ def test_both_policies_have_the_bars_that_are_asked(fakes, model):
 
 def test_a_failed_compilation_is_recorded(fakes, model):
     fakes.write_text(FAKE.replace('{"seconds": 30.0}', '{"failed": "CppError: no compiler"}'))
-    found = run(model)
-    assert found["compile"] == {"failed": "CppError: no compiler"}
-    assert COMPILED not in found["cases"]
-    assert list(found["ratio"]["decode, batch 1"]["jaxkv, full"]) == [EAGER]
-    assert "not measured: `CppError: no compiler`" in transformers_rates.rates_table(found)
+    results = run(model)
+    assert results["compile"] == {"failed": "CppError: no compiler"}
+    assert COMPILED not in results["cases"]
+    assert list(results["ratio"]["decode, batch 1"]["jaxkv, full"]) == [EAGER]
+    assert "not measured: `CppError: no compiler`" in transformers_rates.rates_table(results)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ AT = {"median": 1234.44, "min": 1200.0, "max": 1300.0, "n": 9}
 
 
 def test_the_table_has_a_row_per_case():
-    ours = {
+    full = {
         "tokens_per_second": {"decode, batch 1": AT},
         "first_token": {"median": 0.5, "min": 0.25, "max": 1.0},
         "memory": {"decode, batch 1": {"peak": 2**20}, "first token": {"peak": 3 * 2**20}},
@@ -138,7 +138,7 @@ def test_the_table_has_a_row_per_case():
     results = {
         "peer": {"transformers": "5.23", "torch": "2.13", "attention": "sdpa"}, "threads": 2,
         "sizes": {"prompt": 256, "new": 64}, "compile": {"seconds": 61.6},
-        "cases": {"jaxkv, full": ours, COMPILED: compiled},
+        "cases": {"jaxkv, full": full, COMPILED: compiled},
         "ratio": {"decode, batch 1": {"jaxkv, full": {EAGER: AT, COMPILED: OVER}},
                   "first token": {"jaxkv, full": {EAGER: OVER}}},
     }  # fmt: skip
@@ -164,7 +164,7 @@ def worker(model):
     return worker
 
 
-def ours(model, new):
+def greedy_of_jaxkv(model, new):
     """Greedy tokens of jaxkv."""
     worker = our_rates.JaxkvWorker()
     worker.load(str(model), None, "full", PROMPTS)
@@ -175,7 +175,7 @@ def ours(model, new):
 @pytest.mark.parity
 def test_torch_generates_the_tokens_of_jaxkv(worker, model):
     """Also after a measurement, which leaves more tokens in the cache."""
-    asked = ours(model, 6)
+    asked = greedy_of_jaxkv(model, 6)
     assert worker.greedy(2, 6)["tokens"] == asked
     assert worker.decode(2, 6)["seconds"] > 0
     assert worker.greedy(2, 6)["tokens"] == asked
@@ -192,7 +192,7 @@ def test_a_static_cache_gives_the_same_tokens(worker, model):
 
     worker.stepper = Baseline(worker.baseline.model)
     for _ in range(2):
-        assert worker.greedy(2, 6)["tokens"] == ours(model, 6)
+        assert worker.greedy(2, 6)["tokens"] == greedy_of_jaxkv(model, 6)
     cache = worker.decodings[2].cache
     assert isinstance(cache, StaticCache) and cache.layers[0].keys.shape[2] == 24 + 6
 
@@ -206,7 +206,7 @@ def test_compiled_decoding_gives_the_same_tokens(worker, model, tmp_path, monkey
     answer = worker.compile([2], str(tmp_path / "compiled"))
     assert answer.get("seconds", 0) > 0, answer
     assert any((tmp_path / "compiled").iterdir())
-    assert worker.greedy(2, 6)["tokens"] == ours(model, 6)
+    assert worker.greedy(2, 6)["tokens"] == greedy_of_jaxkv(model, 6)
 
 
 @pytest.mark.slow

@@ -32,42 +32,42 @@ def test_prompts_of_mooncake_share_prefixes_where_its_ids_do(llm, tmp_path):
     rows = [{"input_length": 1300, "output_length": 80, "hash_ids": [1, 2, 3]},
             {"input_length": 1025, "output_length": 3, "hash_ids": [1, 2, 9]}]  # fmt: skip
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
-    (one, two), chunk = engine.mooncake(llm, tmp_path / "trace", 5, 8)
-    assert (len(one.tokens), len(two.tokens), chunk) == (162, 128, 64)
-    assert (one.max_new_tokens, two.max_new_tokens) == (10, 1)
-    assert one.tokens[:128] == two.tokens and one.tokens[128:160] != one.tokens[:32]
+    (first, second), chunk = engine.mooncake(llm, tmp_path / "trace", 5, 8)
+    assert (len(first.tokens), len(second.tokens), chunk) == (162, 128, 64)
+    assert (first.max_new_tokens, second.max_new_tokens) == (10, 1)
+    assert first.tokens[:128] == second.tokens and first.tokens[128:160] != first.tokens[:32]
 
 
 def test_prompts_of_azure_share_no_prefix(llm, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,800,80\n1,800,4\n")
-    (one, two), _ = engine.azure(llm, path, 9, 8)
-    assert len(one.tokens) == len(two.tokens) == 100 and one.tokens[:4] != two.tokens[:4]
-    assert (one.max_new_tokens, two.max_new_tokens) == (10, 1)
+    (first, second), _ = engine.azure(llm, path, 9, 8)
+    assert len(first.tokens) == len(second.tokens) == 100 and first.tokens[:4] != second.tokens[:4]
+    assert (first.max_new_tokens, second.max_new_tokens) == (10, 1)
 
 
 def test_frequent_prompts_of_the_report_are_ten(llm):
     load = engine.report_load(llm, 1.0, 200)
-    assert len({one.tokens for one in load.requests}) == 10
-    assert len({one.tokens for one in engine.report_load(llm, 0.0, 50).requests}) == 50
-    assert {len(one.tokens) for one in load.requests} == {15}
-    assert 100 < np.mean([one.max_new_tokens for one in load.requests]) < 124
+    assert len({request.tokens for request in load.requests}) == 10
+    assert len({request.tokens for request in engine.report_load(llm, 0.0, 50).requests}) == 50
+    assert {len(request.tokens) for request in load.requests} == {15}
+    assert 100 < np.mean([request.max_new_tokens for request in load.requests]) < 124
 
 
 @pytest.mark.slow
 def test_equal_prompts_hit_except_the_first(llm):
     load = engine.report_load(llm, 1.0, 6)
-    load = load._replace(requests=[replace(one, max_new_tokens=2) for one in load.requests])
-    found = engine.run(llm, load, "full", 2, 64, 1, "title")
-    assert (found["requests"], found["prompt_tokens"], found["new_tokens"]) == (6, 90, 12)
-    assert 0 < found["hit_rate_tokens"] < 8 / 15 and found["times_faster"]["n"] == 1
+    load = load._replace(requests=[replace(request, max_new_tokens=2) for request in load.requests])
+    results = engine.run(llm, load, "full", 2, 64, 1, "title")
+    assert (results["requests"], results["prompt_tokens"], results["new_tokens"]) == (6, 90, 12)
+    assert 0 < results["hit_rate_tokens"] < 8 / 15 and results["times_faster"]["n"] == 1
 
 
 def test_different_answers_end_the_run(llm, monkeypatch):
     load = engine.report_load(llm, 1.0, 4)
     reported = iter(range(100))
-    made = types.SimpleNamespace(reset_prefix_cache=lambda: True, bytes={"prefixes": 0})
-    monkeypatch.setattr(engine, "make_engine", lambda *_, **__: made)
+    idle_engine = types.SimpleNamespace(reset_prefix_cache=lambda: True, bytes={"prefixes": 0})
+    monkeypatch.setattr(engine, "make_engine", lambda *_, **__: idle_engine)
     monkeypatch.setattr(
         engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
     )
@@ -97,14 +97,14 @@ def test_saved_tokens_of_agents_are_their_repeated_prefixes(llm):
     rng = np.random.default_rng(4)
     said = rng.integers(3, 4000, 2000).tolist()
     turns = [said[:n] + rng.integers(3, 4000, 40).tolist() for n in (300, 600, 900, 500, 1990)]
-    found = agents.measure(llm, [RecordedRequest(tuple(turn), len(turn)) for turn in turns])
+    results = agents.measure(llm, [RecordedRequest(tuple(turn), len(turn)) for turn in turns])
     saved = 0
     for n, turn in enumerate(turns):
         alike = [sum(itertools.takewhile(bool, map(lambda a, b: a == b, turn, old)))
                  for old in turns[:n]]  # fmt: skip
         saved += min(max(alike, default=0), len(turn) - 1) // agents.CHUNK * agents.CHUNK
-    assert found["full"]["saved"] == saved > 0
-    for policy in found["policies"].values():
+    assert results["full"]["saved"] == saved > 0
+    for policy in results["policies"].values():
         shares = [point["of_full"] for point in policy["entries"].values()]
         assert all(0 < share <= 1 for share in shares)
         assert all(point["distinct"] <= point["bytes"] for point in policy["entries"].values())
@@ -114,19 +114,19 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
     body = {"model": "bytes", "prompt": "|some words", "max_tokens": 20}
     with serve(FakeEngine()) as served:
 
-        async def ask(*hows):
+        async def ask_all(*hows):
             return [
                 await soak.ask_server(served.port, body, soak.SoakRequest(0, *how)) for how in hows
             ]
 
         hows = ((False, ""), (True, ""), (True, "amid"), (False, "before"), (False, "next"),
                 (False, "", "one", True))  # fmt: skip
-        assert asyncio.run(ask(*hows)) == ["some words", "some words", "", "", "", "some words"]
+        assert asyncio.run(ask_all(*hows)) == ["some words", "some words", "", "", "", "some words"]
         figures = asyncio.run(soak.metrics(served.port))
         assert figures["jaxkv:num_requests_waiting"] == 0
         body["model"] = "nobody"
         with pytest.raises(RuntimeError, match="404"):
-            asyncio.run(ask((False, "")))
+            asyncio.run(ask_all((False, "")))
 
 
 @pytest.mark.parametrize(
@@ -143,19 +143,19 @@ def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
         "unfairness": [changed.get("unfair", 1.0)] * 2,
         "rests": [begin | {"prefix_hits": changed.get("lost", 0)}, rest, rest, rest | changed],
     }
-    found = {"wrong": wrong, "finished": 900, "lives": [first, second]}
-    assert sum(not line["met"] for line in soak.bars("full", "fixed", found)) == missed
-    growing = soak.bars("full", "growing", found)  # a near tie may be another token
+    soaked = {"wrong": wrong, "finished": 900, "lives": [first, second]}
+    assert sum(not line["met"] for line in soak.bars("full", "fixed", soaked)) == missed
+    growing = soak.bars("full", "growing", soaked)  # a near tie may be another token
     assert sum(not line["met"] for line in growing) == missed - wrong
-    many = soak.bars("full", "growing", found | {"wrong": 10})
+    many = soak.bars("full", "growing", soaked | {"wrong": 10})
     assert sum(not line["met"] for line in many) == missed - wrong + 1
 
 
 def test_unfairness_compares_keys_while_all_have_clients():
     keys, ends = [], []
-    for key, each in zip(soak.CLIENTS, (1, 2, 2, 2), strict=True):  # answers a second
+    for key, rate in zip(soak.CLIENTS, (1, 2, 2, 2), strict=True):  # answers a second
         keys += [key] * 100
-        ends += [n / each for n in range(1, 101)]
+        ends += [n / rate for n in range(1, 101)]
     assert soak.unfairness(keys, ends) == pytest.approx(2, rel=0.02)  # until the fast keys end
 
 
@@ -163,6 +163,6 @@ def test_clients_disconnect_at_the_configured_rates():
     rng = np.random.default_rng(0)
     how = [soak.draw_request(rng) for _ in range(3000)]
     for when, share in soak.LEAVES.items():
-        assert abs(np.mean([one.leaves == when for one in how]) - share) < 0.03
-    assert all(one.stream for one in how if one.leaves == "amid")
-    assert {one.kind for one in how} == set(range(soak.KINDS))
+        assert abs(np.mean([request.leaves == when for request in how]) - share) < 0.03
+    assert all(request.stream for request in how if request.leaves == "amid")
+    assert {request.kind for request in how} == set(range(soak.KINDS))

@@ -35,17 +35,17 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("concurrent", [16, 64])
 def test_ten_seeds_match_the_reference(concurrent):
     """The generators differ, so the mean must be within the range, and every run near it."""
-    mean, least, most = TEN_SEEDS[concurrent]
-    found = measure(replace(ONE_PROMPT, concurrent=concurrent), 10)
-    assert least <= found["mean"] <= most
-    assert abs(found["mean"] - mean) < 0.5 * (most - least)
-    assert abs(found["mean"] - closed_form(concurrent)) < 0.5 * (most - least)
-    assert least - 1 <= found["min"] <= found["max"] <= most + 1
+    mean, low, high = TEN_SEEDS[concurrent]
+    measured = measure(replace(ONE_PROMPT, concurrent=concurrent), 10)
+    assert low <= measured["mean"] <= high
+    assert abs(measured["mean"] - mean) < 0.5 * (high - low)
+    assert abs(measured["mean"] - closed_form(concurrent)) < 0.5 * (high - low)
+    assert low - 1 <= measured["min"] <= measured["max"] <= high + 1
 
 
 def test_the_closed_form_matches_the_reference():
-    wanted = {4: 2.06, 16: 8.21, 64: 28.6, 256: 70.7}
-    assert all(abs(closed_form(concurrent) - hits) < 0.05 for concurrent, hits in wanted.items())
+    reference = {4: 2.06, 16: 8.21, 64: 28.6, 256: 70.7}
+    assert all(abs(closed_form(concurrent) - hits) < 0.05 for concurrent, hits in reference.items())
 
 
 @pytest.mark.parametrize("block", [4, 16, 32])
@@ -59,11 +59,11 @@ def test_full_blocks_never_hit_for_shorter_prompts(block):
 
 
 @pytest.mark.parametrize(
-    "mode, block, wanted",
+    "mode, block, reference",
     [("rekey", 8, 54.1), ("rekey", 4, 77.0), ("full", 8, 50), ("full", 4, 75)],
 )
-def test_hit_rates_of_identical_prompts(mode, block, wanted):
-    assert abs(hits(replace(ONE_PROMPT, mode=mode, block=block), 0) - wanted) < 1
+def test_hit_rates_of_identical_prompts(mode, block, reference):
+    assert abs(hits(replace(ONE_PROMPT, mode=mode, block=block), 0) - reference) < 1
 
 
 def test_equal_answers_do_not_help():
@@ -83,10 +83,12 @@ def test_blocks_of_one_token_find_the_whole_prompt():
 @pytest.mark.parametrize("mode, block, concurrent", report.CURVES)
 def test_figure_1_matches_the_reference(mode, block, concurrent):
     curve = report.CURVES[mode, block, concurrent]
-    for p, wanted in list(zip(report.SHARES, curve, strict=True))[3::6]:
-        found = measure(ReplaySetting(mode=mode, block=block, concurrent=concurrent, p=p))["mean"]
+    for p, reference in list(zip(report.SHARES, curve, strict=True))[3::6]:
+        measured = measure(ReplaySetting(mode=mode, block=block, concurrent=concurrent, p=p))[
+            "mean"
+        ]
         # Means of three runs; at high hit rates the drawn share p varies as much.
-        assert abs(found - wanted) < (2.5 if wanted > 5 else 0.8)
+        assert abs(measured - reference) < (2.5 if reference > 5 else 0.8)
 
 
 @pytest.mark.record
@@ -94,9 +96,9 @@ def test_figure_1_matches_the_reference(mode, block, concurrent):
 def test_pool_sizes_match_the_reference(mode, block):
     row = report.POOLS[mode, block]
     base = ReplaySetting(mode=mode, block=block, p=0.5)
-    found = [measure(replace(base, capacity=capacity))["mean"] for capacity in row]
-    assert found == sorted(found)
-    assert np.abs(np.subtract(found, list(row.values()))).max() < 3
+    means = [measure(replace(base, capacity=capacity))["mean"] for capacity in row]
+    assert means == sorted(means)
+    assert np.abs(np.subtract(means, list(row.values()))).max() < 3
 
 
 @pytest.fixture(scope="module")
@@ -105,52 +107,53 @@ def mooncake(shared):
 
 
 @pytest.mark.parametrize(
-    "capacity, wanted",
-    [one if one[0] == 30_000 else seldom(*one) for one in traces.MOONCAKE.items()],
+    "capacity, reference",
+    [case if case[0] == 30_000 else seldom(*case) for case in traces.MOONCAKE.items()],
 )
-def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, wanted):
-    found = traces.replay(mooncake, capacity)
-    assert abs(found.rates()["hit_rate_blocks"] - wanted) < 0.0005
+def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, reference):
+    result = traces.replay(mooncake, capacity)
+    assert abs(result.rates()["hit_rate_blocks"] - reference) < 0.0005
     assert (
-        found.blocks_hit == {1_000: 12_847, 10_000: 61_046, 30_000: 93_978, None: 105_710}[capacity]
+        result.blocks_hit
+        == {1_000: 12_847, 10_000: 61_046, 30_000: 93_978, None: 105_710}[capacity]
     )
-    assert (found.blocks, found.requests) == (288_500, 12_031)
-    assert sum(found.missed.values()) + found.blocks_hit == found.blocks
+    assert (result.blocks, result.requests) == (288_500, 12_031)
+    assert sum(result.missed.values()) + result.blocks_hit == result.blocks
 
 
 @pytest.mark.record
-@pytest.mark.parametrize("capacity, wanted", [(4_000, 0.0882), (None, 0.3736)])
-def test_mooncake_hits_are_equal_by_ids_and_by_tokens(mooncake, capacity, wanted):
+@pytest.mark.parametrize("capacity, reference", [(4_000, 0.0882), (None, 0.3736)])
+def test_mooncake_hits_are_equal_by_ids_and_by_tokens(mooncake, capacity, reference):
     """Looking up ids or the tokens derived from them gives equal hits."""
     by_ids = traces.replay(mooncake, capacity)
-    found = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.expand_ids)
-    assert found.blocks_hit == by_ids.blocks_hit and found.tokens_hit == by_ids.tokens_hit
-    assert abs(found.rates()["hit_rate_tokens"] - wanted) < 0.0001
-    assert found.evictions == by_ids.evictions
+    result = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.expand_ids)
+    assert result.blocks_hit == by_ids.blocks_hit and result.tokens_hit == by_ids.tokens_hit
+    assert abs(result.rates()["hit_rate_tokens"] - reference) < 0.0001
+    assert result.evictions == by_ids.evictions
 
 
 @pytest.mark.parametrize("order", ["lru-deepest-first", "lfu"])
 def test_eviction_orders_on_a_part_of_a_trace(mooncake, order):
     part = traces.Trace("mooncake", mooncake.requests[:1500])
     linked = traces.replay(part, 2_000)
-    other = traces.replay(part, 2_000, order=order)
-    assert (other.blocks_hit == linked.blocks_hit) == (order == "lru-deepest-first")
-    assert other.blocks_hit > 0
+    replayed = traces.replay(part, 2_000, order=order)
+    assert (replayed.blocks_hit == linked.blocks_hit) == (order == "lru-deepest-first")
+    assert replayed.blocks_hit > 0
 
 
 @pytest.mark.parametrize(
     "where, number", [("last+branch", 2), ("last", 0), ("every=1", 1), ("every=16+last", 3)]
 )
 def test_hit_rates_by_rule_for_storing_snapshots(mooncake, where, number):
-    found = traces.replay_snapshots(mooncake, where, traces.ENTRIES[number])
-    assert abs(found - traces.SNAPSHOTS[where][number]) < 0.001
+    share = traces.replay_snapshots(mooncake, where, traces.ENTRIES[number])
+    assert abs(share - traces.SNAPSHOTS[where][number]) < 0.001
 
 
 @pytest.mark.record
 @pytest.mark.parametrize("where", traces.SNAPSHOTS)
 def test_the_table_of_snapshots_matches_the_reference(mooncake, where):
-    found = [traces.replay_snapshots(mooncake, where, n) for n in traces.ENTRIES]
-    assert np.abs(np.subtract(found, traces.SNAPSHOTS[where])).max() < 0.001
+    shares = [traces.replay_snapshots(mooncake, where, n) for n in traces.ENTRIES]
+    assert np.abs(np.subtract(shares, traces.SNAPSHOTS[where])).max() < 0.001
 
 
 @pytest.fixture
@@ -162,7 +165,7 @@ def trace(tmp_path):
     return path
 
 
-def ask(monkeypatch, capsys, *words):
+def run_replay(monkeypatch, capsys, *words):
     monkeypatch.setattr("sys.argv", ["x", *map(str, words)])
     replay.main()
     return json.loads(capsys.readouterr().out)
@@ -171,19 +174,19 @@ def ask(monkeypatch, capsys, *words):
 @pytest.mark.parametrize("keys", ["ids", "tokens"])
 def test_the_command_replays_a_trace(trace, monkeypatch, capsys, keys):
     words = ("--trace", trace, "--capacity", "inf", "--json", "--keys", keys)
-    found = ask(monkeypatch, capsys, *words)
-    assert list(found)[:5] == list(RATES)
-    assert found["hit_rate_blocks"] == 2 / 6 and found["hit_rate_tokens"] == 1024 / 2200
-    assert found["hit_rate_requests"] == 1 / 2 and found["evictions"] == 0
-    assert found["microseconds_per_block"] > 0 and found["timed"] == keys
+    results = run_replay(monkeypatch, capsys, *words)
+    assert list(results)[:5] == list(RATES)
+    assert results["hit_rate_blocks"] == 2 / 6 and results["hit_rate_tokens"] == 1024 / 2200
+    assert results["hit_rate_requests"] == 1 / 2 and results["evictions"] == 0
+    assert results["microseconds_per_block"] > 0 and results["timed"] == keys
 
 
 def test_the_command_runs_the_report(monkeypatch, capsys):
     words = ("--trace", "report", "--capacity", "0", "--requests", "40", "--json")
     with pytest.raises(SystemExit):
-        ask(monkeypatch, capsys, *words)
-    found = ask(monkeypatch, capsys, *words[:2], "--mode", "alias", *words[4:])
-    assert set(RATES) < set(found) and found["hit_rate_blocks"] > 0.5
+        run_replay(monkeypatch, capsys, *words)
+    results = run_replay(monkeypatch, capsys, *words[:2], "--mode", "alias", *words[4:])
+    assert set(RATES) < set(results) and results["hit_rate_blocks"] > 0.5
 
 
 def test_turns_of_agents_repeat_all_earlier_turns(tmp_path, monkeypatch, capsys):
@@ -192,18 +195,18 @@ def test_turns_of_agents_repeat_all_earlier_turns(tmp_path, monkeypatch, capsys)
                         for n, role in enumerate(roles)]}  # fmt: skip
     (tmp_path / "agents.jsonl").write_text(json.dumps(row) + "\n")
     words = ("--trace", tmp_path / "agents.jsonl", "--json", "--block", "4", "--mode", "full")
-    found = ask(monkeypatch, capsys, *words)
-    assert found["requests"] == 2 and found["hit_rate_requests"] == 0.5
+    results = run_replay(monkeypatch, capsys, *words)
+    assert results["requests"] == 2 and results["hit_rate_requests"] == 0.5
     requests = traces.read(tmp_path / "agents.jsonl").requests
-    share = len(requests[0].keys) // 4 * 4 / sum(one.tokens for one in requests)
-    assert found["hit_rate_tokens"] == pytest.approx(share)
+    share = len(requests[0].keys) // 4 * 4 / sum(request.tokens for request in requests)
+    assert results["hit_rate_tokens"] == pytest.approx(share)
 
 
 def test_requests_with_lengths_only_never_hit(tmp_path, monkeypatch, capsys):
     (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,40,1\ny,40,2\n")
-    found = ask(monkeypatch, capsys, "--trace", tmp_path / "azure.csv", "--json")
-    assert found["hit_rate_tokens"] == 0 and found["prefixes"].startswith("none")
-    assert (found["requests"], found["blocks"]) == (2, 6)
+    results = run_replay(monkeypatch, capsys, "--trace", tmp_path / "azure.csv", "--json")
+    assert results["hit_rate_tokens"] == 0 and results["prefixes"].startswith("none")
+    assert (results["requests"], results["blocks"]) == (2, 6)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +309,7 @@ def test_the_record_has_every_measurement(trace, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["x", "--record", "--trace", str(trace)])
     replay.main()
     assert "wrote" in capsys.readouterr().out
-    found = record.read("prefix_replay", tmp_path)["results"]
-    assert set(found) == {"report", "mooncake", "snapshots", "speed", "bars"}
-    assert found["mooncake"]["inf"]["hit_rate_blocks"] == pytest.approx(1 / 3)
+    results = record.read("prefix_replay", tmp_path)["results"]
+    assert set(results) == {"report", "mooncake", "snapshots", "speed", "bars"}
+    assert results["mooncake"]["inf"]["hit_rate_blocks"] == pytest.approx(1 / 3)
     assert {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in pictures}

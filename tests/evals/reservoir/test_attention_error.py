@@ -15,7 +15,7 @@ def test_a_sample_of_equal_tokens_is_exact_only_with_full_weights(monkeypatch):
     q, k, v = (np.zeros((1024, n, 8), np.float32) for n in (2, 1, 1))
     v[:4] = 1
     spec, caches = Spec(1, 8, 8**-0.5, rotary(8, 1e4)), attention_error.policies()
-    found = attention_error.errors(spec, q, k, v, [0], caches)
-    assert found["reservoir, 1"] == pytest.approx(0, abs=1e-4)
-    assert found["reservoir, 0"] > 1
-    assert found["streaming"] > 1
+    errors = attention_error.errors(spec, q, k, v, [0], caches)
+    assert errors["reservoir, 1"] == pytest.approx(0, abs=1e-4)
+    assert errors["reservoir, 0"] > 1
+    assert errors["streaming"] > 1

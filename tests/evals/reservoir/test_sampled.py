@@ -25,23 +25,23 @@ def compress(shared):
 
 
 @pytest.fixture
-def few(monkeypatch):
+def few_slots(monkeypatch):
     monkeypatch.setattr(sampled, "CACHES", CACHES)
     monkeypatch.setattr(sampled, "SLOTS", 15)
     monkeypatch.setattr(sampled, "STREAMING", "streaming:sinks=1,window=14")
 
 
 @pytest.mark.slow
-def test_each_cache_is_timed_against_streaming(compress, few):
-    found = sampled.token(compress, GIVEN)
-    assert set(found["ratio"]) == set(CACHES) and set(found["microseconds"]) > set(CACHES)
-    assert found["bars"][0]["value"] == found["ratio"]["balance-stream"]
+def test_each_cache_is_timed_against_streaming(compress, few_slots):
+    results = sampled.token(compress, GIVEN)
+    assert set(results["ratio"]) == set(CACHES) and set(results["microseconds"]) > set(CACHES)
+    assert results["bars"][0]["value"] == results["ratio"]["balance-stream"]
 
 
 @pytest.mark.slow
 def test_every_round_compresses_the_same_prompt(compress):
     pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
-    found = sampled.time_compression(compress, GIVEN)
-    assert found["share"]["median"] > 0
-    whole, left = found["state_bytes"]  # equal in every round
-    assert left < whole / 2
+    results = sampled.time_compression(compress, GIVEN)
+    assert results["share"]["median"] > 0
+    prompt_bytes, bytes_after = results["state_bytes"]  # equal in every round
+    assert bytes_after < prompt_bytes / 2

@@ -16,19 +16,25 @@ def llm(tmp_path_factory):
 
 def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):
     cases = stream_losses.cases(llm)
-    most = max(state_sizes.sequence_bytes(llm, policy) for policy in stream_losses.SAMPLED.values())
+    max_bytes = max(
+        state_sizes.sequence_bytes(llm, policy) for policy in stream_losses.SAMPLED.values()
+    )
     window = parse_policy(cases["streaming"].policy).window
-    assert most <= state_sizes.sequence_bytes(llm, cases["streaming"].policy)
-    assert most > state_sizes.sequence_bytes(llm, state_sizes.streaming(window - 1))
+    assert max_bytes <= state_sizes.sequence_bytes(llm, cases["streaming"].policy)
+    assert max_bytes > state_sizes.sequence_bytes(llm, state_sizes.streaming(window - 1))
 
 
 def test_every_variant_differs_in_its_fields_alone(llm):
     cases = stream_losses.cases(llm)
     plain = parse_policy(cases["reservoir"].policy)
-    both = parse_policy(cases["reservoir, weighted, absolute"].policy)
+    variant = parse_policy(cases["reservoir, weighted, absolute"].policy)
     assert (plain.weighted, plain.positions) == (False, "cache")
-    assert (both.weighted, both.positions) == (True, "absolute")
-    assert (plain.sinks, plain.window, plain.sample) == (both.sinks, both.window, both.sample)
+    assert (variant.weighted, variant.positions) == (True, "absolute")
+    assert (plain.sinks, plain.window, plain.sample) == (
+        variant.sinks,
+        variant.window,
+        variant.sample,
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,5 +47,5 @@ def test_every_variant_differs_in_its_fields_alone(llm):
     ],
 )
 def test_cached_tokens_are_counted(policy, expected):
-    found = stream_losses.mean_cached(parse_policy(policy), tokens=2_048, chunk=1)
-    assert found == pytest.approx(expected, abs=0.6)
+    counted = stream_losses.mean_cached(parse_policy(policy), tokens=2_048, chunk=1)
+    assert counted == pytest.approx(expected, abs=0.6)

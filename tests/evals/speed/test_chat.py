@@ -19,11 +19,11 @@ def test_each_message_has_its_seconds(shared, monkeypatch):
         return measured(model, asked, folder)
 
     monkeypatch.setattr(chat, "chat", watched)
-    found = chat.measure(model, ["Hello", "And?", "A page " * 60], rounds=1)
+    seconds = chat.measure(model, ["Hello", "And?", "A page " * 60], rounds=1)
     (cold, before), (warm, programs) = folders
     assert cold == warm and before == 0 < programs
-    assert set(found) == {"cold", "warm"}
-    for turns in found.values():
+    assert set(seconds) == {"cold", "warm"}
+    for turns in seconds.values():
         first, *later = [turn["median"] for turn in turns]
         assert len(later) == 2 and first > 4 * max(later)
 

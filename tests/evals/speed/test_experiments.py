@@ -34,17 +34,17 @@ def ids(llm, shared):
 
 
 def test_a_long_stream_is_compared_with_new_caches_per_block(compress, ids):
-    found = endless.run(compress, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
-    assert [block["tokens"] for block in found["endless"]] == [128, 256, 384, 512]
+    results = endless.run(compress, ids, "streaming:sinks=4,window=28", chunk=64, block=128)
+    assert [block["tokens"] for block in results["endless"]] == [128, 256, 384, 512]
     # The first block of the stream equals one with a new cache, at every start position.
-    assert found["endless"][0]["loss"] == found["fresh"][0]["loss"]
-    assert found["summary"]["worst_change_wrapped_to_endless"] < 1e-5
-    assert [block["position"] for block in found["endless"]] == [128, 256, 384, 512]
-    wrapped = [block["position"] for block in found["wrapped"]]
+    assert results["endless"][0]["loss"] == results["fresh"][0]["loss"]
+    assert results["summary"]["worst_change_wrapped_to_endless"] < 1e-5
+    assert [block["position"] for block in results["endless"]] == [128, 256, 384, 512]
+    wrapped = [block["position"] for block in results["wrapped"]]
     assert wrapped == [(endless.BEFORE_WRAP + n) % 2**32 for n in (128, 256, 384, 512)]
-    assert found["summary"]["not_finite"] == 0
-    assert found["compilations_later"] == Counter()
-    assert len(found["summary"]["state_bytes"]) == 1
+    assert results["summary"]["not_finite"] == 0
+    assert results["compilations_later"] == Counter()
+    assert len(results["summary"]["state_bytes"]) == 1
 
 
 def test_books_are_read_in_the_order_of_their_manifests(tmp_path, llm):
@@ -70,9 +70,9 @@ def test_the_decoder_without_nnx_is_the_same_program(compress):
 
 @pytest.mark.slow
 def test_the_profile_of_the_loop(compress):
-    found = profile.run(compress, 1)
-    assert found["cache_copies"] == [] and found["same_program_without_nnx"]
-    assert len(found["bars"]) == 5 and found["error"]["decode"] < 2e-6
+    results = profile.run(compress, 1)
+    assert results["cache_copies"] == [] and results["same_program_without_nnx"]
+    assert len(results["bars"]) == 5 and results["error"]["decode"] < 2e-6
 
 
 def test_a_ring_is_exact_at_position_four_million():
@@ -106,24 +106,24 @@ def test_kernels_are_timed(monkeypatch):
     tiny = [walk_shapes.WalkBenchShape(2, 16, 1, 8), walk_shapes.WalkBenchShape(2, 16, 2, 8)]
     monkeypatch.setattr(walk_shapes, "PROMPT", dict(zip(("tokens", "pairs"), tiny, strict=True)))
     monkeypatch.setattr(kernels, "LENGTHS", (256,))
-    found = kernels.run(2, quick=True)
-    assert set(found["sign_walk"]) == {
-        f"{name}, {what}" for name in ("tokens", "pairs") for what in ("walk", "products and walk")
+    results = kernels.run(2, quick=True)
+    assert set(results["sign_walk"]) == {
+        f"{name}, {part}" for name in ("tokens", "pairs") for part in ("walk", "products and walk")
     }
-    assert set(found["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
-    assert found["sign_walk"]["tokens, walk"]["xla"]["n"] == 2 and found["bars"] == []
+    assert set(results["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
+    assert results["sign_walk"]["tokens, walk"]["xla"]["n"] == 2 and results["bars"] == []
 
 
 def test_rates_of_each_policy(compress):
-    found = rates.measure(compress, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
-    assert all(row["prefill"]["median"] > 0 for row in found.values())
-    assert found["snapkv"]["step_milliseconds"]["n"] == 1
+    by_policy = rates.measure(compress, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
+    assert all(row["prefill"]["median"] > 0 for row in by_policy.values())
+    assert by_policy["snapkv"]["step_milliseconds"]["n"] == 1
 
 
 @pytest.mark.parametrize("policy", [cache_int8.STREAMED[0], *map(seldom, cache_int8.STREAMED[1:])])
 def test_drift_counts_rows_that_are_not_those_of_their_token(policy, monkeypatch):
-    found = cache_int8.drift(policy, 1024)
-    assert found["tokens"] == 1024 and found["rows"] >= 120 and found["rows_off"] == 0
+    drift = cache_int8.drift(policy, 1024)
+    assert drift["tokens"] == 1024 and drift["rows"] >= 120 and drift["rows_off"] == 0
     monkeypatch.setattr(cache_int8, "HALF", 0.4)  # rounding moves some elements by nearly a half
     assert cache_int8.drift(policy, 1024)["rows_off"] > 0
 
@@ -131,9 +131,9 @@ def test_drift_counts_rows_that_are_not_those_of_their_token(policy, monkeypatch
 def test_losses_of_both_forms_of_a_cache(compress, ids, monkeypatch):
     monkeypatch.setitem(cache_int8.POLICIES, "streaming", "sinks=4,window=28")
     monkeypatch.setattr(paired_losses, "BIN", 64)
-    found = cache_int8.losses(compress, "streaming", ids)
-    assert found["tokens"] == len(ids) - 1
-    assert 0 < abs(found["difference"]) < 0.05 and found["standard_error"] > 0
+    results = cache_int8.losses(compress, "streaming", ids)
+    assert results["tokens"] == len(ids) - 1
+    assert 0 < abs(results["difference"]) < 0.05 and results["standard_error"] > 0
     shares = cache_int8.shares(compress, "streaming")
     assert 0.25 < shares["float32"] < 0.5 < shares["bfloat16"] < 1  # sinks are a part of so few
 
@@ -150,5 +150,5 @@ def test_bytes_of_int8_at_default_sizes(name, float32, bfloat16):
         "float32": float32, "bfloat16": bfloat16
     }  # fmt: skip
     bars = cache_int8.byte_bars("int8", cache_int8.DEFAULT_TOKENS, shares)
-    assert [one["met"] for one in bars] == [False, False]
+    assert [bar["met"] for bar in bars] == [False, False]
     assert bars[0]["bar"] == "int8: bytes of 256 tokens, of float32"

@@ -24,8 +24,8 @@ def test_a_slow_listener_is_host_time(llm, monkeypatch):
         return False
 
     monkeypatch.setattr(host_time.Ignore, "token", token)
-    found = host_time.measure(llm, 2, "tiny")
-    step, program = (found["milliseconds"][name]["min"] for name in ("engine", "programs"))
-    assert step > 16 and found["share"]["median"] == pytest.approx(1 - program / step, abs=0.2)
-    assert "sleep" in next(iter(found["functions"]))
-    assert sum(found["functions"].values()) <= 1.001
+    results = host_time.measure(llm, 2, "tiny")
+    step, program = (results["milliseconds"][name]["min"] for name in ("engine", "programs"))
+    assert step > 16 and results["share"]["median"] == pytest.approx(1 - program / step, abs=0.2)
+    assert "sleep" in next(iter(results["functions"]))
+    assert sum(results["functions"].values()) <= 1.001

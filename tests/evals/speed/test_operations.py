@@ -37,7 +37,11 @@ def caches(llms):
 def test_the_rows_read_every_weight_once(llms, caches, form, batch, tokens):
     llm = llms[form]
     rows = operation_programs.operations(llm, caches[batch], tokens)
-    read = sum(one.weight_bytes for row, one in rows.items() if row != operation_programs.EMBEDDING)
+    read = sum(
+        operation.weight_bytes
+        for row, operation in rows.items()
+        if row != operation_programs.EMBEDDING
+    )
     assert read == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.weights))
     matrices = {name: w for name, w in llm.weights.items() if quantised.is_matrix(name)}
     names = (*PRODUCTS, operation_programs.HEAD)
@@ -108,9 +112,15 @@ def test_decoding_attention_copies_no_cache(llms, caches):
     shared, c = caches[1], llms["float32"].config
     q = operation_programs.normal(llms["float32"], (1, 1, c.heads, c.head_dim))
     pairs = [(q[:, :, : c.kv_heads],) * 2] * c.layers
-    given = shared.decoding.states, q, pairs, shared.decoding.position[:, None], q[:, :, 0, 0] == 0
+    arguments = (
+        shared.decoding.states,
+        q,
+        pairs,
+        shared.decoding.position[:, None],
+        q[:, :, 0, 0] == 0,
+    )
     program = operation_programs.compiled(operation_programs.attend_in_decoding, (0,), (1,))
-    text = program.lower(shared.static, *given, np.int32(1)).compile().as_text()
+    text = program.lower(shared.static, *arguments, np.int32(1)).compile().as_text()
     assert hlo.copies(text, {shared.decoding.states[0].k.size}) == []
 
 
@@ -118,23 +128,28 @@ def test_rest_is_what_the_rows_do_not_explain():
     rows = {"a": Operation(None, 2, 8e9, 4_000), "b": Operation(None, 1, 0, 0, 2_000)}
     seconds = {"a": [1.0, 2.0], "b": [0.5, 0.5], "whole": [10.0, 8.0]}
     limit = {"bandwidth": np.array([8_000.0, 4_000.0]), "flops": np.array([16e9, 16e9])}
-    found = operations.by_row(rows, seconds, 4, limit)
-    assert found["whole"]["milliseconds"]["median"] == 2250
-    assert found["sum of the rows"]["milliseconds"]["max"] == 2500
-    assert found["rest"]["milliseconds"] == {"median": 250.0, "min": -500.0, "max": 1000.0, "n": 2}
-    assert found["rows"]["a"]["share_of_bandwidth"]["median"] == 0.5
-    assert found["rows"]["a"]["share_of_flops"]["max"] == 0.5
-    assert found["rows"]["b"]["bytes_per_second"]["median"] == 4000
-    assert found["sum of the rows"]["flops"] == 8e9
-    assert found["whole"]["weight_bytes"] + found["whole"]["cache_bytes"] == 6000
+    results = operations.by_row(rows, seconds, 4, limit)
+    assert results["whole"]["milliseconds"]["median"] == 2250
+    assert results["sum of the rows"]["milliseconds"]["max"] == 2500
+    assert results["rest"]["milliseconds"] == {
+        "median": 250.0,
+        "min": -500.0,
+        "max": 1000.0,
+        "n": 2,
+    }
+    assert results["rows"]["a"]["share_of_bandwidth"]["median"] == 0.5
+    assert results["rows"]["a"]["share_of_flops"]["max"] == 0.5
+    assert results["rows"]["b"]["bytes_per_second"]["median"] == 4000
+    assert results["sum of the rows"]["flops"] == 8e9
+    assert results["whole"]["weight_bytes"] + results["whole"]["cache_bytes"] == 6000
 
 
 def test_the_limit_of_a_round_is_its_fastest_program():
     limit = limits.bandwidth(sides=(8,))
     assert set(limit.amounts.values()) == {4 * 8 * 8} and len(limit.variants) == 3
     assert all(run() > 0 for run in limit.variants.values())
-    first, *others = limit.amounts
-    seconds = {first: [1.0, 4.0]} | {name: [2.0, 2.0] for name in others}
+    first, *slower = limit.amounts
+    seconds = {first: [1.0, 4.0]} | {name: [2.0, 2.0] for name in slower}
     np.testing.assert_array_equal(limit.best(seconds), [256, 128])
     assert limits.products(sides=(8,)).amounts == {"matrix-matrix product, 8": 2 * 8**3}
 
@@ -157,9 +172,9 @@ def test_the_table_has_the_shares_of_every_case(llms, small_limits):
 
 @pytest.mark.slow
 def test_quantised_weights_are_compared_with_the_limit(llms, small_limits):
-    found = quantised_weights.speed(llms | {"int4": llms["int8"]}, 2, new=2)
-    assert list(found["tokens_per_second"]) == [
+    results = quantised_weights.speed(llms | {"int4": llms["int8"]}, 2, new=2)
+    assert list(results["tokens_per_second"]) == [
         f"{form}, batch {batch}" for batch in (1, 8) for form in ("float32", "int8", "int4")
     ]
-    assert found["bandwidth"]["median"] > 0
-    assert found["share_of_bandwidth"]["float32"]["n"] == 2
+    assert results["bandwidth"]["median"] > 0
+    assert results["share_of_bandwidth"]["float32"]["n"] == 2

@@ -13,8 +13,8 @@ def test_bars_compare_with_the_default_policy(slow):
             seconds[name] = [slow]
     depths = {depth: {"seconds": {"median": float(depth)}} for depth in ("12", "80")}
     met = {line["bar"]: line["met"] for line in bars(seconds, depths)}
-    ours = [name for name in met if "over streaming" in name]
-    assert len(ours) == 2 * len(POLICIES)
-    assert all(met[name] == (slow == 1.0) for name in ours)
+    names = [name for name in met if "over streaming" in name]
+    assert len(names) == 2 * len(POLICIES)
+    assert all(met[name] == (slow == 1.0) for name in names)
     assert not met["seconds to compile prefill and decoding of 80 layers over 12 layers"]
     assert met["seconds to the first text of SmolLM2-135M, with nothing compiled"]

@@ -23,10 +23,10 @@ SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequence
 # In the everyday suite. Programs of whole models take long to trace.
 QUICK = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
 RESULTS = {  # of a program besides its caches, whose form may differ
-    "engine": lambda found: found[1],
-    "forward": lambda found: found[1],
-    "decode": lambda found: (found[0].logits, found[1:]),
-    "training": lambda found: found[1],
+    "engine": lambda results: results[1],
+    "forward": lambda results: results[1],
+    "decode": lambda results: (results[0].logits, results[1:]),
+    "training": lambda results: results[1],
 }
 
 
@@ -70,24 +70,24 @@ def test_every_program_has_a_workaround():
 
 @pytest.mark.parametrize("program", [p if p in QUICK else seldom(p) for p in PROGRAMS])
 def test_a_plain_form_is_another_program_and_computes_the_same(program, load, low_thresholds):
-    made = PROGRAMS[program](load, SIZES)
+    built = PROGRAMS[program](load, SIZES)
 
     def lowered(plain):
         """The text of a program, and what it computes."""
-        found, args = workarounds.lower(made, plain)
-        of = RESULTS.get(program.partition(",")[0], lambda results: results)
-        results = found.compile()(*workarounds.to_donate(made, args))
-        return found.as_text(), jax.tree.leaves(of(results))
+        lowered_form, args = workarounds.lower(built, plain)
+        results_of = RESULTS.get(program.partition(",")[0], lambda results: results)
+        results = lowered_form.compile()(*workarounds.to_donate(built, args))
+        return lowered_form.as_text(), jax.tree.leaves(results_of(results))
 
-    whole, wanted = lowered(())
-    assert workarounds.lower(made, ())[0].as_text() == whole
+    original, expected = lowered(())
+    assert workarounds.lower(built, ())[0].as_text() == original
     for name in of_program(program):
-        text, found = lowered(WORKAROUNDS[name].plain)
-        same = name == "decode_compiler_options"  # options are no part of the text
-        same |= name == "product_with_int8" and jax.__version_info__ < (0, 12)
-        assert (text == whole) == same, name
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=name)
+        text, actual = lowered(WORKAROUNDS[name].plain)
+        is_equal = name == "decode_compiler_options"  # options are no part of the text
+        is_equal |= name == "product_with_int8" and jax.__version_info__ < (0, 12)
+        assert (text == original) == is_equal, name
+        for array, expected_array in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(array, expected_array, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def test_rows_are_measured_and_shown(load):
@@ -97,6 +97,6 @@ def test_rows_are_measured_and_shown(load):
     assert list(rows) == names and set(results["programs"]) == {"argmax", "engine"}
     assert rows["argmax"]["ratio"]["n"] == 2 and rows["argmax"]["copies"]["with"] is None
     assert rows["carry"]["copies"]["with"] == 0 and not rows["carry"]["same_program"]
-    table = workarounds_table.of(results).splitlines()
+    table = workarounds_table.table_of(results).splitlines()
     assert sum(line.startswith("| `") for line in table) == len(rows)
     assert len({line.count("|") for line in table if line.startswith("|")}) == 1

@@ -31,7 +31,7 @@ def test_an_interrupted_stream_continues(tmp_path, monkeypatch):
             for stream in ("endless", "wrapped", "fresh")
         }
 
-    whole, count, computing = run("whole"), [0], endless.models.losses
+    uninterrupted, count, computing = run("whole"), [0], endless.models.losses
 
     def interrupting(*args, **settings):
         count[0] += 1
@@ -43,9 +43,9 @@ def test_an_interrupted_stream_continues(tmp_path, monkeypatch):
     for _ in range(3):
         with pytest.raises(Interrupted):
             run("parts")
-    assert losses(run("parts")) == losses(whole)
+    assert losses(run("parts")) == losses(uninterrupted)
     assert count[0] == 12 + 3  # no block was computed twice
-    found = whole["summary"]
-    assert found["worst_change_wrapped_to_endless"] < 1e-5 and not found["not_finite"]
+    summary = uninterrupted["summary"]
+    assert summary["worst_change_wrapped_to_endless"] < 1e-5 and not summary["not_finite"]
     fresh = np.concatenate(list(models.losses(llm, [ids[0], *ids[21:41]], POLICY, 10)))
-    assert whole["fresh"][1]["loss"] == pytest.approx(fresh.mean())
+    assert uninterrupted["fresh"][1]["loss"] == pytest.approx(fresh.mean())

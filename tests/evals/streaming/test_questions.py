@@ -19,29 +19,33 @@ def llm(tmp_path_factory):
 
 
 def test_a_question_follows_the_earlier_ones_and_their_right_answers(llm, monkeypatch):
-    seen, of = [], questions.likelihood
-    monkeypatch.setattr(questions, "likelihood", lambda *given: seen.append(of(*given)) or seen[-1])
+    seen, likelihood = [], questions.likelihood
+    monkeypatch.setattr(
+        questions, "likelihood", lambda *arguments: seen.append(likelihood(*arguments)) or seen[-1]
+    )
     right, tokens = questions.right_in_stream(llm, ASKED, "full:max=128")
     encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
     front = list(llm.tokenizer.front) or encode("\n\n")
     first = [*front, *encode("the cat")]
     second = [*first, *encode(" over the hill"), *encode("\n\n"), *encode("the dog")]
     expected = []
-    for before, one in zip((first, second), ASKED, strict=True):
-        for choice in map(encode, one["choices"]):
+    for before, question in zip((first, second), ASKED, strict=True):
+        for choice in map(encode, question["choices"]):
             losses = np.concatenate(list(models.losses(llm, [*before, *choice], "full:max=128")))
             expected.append(-losses[-len(choice) :].mean())
     np.testing.assert_allclose(seen, expected, rtol=1e-5)
     assert right.tolist() == [int(np.argmax(expected[:3])) == 1, int(np.argmax(expected[3:])) == 0]
     assert tokens.tolist() == [
-        len(ids) + max(len(encode(choice)) for choice in one["choices"])
-        for ids, one in zip((first, second), ASKED, strict=True)
+        len(ids) + max(len(encode(choice)) for choice in question["choices"])
+        for ids, question in zip((first, second), ASKED, strict=True)
     ]
 
 
 def test_the_last_tokens_are_read_again(llm, monkeypatch):
-    seen, of = [], questions.likelihood
-    monkeypatch.setattr(questions, "likelihood", lambda *given: seen.append(of(*given)) or seen[-1])
+    seen, likelihood = [], questions.likelihood
+    monkeypatch.setattr(
+        questions, "likelihood", lambda *arguments: seen.append(likelihood(*arguments)) or seen[-1]
+    )
     questions.right_in_stream(llm, ASKED, "full:max=128", reread=12)
     encode = lambda text: llm.tokenizer.encode(text, bos=False)  # noqa: E731
     front = list(llm.tokenizer.front) or encode("\n\n")
@@ -56,11 +60,11 @@ def test_the_last_tokens_are_read_again(llm, monkeypatch):
 
 def test_a_run_pairs_each_stream_with_the_controls(llm, monkeypatch):
     monkeypatch.setattr(questions, "MOST", 30)  # the first question alone fits
-    found = questions.run(llm, ASKED * 2)
-    assert found["questions"] == 4 and found["questions_of_full"] == 1
+    results = questions.run(llm, ASKED * 2)
+    assert results["questions"] == 4 and results["questions_of_full"] == 1
     for name in questions.POLICIES:
-        minus = found["right"][name]["minus"]
+        minus = results["right"][name]["minus"]
         assert minus["full"]["standard_error"] is None
-        share = found["right"][name]["share"]
-        assert minus["reread"]["mean"] == share - found["right"]["reread"]["share"]
-        assert minus["alone"]["mean"] == share - found["right"]["alone"]["share"]
+        share = results["right"][name]["share"]
+        assert minus["reread"]["mean"] == share - results["right"]["reread"]["share"]
+        assert minus["alone"]["mean"] == share - results["right"]["alone"]["share"]

@@ -30,10 +30,10 @@ def streams(llm):
 
 
 def test_every_sentence_ends_before_its_distances(llm, streams):
-    for one in streams:
-        assert len(one.tokens) == TOKENS and len(one.facts) == TOKENS // EVERY
-        for number, fact in enumerate(one.facts, 1):
-            text = llm.tokenizer.decode(one.tokens[EVERY * (number - 1) : EVERY * number])
+    for streamed in streams:
+        assert len(streamed.tokens) == TOKENS and len(streamed.facts) == TOKENS // EVERY
+        for number, fact in enumerate(streamed.facts, 1):
+            text = llm.tokenizer.decode(streamed.tokens[EVERY * (number - 1) : EVERY * number])
             said = llm.tokenizer.decode(fact.ids)
             assert text.endswith(f"{said}.\n\n") and "The secret number of the " in said
             digits = llm.tokenizer.decode(fact.ids[fact.start :])
@@ -45,8 +45,8 @@ def test_greedy_numbers_are_right_and_others_are_not(llm, streams):
     """The sentences are replaced by what a forward pass without a cache writes."""
     at, number = EVERY + 60, 3
     asked = []
-    for one in streams:
-        ids, question = one.tokens[:at], llm.tokenizer.encode(" It is", bos=False)
+    for streamed in streams:
+        ids, question = streamed.tokens[:at], llm.tokenizer.encode(" It is", bos=False)
         for _ in range(number):
             decoder, hidden, _ = uncached.forward(
                 llm.config, llm.weights, np.array([[*ids, *question]])
@@ -54,17 +54,20 @@ def test_greedy_numbers_are_right_and_others_are_not(llm, streams):
             question = [*question, int(np.argmax(decoder.logits(hidden)[:, 0, -1]))]
         asked.append(Fact(question, len(question) - number))
     wrong = asked[0]._replace(ids=[*asked[0].ids[:-1], (asked[0].ids[-1] + 1) % 256])
-    given = [Streamed(one.tokens, [fact]) for one, fact in zip(streams, (wrong, asked[1]))]  # noqa: B905
-    found = stream_eval.answers(llm, given, "full:max=1024", [(at, 1)], at)
-    assert found[:, DISTANCES.index(60)].tolist() == [0, 1]
-    assert not found[:, 1:].any()
+    questioned = [
+        Streamed(streamed.tokens, [fact])
+        for streamed, fact in zip(streams, (wrong, asked[1]), strict=True)
+    ]
+    right = stream_eval.answers(llm, questioned, "full:max=1024", [(at, 1)], at)
+    assert right[:, DISTANCES.index(60)].tolist() == [0, 1]
+    assert not right[:, 1:].any()
 
 
 def test_a_question_leaves_the_stream_as_it_was(llm, streams):
     stream = models.Stream(llm, "streaming:sinks=4,window=60", 2)
-    stream_eval.feed(stream, np.array([one.tokens[:130] for one in streams]))
+    stream_eval.feed(stream, np.array([streamed.tokens[:130] for streamed in streams]))
     before = jax.tree.map(np.asarray, stream.decoding)
-    stream_eval.correct(stream, [one.facts[0] for one in streams])
+    stream_eval.correct(stream, [streamed.facts[0] for streamed in streams])
     jax.tree.map(np.testing.assert_array_equal, before, stream.decoding)
     assert stream.lengths.tolist() == [130, 130]
 
@@ -74,14 +77,14 @@ def test_a_record_has_every_policy_distance_and_gate(llm, streams, monkeypatch, 
     monkeypatch.setattr(parts, "TRIALS", tmp_path)
     monkeypatch.setattr(stream_eval, "POLICIES", {"streaming": "streaming:sinks=4,window=252"})
     record = Record("stream_eval", quick=True)
-    found = stream_eval.run(llm, streams, parts.Parts(record, 3))
-    assert found["questions"] == 2 and found["gate_questions"] == 1
+    results = stream_eval.run(llm, streams, parts.Parts(record, 3))
+    assert results["questions"] == 2 and results["gate_questions"] == 1
     distances = [str(distance) for distance in DISTANCES]
-    for row in (found["gate"], *found["right"].values()):
+    for row in (results["gate"], *results["right"].values()):
         assert list(row) == distances
-        assert all(0 <= share <= 1 for of in row.values() for share in of["each"])
-    assert list(found["right"]) == ["streaming", "full"]
-    assert decide(stream_eval.CLAIMS[0], found)[1] == UNSEEN  # this model answers nothing
+        assert all(0 <= share <= 1 for distance in row.values() for share in distance["each"])
+    assert list(results["right"]) == ["streaming", "full"]
+    assert decide(stream_eval.CLAIMS[0], results)[1] == UNSEEN  # this model answers nothing
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ def test_a_prefix_shifts_no_prediction(llm):
 def test_the_curve_of_few_predictions_follows_the_base():
     random = np.random.default_rng(2)
     base = random.normal(size=9)
-    found = {name: {"loss": list(base + 0.1 * n)} for n, name in enumerate(tables.CURVES)}
-    found[tables.BASE] = {"loss": list(base)}
+    bins = {name: {"loss": list(base + 0.1 * n)} for n, name in enumerate(tables.CURVES)}
+    bins[tables.BASE] = {"loss": list(base)}
     # Few tokens: their losses have another mean, of the base too.
     number = tables.CURVES.index("re-computation")
-    found["re-computation"] = {"loss": list(base + 5 + 0.1 * number), "base": list(base + 5)}
-    curve = tables.curve({"a text": {"bins": found}})
+    bins["re-computation"] = {"loss": list(base + 5 + 0.1 * number), "base": list(base + 5)}
+    curve = tables.curve({"a text": {"bins": bins}})
     means = base[:8].reshape(-1, 2).mean(1)
     np.testing.assert_allclose(curve["re-computation"], means + 0.1 * number)
     np.testing.assert_allclose(curve[tables.BASE], means)

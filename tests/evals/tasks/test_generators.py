@@ -20,39 +20,39 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def made(tokenizer):
+def samples_by_task(tokenizer):
     """Three samples of every task."""
     return {name: samples(name, tokenizer, LENGTH, 3, seed=0) for name in TASKS}
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_context_fills_its_length_to_within_a_sentence(tokenizer, made, task):
+def test_a_context_fills_its_length_to_within_a_sentence(tokenizer, samples_by_task, task):
     longest = max(len(tokenizer.encode(s, bos=False)) for s in haystack.novel())
     slack = {"needle": longest + 1, "frequent-words": 40}.get(task, 30)
-    for sample in made[task]:
+    for sample in samples_by_task[task]:
         size = len(tokenizer.encode(sample.context, bos=False))
         assert LENGTH - slack <= size <= LENGTH
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_neither_question_nor_lead_tells_an_answer(made, task):
-    for sample in made[task]:
+def test_neither_question_nor_lead_tells_an_answer(samples_by_task, task):
+    for sample in samples_by_task[task]:
         for answer in sample.answers:
             assert answer not in f"{sample.question} {sample.lead}"
             assert answer in sample.context
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_depend_on_seed_and_number_alone(tokenizer, made, task):
+def test_samples_depend_on_seed_and_number_alone(tokenizer, samples_by_task, task):
     again = samples(task, tokenizer, LENGTH, 2, seed=0)
-    assert again == made[task][:2]
-    assert len({sample.context for sample in made[task]}) == 3
+    assert again == samples_by_task[task][:2]
+    assert len({sample.context for sample in samples_by_task[task]}) == 3
     assert samples(task, tokenizer, LENGTH, 1, seed=1)[0].answers != again[0].answers
 
 
 @pytest.mark.parametrize("task, times", [("needle", 1), ("passkey", 2)])
-def test_a_number_is_said_as_often_as_defined(made, task, times):
-    for sample in made[task]:
+def test_a_number_is_said_as_often_as_defined(samples_by_task, task, times):
+    for sample in samples_by_task[task]:
         (number,) = sample.answers
         assert sample.context.count(number) == times
         assert re.findall(r"\d+", sample.context) == [number] * times
@@ -73,22 +73,22 @@ def test_depths_are_spread_evenly():
     assert set(np.histogram(depths, 4, (0, 1))[0]) <= {4, 5, 6}
 
 
-def test_variables_form_a_chain_from_one_value(made):
-    for sample in made["variable-tracking"]:
+def test_variables_form_a_chain_from_one_value(samples_by_task):
+    for sample in samples_by_task["variable-tracking"]:
         text = sample.context.rpartition("\n\n")[2]
         (value,) = re.findall(r"\d+", sample.question)
-        known = {value}
-        given = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text)
-        for name, source in given:
-            assert source in known
-            known = {name}
-        assert tuple(name for name, _ in given) == sample.answers
+        sources = {value}
+        assignments = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text)
+        for name, source in assignments:
+            assert source in sources
+            sources = {name}
+        assert tuple(name for name, _ in assignments) == sample.answers
         assert len(sample.answers) == generators.HOPS + 1 and text.count(value) == 1
         assert value not in sample.context.replace(text, "")  # nor is it in the example
 
 
-def test_common_words_are_ten_times_as_frequent(made):
-    for sample in made["common-words"]:
+def test_common_words_are_ten_times_as_frequent(samples_by_task):
+    for sample in samples_by_task["common-words"]:
         listed = re.findall(r"\d+\. (\S+)", sample.context)
         counts = Counter(listed)
         assert len(set(sample.answers)) == generators.COMMON
@@ -98,14 +98,14 @@ def test_common_words_are_ten_times_as_frequent(made):
         assert numbers == list(range(1, len(listed) + 1))
 
 
-def test_frequent_words_follow_the_zeta_distribution(made):
-    for sample in made["frequent-words"]:
+def test_frequent_words_follow_the_zeta_distribution(samples_by_task):
+    for sample in samples_by_task["frequent-words"]:
         listed = sample.context.split("\n\n", 1)[1].split()
-        (dots, most), *others = Counter(listed).most_common()
-        assert dots == "..." and tuple(word for word, _ in others[:3]) == sample.answers
-        for rank, (_, count) in enumerate(others[:6], 2):
-            assert count == pytest.approx(most / rank**2, abs=1)
-        assert others[2][1] > others[3][1]  # the third is no tie
+        (dots, max_count), *counts = Counter(listed).most_common()
+        assert dots == "..." and tuple(word for word, _ in counts[:3]) == sample.answers
+        for rank, (_, count) in enumerate(counts[:6], 2):
+            assert count == pytest.approx(max_count / rank**2, abs=1)
+        assert counts[2][1] > counts[3][1]  # the third is no tie
 
 
 def test_common_words_come_more_often_in_long_contexts(tokenizer):

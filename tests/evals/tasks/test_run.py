@@ -48,8 +48,8 @@ def llm(folder):
 def batch(llm):
     random = np.random.default_rng(0)
     ids = lambda n: random.integers(2, 250, n).tolist()  # noqa: E731
-    some = [TaskPrompt(ids(90), ids(9), ("a",)), TaskPrompt(ids(130), ids(5), ("b",))]
-    return Batch(llm, some, tokens=6, slots=640, seeds=[0, 1])
+    prompts = [TaskPrompt(ids(90), ids(9), ("a",)), TaskPrompt(ids(130), ids(5), ("b",))]
+    return Batch(llm, prompts, tokens=6, slots=640, seeds=[0, 1])
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_full_answers_are_greedy(llm, batch):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
     """Full attention without a cache; the policy through `Stream`, token by token."""
-    found = dict(zip(COLUMNS, batch.result(policy).T, strict=True))
+    columns = dict(zip(COLUMNS, batch.result(policy).T, strict=True))
     for i, (prompt, answer) in enumerate(zip(batch.prompts, batch.full.answers, strict=True)):
         stream = models.Stream(llm, policy, seed=i)
         stream.prefill([prompt.context])
@@ -80,21 +80,21 @@ def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
         ids = np.array([[*prompt.context, *prompt.rest, *answer[:-1]]])
         decoder, hidden, _ = uncached.forward(llm.config, llm.weights, ids)
         logits = np.asarray(decoder.logits(hidden), np.float64)[:, 0, -len(answer) :].T
-        kl, same = [], []
+        kl, agrees = [], []
         for p, q in zip(logits, rows, strict=True):
             p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (p, q))
             kl.append(np.sum(p * np.log(p / q)))
-            same.append(p.argmax() == q.argmax())
-        assert found["kl"][i] == pytest.approx(np.mean(kl), rel=1e-3, abs=1e-6)
-        assert found["agreement"][i] == np.mean(same)
-        assert found["tokens"][i] == len(answer)
+            agrees.append(p.argmax() == q.argmax())
+        assert columns["kl"][i] == pytest.approx(np.mean(kl), rel=1e-3, abs=1e-6)
+        assert columns["agreement"][i] == np.mean(agrees)
+        assert columns["tokens"][i] == len(answer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
-    ours = batch.greedy(batch.prefill(policy))
-    for i, (prompt, answer) in enumerate(zip(batch.prompts, ours, strict=True)):
+    answers = batch.greedy(batch.prefill(policy))
+    for i, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
         stream = models.Stream(llm, policy, seed=i)
         stream.prefill([prompt.context])
         stream.finish_prefill()
@@ -107,23 +107,23 @@ def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_score_is_that_of_the_answer_of_the_policy(llm, batch, policy):
     """The prompts ask for what the policy answers, and then for what full attention answers."""
-    own, full = batch.greedy(batch.prefill(policy)), batch.full.answers
+    greedy, full = batch.greedy(batch.prefill(policy)), batch.full.answers
     text = llm.tokenizer.decode
     asked = [
         replace(batch, prompts=[
             prompt._replace(answers=(text(answer),))
             for prompt, answer in zip(batch.prompts, answers, strict=True)
-        ]) for answers in (own, full)
+        ]) for answers in (greedy, full)
     ]  # fmt: skip
     assert asked[0].result(policy)[:, 0].tolist() == [1, 1]
-    agrees = [text(a) == text(b) for a, b in zip(own, full, strict=True)]
+    agrees = [text(a) == text(b) for a, b in zip(greedy, full, strict=True)]
     assert asked[1].result(policy)[:, 0].tolist() == agrees
     assert asked[1].result("full")[:, 0].tolist() == [1, 1]
 
 
 def test_a_policy_that_evicts_nothing_agrees_with_full(batch):
-    found = dict(zip(COLUMNS, batch.result("window:window=300").T, strict=True))
-    assert found["kl"].max() < 1e-6 and found["agreement"].min() == 1
+    columns = dict(zip(COLUMNS, batch.result("window:window=300").T, strict=True))
+    assert columns["kl"].max() < 1e-6 and columns["agreement"].min() == 1
 
 
 def test_the_question_follows_the_prefill(llm):
@@ -175,9 +175,9 @@ def test_an_interrupted_run_continues(folder, trials, monkeypatch):
     tasks.main([*ARGUMENTS, str(folder)])
     assert [policy.split(":")[0] for policy in done] == ["full", "streaming", "snapkv"] * 2
     results = json.loads((trials / "tasks.json").read_text())["results"]
-    found = results["tasks"]["passkey"]["512"]
-    assert found["scored"] is False and found["full"]["score"] < score.GATE
-    for row in found["ratios"]["0.25"].values():
+    entry = results["tasks"]["passkey"]["512"]
+    assert entry["scored"] is False and entry["full"]["score"] < score.GATE
+    for row in entry["ratios"]["0.25"].values():
         assert row["kl"] > 0 and 0 <= row["agreement"] <= 1 and "score" not in row
     monkeypatch.setattr(Batch, "result", lambda *_: pytest.fail("computed again"))
     tasks.main([*ARGUMENTS, str(folder)])
@@ -193,9 +193,9 @@ def test_a_task_that_full_attention_solves_is_scored(folder, trials, monkeypatch
     monkeypatch.setattr(Batch, "result", result)
     tasks.main([*ARGUMENTS, str(folder)])
     results = json.loads((trials / "tasks.json").read_text())["results"]
-    found = results["tasks"]["passkey"]["512"]
-    assert found["scored"] and found["full"]["score"] == 1
-    scores = {name: row["score"] for name, row in found["ratios"]["0.25"].items()}
+    entry = results["tasks"]["passkey"]["512"]
+    assert entry["scored"] and entry["full"]["score"] == 1
+    scores = {name: row["score"] for name, row in entry["ratios"]["0.25"].items()}
     assert scores == {"streaming": 0, "snapkv": 1}
 
 
@@ -237,18 +237,18 @@ def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
     assert [file.name for file in trials.glob("*.json")] == ["longer.json"]
     tasks.main([*ARGUMENTS, str(folder), "--gates"])
     assert set(asked) == {"full"} and not (trials / "tasks.json").exists()
-    found = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
-    assert found["512"]["scored"] is False and found["512"]["ratios"] == {}
-    assert (found["512"]["full"]["right"], found["512"]["full"]["samples"]) == (0, 3)
+    by_length = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
+    assert by_length["512"]["scored"] is False and by_length["512"]["ratios"] == {}
+    assert (by_length["512"]["full"]["right"], by_length["512"]["full"]["samples"]) == (0, 3)
 
 
 @pytest.mark.slow
 def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
-    found = tuning.tuned(llm, 512, [0.25])[0.25]
+    tuned = tuning.tuned(llm, 512, [0.25])[0.25]
     sinks, window, share = budgets.between(512, 0.25)
     seen = matched_budgets.captured(llm, [passage(llm, 512 + tuning.QUERIES)])
     for name in budgets.TUNED:
-        text = budgets.settings(512, 0.25, 640, found)[name]
+        text = budgets.settings(512, 0.25, 640, tuned)[name]
         chosen = parse_policy(text)
         assert (chosen.sinks, chosen.window) == (sinks, window)
         read = share_read(llm, chosen, seen, 512)["mean"]

@@ -35,8 +35,8 @@ def test_the_gate():
 
 
 def test_scores_by_depth():
-    found = score.summary(np.array([1.0, 0, 1, 0.5]), [0.9, 0.1, 0.6, 0.3])
-    assert found["score"] == 0.625 and found["by_depth"] == [0, 0.5, 1, 1]
+    summary = score.summary(np.array([1.0, 0, 1, 0.5]), [0.9, 0.1, 0.6, 0.3])
+    assert summary["score"] == 0.625 and summary["by_depth"] == [0, 0.5, 1, 1]
     assert "by_depth" not in score.summary(np.ones(3), [0.1, 0.2, 0.3])
 
 
@@ -76,17 +76,17 @@ def test_policies_cache_their_budget(chunk, name, ratio):
 @pytest.mark.parametrize("ratio", budgets.RATIOS)
 def test_evicting_policies_have_equal_bytes_and_sparse_ones_equal_shares(ratio):
     length, spec = 1024, replace(SPEC, head_dim=64)
-    found = {n: jaxkv.policy(s) for n, s in budgets.settings(length, ratio, length).items()}
+    policies = {n: jaxkv.policy(s) for n, s in budgets.settings(length, ratio, length).items()}
     evicting = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream")
-    sizes = [found[name].bytes_per_sequence(spec) for name in evicting]
+    sizes = [policies[name].bytes_per_sequence(spec) for name in evicting]
     assert max(sizes) < 1.05 * min(sizes)
     for name in ("topk", "quest", "oracle"):
-        ends = found[name].sinks + found[name].window
-        selected = found[name].share * (length - ends)
+        ends = policies[name].sinks + policies[name].window
+        selected = policies[name].share * (length - ends)
         assert ends + selected == pytest.approx(budgets.budget_of(length, ratio), abs=1)
-    one = found["vattention"]
-    drawn = one.top + one.base * (1 - one.top)
-    assert drawn == pytest.approx(found["topk"].share, rel=0.01)
+    vattention = policies["vattention"]
+    drawn = vattention.top + vattention.base * (1 - vattention.top)
+    assert drawn == pytest.approx(policies["topk"].share, rel=0.01)
 
 
 def test_unknown_budgets_and_policies_are_refused():
@@ -99,9 +99,9 @@ def test_unknown_budgets_and_policies_are_refused():
 
 
 def test_the_list_of_policies_is_that_of_the_settings():
-    found = budgets.settings(1024, 0.25, 1536, budgets.Tuned(8, 60, 0.7))
-    assert tuple(found) == budgets.NAMES
-    assert set(found) - set(budgets.settings(1024, 0.25, 1536)) == set(budgets.TUNED)
-    assert found["magicpig"].startswith("magicpig:K=8,L=60,sinks=4,window=")
+    specs = budgets.settings(1024, 0.25, 1536, budgets.Tuned(8, 60, 0.7))
+    assert tuple(specs) == budgets.NAMES
+    assert set(specs) - set(budgets.settings(1024, 0.25, 1536)) == set(budgets.TUNED)
+    assert specs["magicpig"].startswith("magicpig:K=8,L=60,sinks=4,window=")
     assert budgets.need_tuning(None) and budgets.need_tuning(["topp"])
     assert not budgets.need_tuning(["topk"])

@@ -30,9 +30,9 @@ def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
     ids = tokens.run("valid", 0, 6_000).tolist()
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        found = run(recipe, chain, tokens, ids, tmp_path / "run")
-    loss = {name: line["loss"] for name, line in found["loss"].items()}
+        results = run(recipe, chain, tokens, ids, tmp_path / "run")
+    loss = {name: line["loss"] for name, line in results["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05
     assert loss["1+23"] < floor + 0.1 and abs(loss["1+23"] - loss["4+20"]) < 0.01
-    assert found["first_token_most"] > 0.3
+    assert results["first_token_most"] > 0.3

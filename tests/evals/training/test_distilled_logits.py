@@ -30,8 +30,8 @@ def batches():
 
 def test_the_divergence_falls(folder, batches):
     llm = models.load(folder, "float32")
-    same = np.repeat(batches[:1], len(batches), axis=0)
-    logits, losses, _ = distilled_logits.distil(llm.config, llm.weights, same, WINDOW, lr=0.1)
+    repeated = np.repeat(batches[:1], len(batches), axis=0)
+    logits, losses, _ = distilled_logits.distil(llm.config, llm.weights, repeated, WINDOW, lr=0.1)
     assert logits.shape == (llm.config.layers, llm.config.heads)
     assert losses[-1] < 0.98 * losses[0]
 
@@ -42,17 +42,17 @@ def test_the_divergence_is_that_of_tokens_beyond_the_window(folder, batches):
     ids, sinks = batches[0], np.full((llm.config.layers, llm.config.heads), 0.7, np.float32)
     named = {f"layers.{i}.sinks": row for i, row in enumerate(sinks)}
     windows = (WINDOW,) * llm.config.layers
-    other = dataclasses.replace(llm.config, windows=windows, sink_logit="learned")
+    windowed = dataclasses.replace(llm.config, windows=windows, sink_logit="learned")
 
     def logprobs(config, weights):
         decoder, hidden, _ = uncached.forward(config, weights, ids)
         logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, WINDOW:]
         return logits - np.log(np.exp(logits).sum(axis=0))
 
-    p, q = logprobs(llm.config, llm.weights), logprobs(other, llm.weights | named)
-    wanted = (np.exp(p) * (p - q)).sum(axis=0).mean()
-    found = distilled_logits._divergence(sinks, llm.config, WINDOW, llm.weights, ids)
-    assert wanted > 1e-6 and float(found) == pytest.approx(wanted, rel=1e-3)
+    p, q = logprobs(llm.config, llm.weights), logprobs(windowed, llm.weights | named)
+    expected = (np.exp(p) * (p - q)).sum(axis=0).mean()
+    divergence = distilled_logits._divergence(sinks, llm.config, WINDOW, llm.weights, ids)
+    assert expected > 1e-6 and float(divergence) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_file_is_read_as_sinks(folder, tmp_path, monkeypatch):
@@ -92,10 +92,10 @@ def test_texts_of_one_name_and_an_old_folder_are_refused(folder, tmp_path, monke
         (tmp_path / name).mkdir()
         (tmp_path / name / "text.txt").write_text("the cat sat on a mat. " * 40)
     (tmp_path / "out" / sinks_in_front.FILE).touch()
-    both = f"{tmp_path / 'a/text.txt'} {tmp_path / 'b/text.txt'}"
+    paths = f"{tmp_path / 'a/text.txt'} {tmp_path / 'b/text.txt'}"
     words = f"x --model {folder} --window 8 --context 24 --steps 2 --texts"
     for texts, out, message in (
-        (both, "new", "names of their own, got text, text"),
+        (paths, "new", "names of their own, got text, text"),
         (tmp_path / "a/text.txt", "out", "--out must be a new folder"),
     ):
         monkeypatch.setattr(sys, "argv", f"{words} {texts} --out {tmp_path / out}".split())

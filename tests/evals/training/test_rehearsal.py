@@ -25,14 +25,14 @@ def words(tokens, out, *settings):
 
 def test_a_rehearsal_kills_resumes_and_reads(tokens, tmp_path):
     recipe, out = small(*SETTINGS), tmp_path / "run"
-    found = rehearsal.rehearse(recipe, tokens, words(tokens, out), out, kill=30)
-    killed = found["killed"]
+    results = rehearsal.rehearse(recipe, tokens, words(tokens, out), out, kill=30)
+    killed = results["killed"]
     assert killed["checkpoint"] % 20 == 0 < killed["checkpoint"] and killed["after"] >= 30
     assert killed["steps_again"] == killed["after"] - killed["checkpoint"] > 0
-    assert [line["step"] for line in found["log"]] == list(range(1, 401))
-    assert len(found["exported"]["loss_by_context"]) == rehearsal.CONTEXTS
-    assert all(process["peak"] > 2**20 for process in found["memory"]["processes"])
-    assert [one["met"] for one in found["bars"]] == [True, True]
+    assert [line["step"] for line in results["log"]] == list(range(1, 401))
+    assert len(results["exported"]["loss_by_context"]) == rehearsal.CONTEXTS
+    assert all(process["peak"] > 2**20 for process in results["memory"]["processes"])
+    assert [bar["met"] for bar in results["bars"]] == [True, True]
 
 
 def test_a_failed_run_ends_the_rehearsal(tokens, tmp_path):
@@ -44,8 +44,8 @@ def test_a_failed_run_ends_the_rehearsal(tokens, tmp_path):
 @pytest.mark.parametrize("kill", ["5", "40", "400"])
 def test_a_kill_must_lose_steps(tokens, kill, monkeypatch, capsys):
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    given = ["x", "--preset", "tiny", "--data", str(tokens.folder), "--kill", kill, *settings]
-    monkeypatch.setattr(sys, "argv", given)
+    argv = ["x", "--preset", "tiny", "--data", str(tokens.folder), "--kill", kill, *settings]
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit):
         run_command(rehearsal.main)
     assert "--kill must be between the first and the last checkpoint" in capsys.readouterr().err

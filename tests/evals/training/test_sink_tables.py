@@ -42,9 +42,11 @@ def alone(llm, context, choice):
     front, ids = list(llm.tokenizer.front), llm.tokenizer.encode(choice, bos=False)
     before = llm.tokenizer.encode(context, bos=False) or [llm.eos[0]]
     keep = max(1, llm.config.context + 1 - len(front) - len(ids))
-    whole = np.array([front + before[max(0, len(before) - keep) :] + ids], np.int32)
-    inputs = np.pad(whole[:, :-1], ((0, 0), (0, max(0, llm.config.context + 1 - whole.shape[1]))))
-    first = whole.shape[1] - 1 - len(ids)
+    sequence = np.array([front + before[max(0, len(before) - keep) :] + ids], np.int32)
+    inputs = np.pad(
+        sequence[:, :-1], ((0, 0), (0, max(0, llm.config.context + 1 - sequence.shape[1])))
+    )
+    first = sequence.shape[1] - 1 - len(ids)
     logits = np.asarray(predicted(llm.config, llm.weights, inputs), np.float64)
     logits = logits[:, 0, first : first + len(ids)]
     likely = logits - np.log(np.exp(logits).sum(0))
@@ -61,10 +63,10 @@ def test_batched_scores_equal_those_of_single_pairs(llm):
         ("the cat sat", " " + TEXT * 4),
         ("the dog run over", " the hill to see what was there"),
     ]
-    found = sink_tables.score(llm, pairs * 9)  # more than one batch
-    for (mean, greedy), pair in zip(found, pairs * 9, strict=True):
-        wanted, writes = alone(llm, *pair)
-        assert mean == pytest.approx(wanted, rel=1e-4) and greedy == writes
+    scores = sink_tables.score(llm, pairs * 9)  # more than one batch
+    for (mean, greedy), pair in zip(scores, pairs * 9, strict=True):
+        expected, writes = alone(llm, *pair)
+        assert mean == pytest.approx(expected, rel=1e-4) and greedy == writes
 
 
 def test_a_greedily_generated_choice_is_the_likeliest(llm):
@@ -82,29 +84,29 @@ def test_accuracy_counts_the_likeliest_choice(llm):
     choices = [" sat on a mat", " over the hill", " dog"]
     means = [alone(llm, "the", choice)[0] for choice in choices]
     rows = [{"context": "the", "choices": choices, "answer": answer} for answer in range(3)]
-    one = {"context": "the cat", "choices": [" zzz"], "answer": 0}
-    found = sink_tables.accuracy(llm, [*rows, one])
-    assert found["accuracy"] == 0.25 and found["chance"] == 0.25 and found["rows"] == 4
+    row = {"context": "the cat", "choices": [" zzz"], "answer": 0}
+    accuracy = sink_tables.accuracy(llm, [*rows, row])
+    assert accuracy["accuracy"] == 0.25 and accuracy["chance"] == 0.25 and accuracy["rows"] == 4
     assert sink_tables.accuracy(llm, [rows[int(np.argmax(means))]])["accuracy"] == 1
 
 
 @pytest.mark.slow
 def test_table_3_reads_the_same_predictions_with_every_number_of_sinks(llm):
     text = llm.tokenizer.encode(TEXT * 3, bos=False)
-    found = sink_tables.table_3(llm, text, cache=12)
-    assert list(found) == ["0+12", "1+11", "2+10", "4+8"]
+    table = sink_tables.table_3(llm, text, cache=12)
+    assert list(table) == ["0+12", "1+11", "2+10", "4+8"]
     ids = [*llm.tokenizer.front, *text]
     losses = np.concatenate(list(models.losses(llm, ids, "streaming:sinks=2,window=10")))
     # The token after the sink is predicted by some variants only.
-    assert found["2+10"]["loss"] == pytest.approx(losses[1:].mean(), rel=1e-5)
-    assert found["0+12"]["loss"] != found["2+10"]["loss"]
-    assert found["4+8"]["loss_over_base"] == 0
+    assert table["2+10"]["loss"] == pytest.approx(losses[1:].mean(), rel=1e-5)
+    assert table["0+12"]["loss"] != table["2+10"]["loss"]
+    assert table["4+8"]["loss_over_base"] == 0
 
 
 def test_losses_are_paired_by_prediction():
     base = np.full(3_000, 2.0)
-    found = sink_tables.line(base + 0.5, base)
-    assert found["loss_over_base"] == 0.5 and found["standard_error"] == 0
+    line = sink_tables.line(base + 0.5, base)
+    assert line["loss_over_base"] == 0.5 and line["standard_error"] == 0
 
 
 def test_the_first_token_is_the_sink(llm):
@@ -113,18 +115,18 @@ def test_the_first_token_is_the_sink(llm):
     runs = sink_tables.samples(llm, {"text": ids}, llm.config.context)
     assert runs.shape == (sink_tables.SAMPLES, 48) and set(runs[:, 0]) == {llm.tokenizer.front[0]}
     seen = sink_tables.maps(llm.config, llm.weights, runs)
-    wanted = [np.asarray(layer)[:, 24:, 0].mean(1) for layer in seen]
-    np.testing.assert_allclose(mass, wanted, rtol=1e-5)
+    expected = [np.asarray(layer)[:, 24:, 0].mean(1) for layer in seen]
+    np.testing.assert_allclose(mass, expected, rtol=1e-5)
     assert sink_tables.draw(llm, {"text": ids}, "token").startswith(b"\x89PNG")
 
 
 def test_runs_must_differ_only_in_sinks_and_seed():
-    one = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
-    other = one | {"recipe": one["recipe"] | {"sinks": "token", "seed": 1}}
-    sink_tables.check(["none-0", "token-1"], [one, other])
+    run = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
+    second_run = run | {"recipe": run["recipe"] | {"sinks": "token", "seed": 1}}
+    sink_tables.check(["none-0", "token-1"], [run, second_run])
     with pytest.raises(UserError, match=r"differ: \['lr'\]"):
-        sink_tables.check(["a", "b"], [one, one | {"recipe": one["recipe"] | {"lr": 2.0}}])
+        sink_tables.check(["a", "b"], [run, run | {"recipe": run["recipe"] | {"lr": 2.0}}])
     with pytest.raises(UserError, match=r"differ: \['data'\]"):
-        sink_tables.check(["a", "b"], [one, one | {"data": "e"}])
+        sink_tables.check(["a", "b"], [run, run | {"data": "e"}])
     with pytest.raises(UserError, match="of their own"):
-        sink_tables.check(["a", "a"], [one, one])
+        sink_tables.check(["a", "a"], [run, run])

@@ -22,18 +22,18 @@ def llm(tmp_path_factory):
 def test_a_stretch_has_the_losses_of_its_own_tokens(llm):
     """The same number whatever is in front; below capacity they are those of full attention."""
     ids = llm.tokenizer.encode("the cat sat on a mat", bos=False)
-    found = sinks_in_front.read(llm, ids, 1, 64)
-    assert len(found) == len(ids) - 1
-    whole = np.concatenate(list(models.losses(llm, [*llm.tokenizer.front, *ids], "full")))
+    losses = sinks_in_front.read(llm, ids, 1, 64)
+    assert len(losses) == len(ids) - 1
+    full_losses = np.concatenate(list(models.losses(llm, [*llm.tokenizer.front, *ids], "full")))
     assert len(llm.tokenizer.front) == 2
-    np.testing.assert_allclose(found, whole[-len(found) :], atol=1e-5)
+    np.testing.assert_allclose(losses, full_losses[-len(losses) :], atol=1e-5)
 
 
 def test_stretches_begin_at_different_tokens(llm, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz")
-    found = sinks_in_front.cut(llm, [text], 3, 10)
-    assert [llm.tokenizer.decode(ids) for ids in found.values()] == [
+    stretches = sinks_in_front.cut(llm, [text], 3, 10)
+    assert [llm.tokenizer.decode(ids) for ids in stretches.values()] == [
         "abcdefghij", "ijklmnopqr", "qrstuvwxyz"
     ]  # fmt: skip
     with pytest.raises(UserError, match="has 26 tokens, a stretch 27: give --tokens"):
@@ -58,12 +58,14 @@ def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
     name = "Kipling_Kim_1901"
     stretches = sinks_in_front.cut(smollm2, [shared / f"text/books/valid/{name}.txt"], 2, 2_048)
     ids, constant = stretches[f"{name} 0"], models.load("smollm2-135m", "float32", sinks="constant")
-    four, one = (
+    four_sinks, one_sink = (
         sinks_in_front.read(llm, ids, sinks, 256).mean()
         for llm, sinks in ((smollm2, 4), (constant, 1))
     )
     recorded = read("sinks_in_front")["results"]["variants"]["constant"]["1+255"]
-    assert one - four == pytest.approx(recorded["over_base_by_stretch"][f"{name} 0"], abs=1e-5)
+    assert one_sink - four_sinks == pytest.approx(
+        recorded["over_base_by_stretch"][f"{name} 0"], abs=1e-5
+    )
 
 
 def test_the_attention_on_the_first_token_by_step(tmp_path):
@@ -75,5 +77,5 @@ def test_the_attention_on_the_first_token_by_step(tmp_path):
             "device": "1 x cpu", "jax": "0"}  # fmt: skip
     lines = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0} | look]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = emergence.curve(tmp_path)
-    assert found["million_tokens"] == [2.0] and found["first_token_most"] == [0.4]
+    curve = emergence.curve(tmp_path)
+    assert curve["million_tokens"] == [2.0] and curve["first_token_most"] == [0.4]
