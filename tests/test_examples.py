@@ -33,7 +33,11 @@ from jaxkv.testing.subject import SPEC, dense
 from tests.seldom import seldom
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+FOLDERS = ("docs", "docs/results")
+PAGES = (
+    "README.md",
+    *sorted(f"{x}/{page.name}" for x in FOLDERS for page in (ROOT / x).glob("*.md")),
+)
 # The beginning of a command -> why it is not run.
 NOT_RUN = {
     "pip install": "CI installs every extra; test_house.py compares them with pyproject.toml",
