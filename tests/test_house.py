@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -233,6 +233,39 @@ def public_types(text):
         alias = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if re.fullmatch(r"[A-Z]+[a-z]\w*", alias):
             yield alias
+
+
+# Names that tell neither type nor role. Their share among stored names, at most, by package.
+DETERMINERS = set(
+    "found given one each most least whole own known wanted others what theirs ours made here there "
+    "some few both far left more same begun of other".split()
+)
+MAX_SHARE = dict.fromkeys(("jaxkv", "models", "pallas_kernels"), 0.005)
+
+
+def stored_names(tree: ast.AST) -> list[str]:
+    """Names of variables, parameters, functions and classes."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_names_say_type_or_role(package):
+    names = [
+        name
+        for path, text in python_files().items()
+        if path.startswith(f"{package}/")
+        for name in stored_names(ast.parse(text))
+    ]
+    empty = Counter(name for name in names if name.strip("_") in DETERMINERS)
+    assert empty.total() <= MAX_SHARE.get(package, 0.015) * len(names), empty.most_common(10)
 
 
 def test_no_two_public_types_share_a_name():
