@@ -237,8 +237,8 @@ def public_types(text):
 
 # Names that tell neither type nor role. Their share among stored names, at most, by package.
 DETERMINERS = set(
-    "found given one each most least whole own known wanted others what theirs ours made here there "
-    "some few both far left more same begun of other".split()
+    """found given one each most least whole own known wanted others what theirs ours made here
+    there some few both far left more same begun of other""".split()
 )
 MAX_SHARE = dict.fromkeys(("jaxkv", "models", "pallas_kernels"), 0.005)
 
