@@ -100,7 +100,7 @@ class Case(NamedTuple):
 
 
 FEW = (1, 7)
-WALK = {"theta": THETA, "scale": SCALE, "temperature": 0.1, "c": 0.25}
+WALK = {"theta": THETA, "scale": SCALE, "key_scale": 0.1, "c": 0.25}
 by_pairs = functools.partial(oracle.by_pairs, **WALK)
 by_walk = functools.partial(oracle.by_walk, **WALK)
 published = functools.partial(oracle.as_published, **WALK)
