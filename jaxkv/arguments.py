@@ -98,8 +98,8 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
         raise UserError(f"the state must be a {expected_type}, got a {got}; {remedy}")
     if jax.tree.structure(state) != jax.tree.structure(policy.leaves):
         raise UserError(
-            f"the state must have the arrays of {policy!r}, got those of another cache= or sinks=; "
-            f"{remedy}, or give the policy that made the state"
+            f"the state must have the arrays of {policy!r}, got those of another storage= or "
+            f"sinks=; {remedy}, or give the policy that made the state"
         )
     sizes = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
     for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):

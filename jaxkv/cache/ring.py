@@ -5,7 +5,7 @@ the oldest one after the sinks. The sinks are never overwritten: a softmax puts 
 does not need on the first tokens (StreamingLLM, section 3.1). Keys are stored rotated to their
 final position, so no key is rotated twice.
 
-With cache=int8 all rows are in int8 (rows.py), and `sinks` has the first tokens in full precision
+With storage=int8 all rows are in int8 (rows.py), and `sinks` has the first tokens in full precision
 too. These are read in place of their rows.
 
 `count` [B] is the number of tokens written. Beyond `size`, a ring reduces it to size .. 2 size -
@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv import xla_cpu, xla_gpu
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.cache import rows
-from jaxkv.cache.rows import OVERFULL, Cache, Rows
+from jaxkv.cache.rows import OVERFULL, Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -84,28 +84,28 @@ def check(sinks: int, window: int, positions: str) -> None:
         raise UserError(f"window must be at least 1, got {window}; give 1 or more")
     if sinks < 0:
         raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
-    check_choice("positions", positions, ("cache", "absolute"))
+    check_choice("positions", positions, ("relative", "absolute"))
 
 
-def leaves(cache: Cache, sinks: int, like: Ring = LEAVES) -> Ring:
+def leaves(storage: Storage, sinks: int, like: Ring = LEAVES) -> Ring:
     """The leaves of a Ring; like: those of the same ring in floats."""
-    k, v = (rows.leaf(cache, leaf) for leaf in like[:2])
-    return like._replace(k=k, v=v, sinks=_SINKS if cache == "int8" and sinks else None)
+    k, v = (rows.leaf(storage, leaf) for leaf in like[:2])
+    return like._replace(k=k, v=v, sinks=_SINKS if storage == "int8" and sinks else None)
 
 
-def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> int:
+def nbytes(spec: Spec, slots: int, storage: Storage = "float", sinks: int = 0) -> int:
     """Bytes of one sequence: keys, values, positions and the count."""
-    exact = sinks * spec.kv_heads * spec.kv_bytes if cache == "int8" else 0
-    return slots * (spec.kv_heads * rows.nbytes(spec, cache) + 4) + exact + 4
+    exact = sinks * spec.kv_heads * spec.kv_bytes if storage == "int8" else 0
+    return slots * (spec.kv_heads * rows.nbytes(spec, storage) + 4) + exact + 4
 
 
-def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
-    """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
+def init(spec: Spec, batch: int, slots: int, storage: Storage = "float", sinks: int = 0) -> Ring:
+    """Empty slots. sinks: how many of them are also stored in full precision, with storage=int8."""
     check_int("batch", batch)
     positions, count = jnp.zeros((batch, slots), jnp.uint32), jnp.zeros((batch,), jnp.int32)
-    exact = cache == "int8" and sinks
+    exact = storage == "int8" and sinks
     first = Sinks(*rows.zeros(spec, batch, sinks, "float")) if exact else None
-    return Ring(*rows.zeros(spec, batch, slots, cache), positions, count, first)
+    return Ring(*rows.zeros(spec, batch, slots, storage), positions, count, first)
 
 
 def reserve(ring: Ring, tokens: int, max_slots: int = rows.MAX_SLOTS) -> Ring:

@@ -20,7 +20,7 @@ from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
 POLICY = Streaming(sinks=2, window=4)
-IN_INT8 = Streaming(sinks=2, window=4, cache="int8")
+IN_INT8 = Streaming(sinks=2, window=4, storage="int8")
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
@@ -69,7 +69,7 @@ def test_partition_specs_follow_the_axis_letters():
      ("data=2,model=4", "rotary", IN_INT8),
      seldom("data=4", "rotary", POLICY), seldom("model=2", "rotary", POLICY),
      seldom("data=1,model=1", "alibi", POLICY), seldom("model=2", "alibi", IN_INT8)],
-    ids=lambda value: getattr(value, "cache", value),
+    ids=lambda value: getattr(value, "storage", value),
 )  # fmt: skip
 def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))

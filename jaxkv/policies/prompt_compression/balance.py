@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv import contract
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import import_pallas
@@ -40,7 +40,8 @@ class Balance(CompressionPolicy):
     weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
     follows the released code: it fills a half with the tokens after the point where one sign has
     half of all, whatever their signs. These count 2^rounds times in the denominator and fewer times
-    in the numerator. start: slots before the prompt, doubled as they fill. cache: as in streaming.
+    in the numerator. start: slots before the prompt, doubled as they fill. storage: as in
+    streaming.
     """
 
     sinks: int = 32
@@ -52,7 +53,7 @@ class Balance(CompressionPolicy):
     c: float = 0.25
     weights: Literal["consistent", "published"] = "consistent"
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"

@@ -26,7 +26,7 @@ def test_every_variant_differs_in_its_fields_alone(llm):
     cases = stream_losses.cases(llm)
     plain = parse_policy(cases["reservoir"].policy)
     both = parse_policy(cases["reservoir, weighted, absolute"].policy)
-    assert (plain.weighted, plain.positions) == (False, "cache")
+    assert (plain.weighted, plain.positions) == (False, "relative")
     assert (both.weighted, both.positions) == (True, "absolute")
     assert (plain.sinks, plain.window, plain.sample) == (both.sinks, both.window, both.sample)
 
