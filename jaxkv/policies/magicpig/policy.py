@@ -61,9 +61,6 @@ class MagicPIG(Policy):
     tail: generated tokens that are compared one by one before new tables are built; later up to
     8,192.
 
-    hash: `simhash` takes one bit per direction. `crosspolytope` takes the nearest of up to sixteen
-    directions, which separates better and costs more.
-
     memory: `host` stores the tables and the indexed tokens in host memory and fetches the keys
     found.
 
@@ -82,7 +79,6 @@ class MagicPIG(Policy):
     u_floor: float = 0.0
     hash_generated: bool = True
     tail: int = 1024
-    hash: Literal["simhash", "crosspolytope"] = "simhash"
     memory: Literal["device", "host"] = "device"
     start: int = 512
 
@@ -95,9 +91,8 @@ class MagicPIG(Policy):
     bytes_formula: ClassVar[str] = (
         "start * t + 8 + 8 * K + 4 * K * H, doubling, until the end of prefill; after it each KV "
         "head also has L tables, each with 2 or 4 bytes per slot, up to a quarter more for the "
-        "padding of blocks, and 4 * 2^bits; planes of 4 * H * directions * L, where a table has as "
-        "many directions as bits with simhash and 32 for ten bits with crosspolytope; and codes of "
-        "2 * L per slot of the unindexed tail, which has slots for up to twice the generated tokens"
+        "padding of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per "
+        "slot of the unindexed tail, which has slots for up to twice the generated tokens"
     )
     grows: ClassVar[bool] = True
 
@@ -125,7 +120,7 @@ class MagicPIG(Policy):
     @property
     def settings(self) -> IndexSettings:
         """The settings of the index."""
-        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
+        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor)
         return IndexSettings(
             hashing, self.sinks, self.window, self.center, self.hash_generated, self.tail,
             self.memory,
