@@ -60,7 +60,7 @@ def test_partition_specs_follow_the_axis_letters():
     assert specs(POLICY.leaves, batch=None).k == PartitionSpec(None, "model", None, None)
     assert specs((POLICY.leaves, POLICY.leaves))[1] == found
     in_int8 = specs(IN_INT8.leaves)
-    assert in_int8.k.values == in_int8.k.scale == in_int8.sinks.k == found.k
+    assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == found.k
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         jnp.take_along_axis(prompt.positions, source, axis=1),
         # An overfull sequence stays overfull.
         jnp.where(prompt.count > size, rows.OVERFULL, prompt.count - count),
-        prompt.sinks,
+        prompt.exact_sinks,
     )
     return state._replace(
         dense=exact, sample=chosen, log_weight=weight,
