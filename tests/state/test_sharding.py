@@ -75,14 +75,14 @@ def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))
     mesh = mesh_of(mesh)
     state = policy.init(spec, 4, jax.random.key(0))
-    sink = jnp.arange(8, dtype=jnp.float32)
+    sink_logits = jnp.arange(8, dtype=jnp.float32)
     alone = jax.jit(functools.partial(step, policy, spec))
     split = jax.jit(functools.partial(sharded_step, mesh, policy, spec))
     both = [state, state]
     for length in (3, 3, 1):
         chunk = tokens(rng, length=length)
-        one, both[0] = alone(both[0], *chunk, sink)
-        other, both[1] = split(both[1], *chunk, sink)
+        one, both[0] = alone(both[0], *chunk, sink_logits)
+        other, both[1] = split(both[1], *chunk, sink_logits)
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
         jax.tree.map(np.testing.assert_array_equal, *both)
 
