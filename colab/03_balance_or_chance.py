@@ -170,7 +170,7 @@ runtime.TextBox(compression.error_table(measured, rounds=2))
 # concentrated attention. In the last two of these layers, the first token is a *sink*, which receives
 # more than a fifth of all attention. It is one of the first tokens, which every method keeps.
 #
-# The policy multiplies the inner products of keys by `temperature=0.1`. At 1, as in the theorem, each
+# The policy multiplies the inner products of keys by `key_scale=0.1`. At 1, as in the theorem, each
 # real key is dissimilar to all others. Balance is then [no better than a random
 # sample](https://github.com/jaxkv/jaxkv/blob/main/evals/results/single_layer_135m.json).
 #

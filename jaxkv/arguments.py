@@ -32,11 +32,11 @@ def check(
     v: Array,
     positions: Array,
     valid: Array,
-    sink: Array | np.ndarray | None = None,
+    sink_logits: Array | np.ndarray | None = None,
 ) -> None:
     """Raise UserError where the arguments of `step` disagree."""
     check_is_policy(policy)
-    _check_arrays(spec, q, k, v, positions, valid, sink)
+    _check_arrays(spec, q, k, v, positions, valid, sink_logits)
     _check_state(policy, spec, state, batch=q.shape[0], group=q.shape[2] // spec.kv_heads)
 
 
@@ -47,7 +47,7 @@ def _check_arrays(
     v: Array,
     positions: Array,
     valid: Array,
-    sink: Array | np.ndarray | None,
+    sink_logits: Array | np.ndarray | None,
 ) -> None:
     if q.ndim != 4 or 0 in q.shape[:3] or q.shape[2] % spec.kv_heads:
         raise UserError(
@@ -69,8 +69,8 @@ def _check_arrays(
         ("positions", "BT", positions),
         ("valid", "BT", valid),
     ]
-    if sink is not None:
-        arrays.append(("sink", "N", sink))
+    if sink_logits is not None:
+        arrays.append(("sink_logits", "N", sink_logits))
     for name, letters, array in arrays:
         shape = tuple(sizes[letter] for letter in letters)
         if letters[-1] == "H" and array.ndim == 4 and array.shape[3] != spec.head_dim:
@@ -98,8 +98,8 @@ def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: in
         raise UserError(f"the state must be a {expected_type}, got a {got}; {remedy}")
     if jax.tree.structure(state) != jax.tree.structure(policy.leaves):
         raise UserError(
-            f"the state must have the arrays of {policy!r}, got those of another cache= or sinks=; "
-            f"{remedy}, or give the policy that made the state"
+            f"the state must have the arrays of {policy!r}, got those of another storage= or "
+            f"sinks=; {remedy}, or give the policy that made the state"
         )
     sizes = {"B": batch, "K": spec.kv_heads, "G": group, "H": spec.head_dim}
     for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True):

@@ -19,16 +19,17 @@ def step(
     v: Float[Array, "B T K H"],
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-    sink: Float[Array | np.ndarray, " N"] | None = None,
+    sink_logits: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
     """Attend to cache and chunk, then absorb the chunk. Returns the output and the new state.
 
     q, k: after q/k norms and before rotation. positions: the index of each token in its sequence,
-    from 0. valid: False on padding, whose output is 0. sink: one learned sink logit per query head,
-    merged once. Raises UserError where shapes disagree with each other, the spec or the state.
+    from 0. valid: False on padding, whose output is 0. sink_logits: one learned logit per query
+    head, merged once.
+    Raises UserError where shapes disagree with each other, the spec or the state.
     """
-    check(policy, spec, state, q, k, v, positions, valid, sink)
+    check(policy, spec, state, q, k, v, positions, valid, sink_logits)
     partial, state = policy.update(spec, state, Chunk(q, k, v, positions, valid))
-    if sink is not None:
-        partial = merge(partial, sink_logit(sink, partial))
+    if sink_logits is not None:
+        partial = merge(partial, sink_logit(sink_logits, partial))
     return partial.out, state

@@ -203,10 +203,10 @@ def _parse_one(text: str) -> Policy:
     values: dict[str, object] = {}
     for part in filter(None, fields.split(",")):
         field, equals, value = (piece.strip() for piece in part.partition("="))
-        if field == "cache" and field not in field_names:
-            able = [name for name, kind in POLICIES.items() if "cache" in _names(kind)]
+        if field == "storage" and field not in field_names:
+            able = [name for name, kind in POLICIES.items() if "storage" in _names(kind)]
             raise UserError(
-                f"{name} stores keys and values as floats and has no cache=, got {part!r}; leave "
+                f"{name} stores keys and values as floats and has no storage=, got {part!r}; leave "
                 f"it out, or take one of {', '.join(able)}"
             )
         if field not in field_names:

@@ -151,7 +151,7 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     if len(equal) == 1:
         return equal[0], "the fastest of these"
     default = [row for row in equal if row["policy"].partition(":")[0] == DEFAULT]
-    default.sort(key=lambda row: "cache=" in row["policy"])  # False first: the default is in float
+    default.sort(key=lambda row: "storage=" in row["policy"])  # False, the default, comes first
     chosen = default[0] if default else equal[0]
     reason = "the default" if default else "the lowest loss"
     return chosen, f"{reason} of the {len(equal)} fastest, whose times overlap"

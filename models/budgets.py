@@ -40,7 +40,7 @@ SHAPES = {
     "reservoir": "reservoir:sinks=4,window={recent_half},sample={sampled_half}",
     "stratified": "stratified:sinks=4,window={beside_power},sample={power}",
     "balance-stream": "balance-stream:sinks=4,window={beside_tree},levels=2,block={block}",
-    "streaming-int8": "streaming:sinks=4,window={recent},cache=int8",
+    "streaming-int8": "streaming:sinks=4,window={recent},storage=int8",
     "snapkv": "snapkv:capacity={capacity},window={queries}",
     "pyramidkv": "pyramidkv:capacity={capacity},window={queries}",
     "expected-attention": "expected-attention:capacity={capacity}",
@@ -213,7 +213,7 @@ def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
         return state_bytes([exact], spec, 1, total)
     exact = replace(policy, start=prompt)
     after = shapes_after_prefill(exact, spec, prompt)
-    row = rows.nbytes(spec, getattr(policy, "cache", "float"))
+    row = rows.nbytes(spec, getattr(policy, "storage", "float"))
     exact_bytes = spec.kv_heads * row + 4
     sampled_bytes = spec.kv_heads * (row + 8)  # with the position and the log weight
     empty = 0

@@ -216,7 +216,7 @@ def kv_of(config: Config, weights: Weights, token: int) -> tuple[Array, Array]:
     def capture(
         window: object, spec: Spec, state: object, q: Array, k: Array, v: Array, *rest: object
     ) -> tuple[Array, tuple[Array, Array]]:
-        return uncached.attend(None, spec, None, q, k, v, sink=rest[-1])[0], (k[0], v[0])
+        return uncached.attend(None, spec, None, q, k, v, sink_logits=rest[-1])[0], (k[0], v[0])
 
     ids = jnp.full((1, 1), token, jnp.int32)
     _, _, captured = uncached.forward(config, weights, ids, capture)

@@ -41,7 +41,7 @@ def attends_exactly(policies: Sequence[Policy]) -> bool:
     """Whether attention within a prompt is full attention, in every layer."""
     return all(
         (policy.min_prompt is not None or isinstance(policy, Full))
-        and getattr(policy, "cache", "float") == "float"
+        and getattr(policy, "storage", "float") == "float"
         for policy in policies
     )
 

@@ -65,7 +65,7 @@ def attend(
     v: Float[Array, "B T K H"],
     positions: object = None,
     valid: object = None,
-    sink: Float[Array, " N"] | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
     implementation: UncachedImplementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], object]:
     """Causal attention of each sample to itself; the state is returned unchanged.
@@ -75,7 +75,7 @@ def attend(
     Raises UserError for `cudnn` where it cannot run.
     """
     q, k, v, count = _put_in_front(state, q, k, v)
-    lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink)
+    lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink_logits)
     if implementation is None:
         implementation = "xla" if lacks else "cudnn"
     at = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
@@ -83,10 +83,10 @@ def attend(
     if implementation == "cudnn":
         if lacks:
             raise UserError(f"cudnn attends {lacks}; use implementation='xla'")
-        return fused_attention(q, k, v, spec.scale, window, sink, "cudnn")[:, count:], state
+        return fused_attention(q, k, v, spec.scale, window, sink_logits, "cudnn")[:, count:], state
     out, lse = _attend_in_blocks(q, k, v, spec, window)
-    if sink is not None:  # equals `merge` with a sink logit
-        out = out * jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None])[..., None]
+    if sink_logits is not None:  # equals `merge` with a sink logit
+        out = out * jax.nn.sigmoid(lse - sink_logits.astype(jnp.float32)[None, None])[..., None]
     return out[:, count:], state
 
 
@@ -95,7 +95,7 @@ def cudnn_lacks(
     q: Float[Array, "B T N H"],
     softcap: float | None = None,
     window: int | None = None,
-    sink: object = None,
+    sink_logits: object = None,
 ) -> str:
     """Why cuDNN's flash attention cannot run, to complete a message; empty where it can."""
     capability = cuda_capability(device)
@@ -105,9 +105,9 @@ def cudnn_lacks(
         return f"from compute capability 8.0 on, got {capability}"
     if q.dtype.name not in _HALF:
         return f"in bfloat16 or float16, got {q.dtype}"
-    if softcap is not None or (sink is not None and window is not None):
+    if softcap is not None or (sink_logits is not None and window is not None):
         return "without a softcap, and without a window where there is a sink logit"
-    head_dim, max_dim = q.shape[-1] + (_SINK_DIMS if is_learned(sink) else 0), 128
+    head_dim, max_dim = q.shape[-1] + (_SINK_DIMS if is_learned(sink_logits) else 0), 128
     if head_dim % 8 or head_dim > (max_dim if capability < 9 else 2 * max_dim):
         return (
             f"with a head dim of eights, up to {max_dim} (256 from capability 9.0), got {head_dim}"
@@ -129,9 +129,10 @@ def _put_in_front(
     return jnp.pad(q, ((0, 0), (count, 0), (0, 0), (0, 0))), k, v, count
 
 
-def is_learned(sink: object) -> bool:
+def is_learned(sink_logits: object) -> bool:
     """Whether sink logits may be nonzero; only a numpy array of zeros is known not to be."""
-    return sink is not None and not (isinstance(sink, np.ndarray) and not sink.any())
+    zeros = isinstance(sink_logits, np.ndarray) and not sink_logits.any()
+    return sink_logits is not None and not zeros
 
 
 @cache  # one function per mesh, because each function is traced again
@@ -140,12 +141,13 @@ def attend_on(mesh: Mesh) -> Callable:
 
     def attend_split(
         window: int | None, spec: Spec, state: object, q: Array, k: Array, v: Array,
-        positions: object = None, valid: object = None, sink: Array | None = None,
+        positions: object = None, valid: object = None, sink_logits: Array | None = None,
     ) -> tuple[Array, object]:  # fmt: skip
-        learned = (sink,) if is_learned(sink) else ()
+        learned = (sink_logits,) if is_learned(sink_logits) else ()
 
         def attend_shard(q: Array, k: Array, v: Array, *logits: Array) -> Array:
-            return attend(window, spec, None, q, k, v, sink=logits[0] if logits else sink)[0]
+            used = logits[0] if logits else sink_logits
+            return attend(window, spec, None, q, k, v, sink_logits=used)[0]
 
         split = jax.shard_map(
             attend_shard,
@@ -288,7 +290,7 @@ def fused_attention(
     v: Float[Array, "B T K H"],
     scale: float,
     window: int | None = None,
-    sink: Float[Array, " N"] | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
     implementation: UncachedImplementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
     """Causal attention by one fused kernel, sinks included; q and k are rotated already.
@@ -299,7 +301,7 @@ def fused_attention(
     """
     before = None if window is None else (window - 1, 0)
     attention = jax.nn.dot_product_attention
-    if sink is None:
+    if sink_logits is None:
         return attention(
             q, k, v, scale=scale, is_causal=True, local_window_size=before,
             implementation=implementation,
@@ -307,8 +309,8 @@ def fused_attention(
     tokens, head_dim = q.shape[1], q.shape[-1]
     padding = -(tokens + 1) % 8  # some kernels want even lengths; the causal mask hides it
     q, k, v = (jnp.pad(a, ((0, 0), (1, padding), (0, 0), (0, 0))) for a in (q, k, v))
-    if is_learned(sink):
-        logits = jnp.broadcast_to(sink.astype(jnp.float32) / np.float32(scale), q.shape[:3])
+    if is_learned(sink_logits):
+        logits = jnp.broadcast_to(sink_logits.astype(jnp.float32) / np.float32(scale), q.shape[:3])
         terms = _split(logits, q.dtype)
         marks = np.zeros((1, k.shape[1], 1, _SINK_DIMS), np.float32)
         marks[:, 0, :, :_SINK_TERMS] = 1
@@ -339,7 +341,7 @@ def attend_with_probabilities(
     v: Float[Array, "B T K H"],
     positions: object = None,
     valid: object = None,
-    sink: Float[Array, " N"] | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B N T T"]]:
     """As `attend`; in place of the state it returns the attention of every query to every key.
 
@@ -352,7 +354,8 @@ def attend_with_probabilities(
     visible = _visible(0, tokens, 0, window)[None, None]
     logits = jnp.where(visible, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
     attention = blend(logits, v.transpose(0, 2, 1, 3))
-    attention = attention if sink is None else merge(attention, sink_logit(sink, attention))
+    if sink_logits is not None:
+        attention = merge(attention, sink_logit(sink_logits, attention))
     logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
     probabilities = jnp.exp(logits - attention.lse.transpose(0, 2, 1)[..., None])
     return attention.out[:, count:], probabilities[:, :, count:]

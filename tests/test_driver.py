@@ -92,7 +92,10 @@ BAD = {
         "positions must be uint32, got float32",
     ),
     "valid as floats": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
-    "one sink per kv head": ({"sink": jnp.zeros(2)}, r"sink must be \[N\] = \(4,\)"),
+    "one sink logit per kv head": (
+        {"sink_logits": jnp.zeros(2)},
+        r"sink_logits must be \[N\] = \(4,\)",
+    ),
     "the class of a policy": ({"policy": Window}, "a policy is a value such as .* got <class"),
     "a policy without the base class": (
         {"policy": WithoutBase()},

@@ -55,7 +55,7 @@ def random_policy(rng) -> Policy:
         lambda: Streaming(
             int(rng.integers(0, 99)),
             int(rng.integers(1, 10**6)),
-            str(rng.choice(["cache", "absolute"])),
+            str(rng.choice(["relative", "absolute"])),
         ),
         lambda: Odd(
             int(rng.integers(1, 9)),
@@ -85,20 +85,21 @@ def test_parse_and_format_are_inverse_for_layers(rng, odd):
 
 def test_policies_that_strings_name():
     assert parse_policy("full") == Full() and parse_policy("window:window=7") == Window(7)
-    assert parse_policy("streaming") == Streaming(4, 252, "cache")
+    assert parse_policy("streaming") == Streaming(4, 252, "relative")
     assert parse_policy("streaming:window=9,sinks=0") == Streaming(0, 9)
     assert parse_policy("streaming:positions=absolute") == Streaming(positions="absolute")
     assert parse_policy("0=full;1=window") == (Full(), Window())
     mixed = (Full(), Window(8), Full(start=9), Window(8))
     assert parse_policy("0=full;*=window:window=8;2=full:start=9", 4) == mixed
-    assert format_policy(Window(7)) == "window:window=7,cache=float"
-    assert format_policy((Window(7), Window(7))) == "window:window=7,cache=float"
+    assert format_policy(Window(7)) == "window:window=7,storage=float"
+    assert format_policy((Window(7), Window(7))) == "window:window=7,storage=float"
     assert (
         format_policy((Window(7), Window(8), Window(7)))
-        == "1=window:window=8,cache=float;*=window:window=7,cache=float"
+        == "1=window:window=8,storage=float;*=window:window=7,storage=float"
     )
     # Every field is written, so a string keeps its meaning when a default changes.
-    assert format_policy(Streaming()) == "streaming:sinks=4,window=252,positions=cache,cache=float"
+    named = "streaming:sinks=4,window=252,positions=relative,storage=float"
+    assert format_policy(Streaming()) == named
 
 
 @pytest.mark.parametrize(
@@ -110,11 +111,14 @@ def test_policies_that_strings_name():
         ("zzz", r"unknown policy 'zzz'; there are full, window, streaming"),
         ("streaming:sink=3", r"streaming has no field 'sink'; did you mean 'sinks'"),
         (
-            "streaming:cache=int3",
-            "streaming: cache must be one of float, int8, got 'int3'; choose one",
+            "streaming:storage=int3",
+            "streaming: storage must be one of float, int8, got 'int3'; choose one",
         ),
-        ("magicpig:cache=int8", "magicpig stores keys and values as floats and has no cache="),
-        ("streaming:x=3", r"has no field 'x'; there are sinks, window, positions, cache"),
+        ("magicpig:storage=int8", "magicpig stores keys and values as floats and has no storage="),
+        ("streaming:cache=int8", "no field 'cache'; there are sinks, window, positions, storage"),
+        ("magicpig:cache=int8", "magicpig has no field 'cache'; there are K, L, sinks"),
+        ("balance:temperature=0.1", "balance has no field 'temperature'; there are .*, key_scale"),
+        ("streaming:x=3", r"has no field 'x'; there are sinks, window, positions, storage"),
         ("window=64", "fields follow the name and a colon, as in window:window=64, got"),
         ("streaming sinks=4", "fields follow the name and a colon"),
         ("streaming:sinks", "fields are written field=value, got 'sinks'"),
@@ -128,7 +132,7 @@ def test_policies_that_strings_name():
         ("full:max=0", "max and start must be at least 1.*try max=4096"),
         (
             "streaming:positions=rank",
-            "positions must be one of cache, absolute, got 'rank'; choose one",
+            "positions must be one of relative, absolute, got 'rank'; choose one",
         ),
         ("odd:exact=yes", "exact must be one of true, false, got 'yes'; choose one"),
         ("odd:rate=fast", "rate must be a number, got 'fast'"),
@@ -222,8 +226,8 @@ def test_describe():
         text = ",".join(f"{field}={v['default']}" for field, v in entry["fields"].items())
         assert parse_policy(f"{name}:{text}") == POLICIES[name]()
     assert table["streaming"]["fields"]["positions"] == {
-        "type": "cache|absolute",
-        "default": "cache",
+        "type": "relative|absolute",
+        "default": "relative",
     }
     assert table["streaming"]["bytes_formula"] == "(sinks + window) * t + 4"
 

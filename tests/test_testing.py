@@ -80,7 +80,7 @@ def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
 
 @pytest.mark.parametrize("policy, number, why", [
     (CompressesAnother(), 14, "depends on"), (InfiniteGradient(), 16, "through finish_prefill"),
-    (Shrinks(cache="int8"), 17, "a row of k is not its token's"),
+    (Shrinks(storage="int8"), 17, "a row of k is not its token's"),
     (LatePages(sinks=1, window=3, levels=2, block=4), 11, "last_write must be"),
     (DropsTokens(), 1, r"must return lse \[B,T,N\] as \(\(4, 1, 6\), 'float32'\), got \(\(4, 6\)"),
     (SignedPositions(), 1, r"cached must return positions \[B,K,S\] as .*'uint32'.*'int32'"),

@@ -34,7 +34,7 @@ from jaxkv.rotary import NoPosition
 
 SIZES, NOISE = (24, 20, 16, 24, 12), 0.25  # points per cluster; deviation from its centre
 CENTRES = np.array([(0, 2.4), (2.28, 0.74), (1.41, -1.94), (-1.41, -1.94), (-2.28, 0.74)])
-PLANE = Halving("walk", temperature=0.5)
+PLANE = Halving("walk", key_scale=0.5)
 # Of synthetic prompts: keys to compress, last keys that stay, head dim, heads.
 BETWEEN, WINDOW, DIM, HEADS = 1024, 32, 64, 4
 KINDS = 32  # of keys, in "kinds, mixed"
@@ -82,11 +82,11 @@ def halve_points(draws: int, seed: int = 0) -> Halves:
 def signed_lengths(points: np.ndarray, signs: np.ndarray) -> np.ndarray:
     """Norm of the sum of sign x vector after each point, over the RMS norm of one vector.
 
-    The vectors are those of the walk: their inner products are exp(t <a, b>).
+    The vectors are those of the walk: their inner products are exp(key_scale <a, b>).
     points: [S,2]. signs: [draws,S]. Returns [draws,S].
     """
     centred = points - points.mean(axis=0)
-    products = np.exp(PLANE.temperature * centred @ centred.T)
+    products = np.exp(PLANE.key_scale * centred @ centred.T)
     terms = signs[:, :, None] * signs[:, None] * products
     squares = np.diagonal(np.cumsum(np.cumsum(terms, axis=1), axis=2), axis1=1, axis2=2)
     return np.sqrt(np.maximum(squares, 0) / np.diag(products).mean())

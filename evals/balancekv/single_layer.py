@@ -47,7 +47,7 @@ WINDOW = 32  # of SnapKV: the queries whose attention it uses
 METHODS = {  # names in tables and plots; `rounds` is added
     "balance, walk": "balance:mode=walk",
     "balance, pairs": "balance:mode=pairs",
-    "balance, walk at temperature 1": "balance:mode=walk,temperature=1",
+    "balance, walk at temperature 1": "balance:mode=walk,key_scale=1",
     "balance, near the published code": "balance:mode=walk,c=0,weights=published",
     "stratified": "balance:mode=coin",
     "uniform, weighted": "uniform:weighted=true",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Policy, Spec
 from jaxkv.policies import (
     Balance,
@@ -57,7 +57,7 @@ class PromptEnds(CompressionPolicy):
     window: int = 252
     start: int = 512
 
-    cache: ClassVar[Cache] = "float"
+    storage: ClassVar[Storage] = "float"
 
     @property
     def ends(self) -> ExactEnds:

@@ -88,7 +88,7 @@ def main() -> None:
 def bars(results: dict[str, Any]) -> list[dict[str, object]]:
     lines = []
     for name in POLICIES:
-        title = f"{name} with cache=int8 over floating point"
+        title = f"{name} with storage=int8 over floating point"
         loss = results["loss"][name]
         lines += [
             *byte_bars(title, TOKENS[name], results["bytes"][name]),
@@ -114,7 +114,7 @@ def byte_bars(title: str, tokens: int, share: dict[str, float]) -> list[dict[str
 
 def forms(name: str) -> dict[str, str]:
     """The policy strings of a cache in floats and in int8."""
-    return {form: f"{name}:{POLICIES[name]},cache={form}" for form in ("float", "int8")}
+    return {form: f"{name}:{POLICIES[name]},storage={form}" for form in ("float", "int8")}
 
 
 def shares(llm: Llm, name: str) -> dict[str, float]:
@@ -130,7 +130,7 @@ def default_shares(spec: Spec, name: str) -> dict[str, float]:
     """Bytes of a layer in int8 over those in each dtype, for a policy with its default sizes."""
 
     def count(dtype: str, form: str) -> int:
-        policy = parse_policy(f"{name}:cache={form}")
+        policy = parse_policy(f"{name}:storage={form}")
         return policy.bytes_per_sequence(replace(spec, dtype=dtype))
 
     return {
@@ -194,7 +194,7 @@ def speed(llm: Llm, rounds: int, new: int = 32) -> dict[str, Any]:
 
 def drift(policy: str, tokens: int) -> dict[str, int]:
     """Stream random tokens, and count the stored rows that are not those of their tokens."""
-    chosen = parse_policy(f"{policy},cache=int8")
+    chosen = parse_policy(f"{policy},storage=int8")
     tokens -= tokens % CHUNK
 
     def step(state: State, first: Array) -> tuple[State, None]:

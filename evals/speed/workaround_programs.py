@@ -101,11 +101,11 @@ def decode(
     policy: str,
     slots: str,
     weights: str = "float32",
-    cache: str = "",
+    fields: str = "",
 ) -> Program:
     """The decode loop of one sequence whose cache is full. slots: small or large."""
     tokens = getattr(sizes, slots)
-    llm, spec = load(weights), policies(tokens)[policy] + cache
+    llm, spec = load(weights), policies(tokens)[policy] + fields
     stream = models.Stream(llm, spec, tokens=tokens + 1 + sizes.steps)
     stream.prefill([prompt(llm, tokens + 1)])
     stream.finish_prefill()
@@ -262,7 +262,9 @@ PROGRAMS: Mapping[str, Callable[[LoadModel, Sizes], Program]] = {
     "decode": partial(decode, policy="streaming", slots="small"),
     "decode, large cache": partial(decode, policy="streaming", slots="large"),
     "decode, int8 weights": partial(decode, policy="streaming", slots="small", weights="int8"),
-    "decode, int8 cache": partial(decode, policy="streaming", slots="large", cache=",cache=int8"),
+    "decode, int8 cache": partial(
+        decode, policy="streaming", slots="large", fields=",storage=int8"
+    ),
     "decode, reservoir": partial(decode, policy="reservoir", slots="large"),
     "decode, balance-stream": partial(decode, policy="balance-stream", slots="large"),
     "decode, magicpig": partial(decode, policy="magicpig", slots="large"),

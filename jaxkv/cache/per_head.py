@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv.attention import slot_attention
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.cache.rows import Cache, Rows
+from jaxkv.cache.rows import Rows, Storage
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_int
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
@@ -47,14 +47,14 @@ class Evicted(NamedTuple):
 LEAVES = PerHeadTokens(Leaf("B K S H"), Leaf("B K S H"), Leaf("B K S"))
 
 
-def leaves(cache: Cache, like: PerHeadTokens = LEAVES) -> PerHeadTokens:
+def leaves(storage: Storage, like: PerHeadTokens = LEAVES) -> PerHeadTokens:
     """The leaves of a PerHeadTokens; like: those of the same tokens in floats."""
-    return like._replace(k=rows.leaf(cache, like.k), v=rows.leaf(cache, like.v))
+    return like._replace(k=rows.leaf(storage, like.k), v=rows.leaf(storage, like.v))
 
 
-def nbytes(spec: Spec, slots: int, cache: Cache = "float") -> int:
+def nbytes(spec: Spec, slots: int, storage: Storage = "float") -> int:
     """Bytes of one sequence."""
-    return spec.kv_heads * slots * (rows.nbytes(spec, cache) + 4)
+    return spec.kv_heads * slots * (rows.nbytes(spec, storage) + 4)
 
 
 def check_exponent(exponent: float, weighted: bool) -> None:
@@ -65,11 +65,11 @@ def check_exponent(exponent: float, weighted: bool) -> None:
         raise UserError(f"exponent={exponent} belongs to weighted=true; give both or neither")
 
 
-def init(spec: Spec, batch: int, slots: int, cache: Cache = "float") -> PerHeadTokens:
+def init(spec: Spec, batch: int, slots: int, storage: Storage = "float") -> PerHeadTokens:
     """Empty slots."""
     check_int("batch", batch)
     positions = jnp.zeros((batch, spec.kv_heads, slots), jnp.uint32)
-    return PerHeadTokens(*rows.zeros(spec, batch, slots, cache), positions)
+    return PerHeadTokens(*rows.zeros(spec, batch, slots, storage), positions)
 
 
 def pick(sample: PerHeadTokens, places: Int32[Array, "B K X"]) -> PerHeadTokens:

@@ -5,8 +5,8 @@ the oldest one after the sinks. The sinks are never overwritten: a softmax puts 
 does not need on the first tokens (StreamingLLM, section 3.1). Keys are stored rotated to their
 final position, so no key is rotated twice.
 
-With cache=int8 all rows are in int8 (rows.py), and `sinks` has the first tokens in full precision
-too. These are read in place of their rows.
+With storage=int8 all rows are in int8 (rows.py), and `exact_sinks` has the first tokens in full
+precision too. These are read in place of their rows.
 
 `count` [B] is the number of tokens written. Beyond `size`, a ring reduces it to size .. 2 size -
 sinks - 1, with the same next slot, so it never overflows. A dense cache sets it to OVERFULL when a
@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv import xla_cpu, xla_gpu
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
 from jaxkv.cache import rows
-from jaxkv.cache.rows import OVERFULL, Cache, Rows
+from jaxkv.cache.rows import OVERFULL, Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
@@ -45,7 +45,7 @@ class RingSettings(NamedTuple):
     evict: bool = True
 
 
-class Sinks(NamedTuple):
+class ExactSinks(NamedTuple):
     """The keys and values of P sinks in full precision."""
 
     k: Float[Array, "B K P H"]
@@ -55,14 +55,14 @@ class Sinks(NamedTuple):
 class Ring(NamedTuple):
     """S slots per sequence: rotated keys, values, the position of each, and the tokens written.
 
-    sinks: None unless the policy has sinks and its rows are in int8.
+    exact_sinks: None unless the policy has sinks and its rows are in int8.
     """
 
     k: Rows  # [B,K,S,H]
     v: Rows
     positions: UInt32[Array, "B S"]
     count: Int32[Array, " B"]
-    sinks: Sinks | None = None
+    exact_sinks: ExactSinks | None = None
 
 
 # Tokens that the cache stores between the sinks and the ring.
@@ -74,7 +74,7 @@ DENSE_LEAVES = LEAVES._replace(
     v=Leaf("B K S H", append_only=True),
     positions=Leaf("B S", shared=True, append_only=True),
 )
-_SINKS = Sinks(Leaf("B K P H"), Leaf("B K P H"))
+_EXACT_SINKS = ExactSinks(Leaf("B K P H"), Leaf("B K P H"))
 _WHOLE_MASK = 2**24  # elements of a mask that may be in memory at once: 64 MiB
 
 
@@ -84,28 +84,29 @@ def check(sinks: int, window: int, positions: str) -> None:
         raise UserError(f"window must be at least 1, got {window}; give 1 or more")
     if sinks < 0:
         raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
-    check_choice("positions", positions, ("cache", "absolute"))
+    check_choice("positions", positions, ("relative", "absolute"))
 
 
-def leaves(cache: Cache, sinks: int, like: Ring = LEAVES) -> Ring:
+def leaves(storage: Storage, sinks: int, like: Ring = LEAVES) -> Ring:
     """The leaves of a Ring; like: those of the same ring in floats."""
-    k, v = (rows.leaf(cache, leaf) for leaf in like[:2])
-    return like._replace(k=k, v=v, sinks=_SINKS if cache == "int8" and sinks else None)
+    k, v = (rows.leaf(storage, leaf) for leaf in like[:2])
+    exact_sinks = _EXACT_SINKS if storage == "int8" and sinks else None
+    return like._replace(k=k, v=v, exact_sinks=exact_sinks)
 
 
-def nbytes(spec: Spec, slots: int, cache: Cache = "float", sinks: int = 0) -> int:
+def nbytes(spec: Spec, slots: int, storage: Storage = "float", sinks: int = 0) -> int:
     """Bytes of one sequence: keys, values, positions and the count."""
-    exact = sinks * spec.kv_heads * spec.kv_bytes if cache == "int8" else 0
-    return slots * (spec.kv_heads * rows.nbytes(spec, cache) + 4) + exact + 4
+    exact = sinks * spec.kv_heads * spec.kv_bytes if storage == "int8" else 0
+    return slots * (spec.kv_heads * rows.nbytes(spec, storage) + 4) + exact + 4
 
 
-def init(spec: Spec, batch: int, slots: int, cache: Cache = "float", sinks: int = 0) -> Ring:
-    """Empty slots. sinks: how many of them are also stored in full precision, with cache=int8."""
+def init(spec: Spec, batch: int, slots: int, storage: Storage = "float", sinks: int = 0) -> Ring:
+    """Empty slots. sinks: how many of them are also stored in full precision, with storage=int8."""
     check_int("batch", batch)
     positions, count = jnp.zeros((batch, slots), jnp.uint32), jnp.zeros((batch,), jnp.int32)
-    exact = cache == "int8" and sinks
-    first = Sinks(*rows.zeros(spec, batch, sinks, "float")) if exact else None
-    return Ring(*rows.zeros(spec, batch, slots, cache), positions, count, first)
+    exact = storage == "int8" and sinks
+    exact_sinks = ExactSinks(*rows.zeros(spec, batch, sinks, "float")) if exact else None
+    return Ring(*rows.zeros(spec, batch, slots, storage), positions, count, exact_sinks)
 
 
 def reserve(ring: Ring, tokens: int, max_slots: int = rows.MAX_SLOTS) -> Ring:
@@ -124,7 +125,8 @@ def grow(ring: Ring, size: int) -> Ring:
 
 def dense(ring: Ring) -> RingSettings:
     """The settings of a dense cache. Its sinks are the tokens in full precision."""
-    return RingSettings(0 if ring.sinks is None else ring.sinks.k.shape[2], None, False, False)
+    sinks = 0 if ring.exact_sinks is None else ring.exact_sinks.k.shape[2]
+    return RingSettings(sinks, None, False, False)
 
 
 def _advance(ring: Ring, new: Array, settings: RingSettings) -> Array:
@@ -185,8 +187,9 @@ def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) 
     fresh = tuple(map(rows.store, chunk_rows, ring[:2]))
     write_slots = _write_one if chunk.valid.shape[1] == 1 else _write_many
     out = write_slots(ring, chunk, fresh, settings)
-    if ring.sinks is not None:
-        out = out._replace(sinks=write_sinks(ring, chunk, chunk_rows, numbers, settings.sinks)[0])
+    if ring.exact_sinks is not None:
+        exact_sinks, _ = write_sinks(ring, chunk, chunk_rows, numbers, settings.sinks)
+        out = out._replace(exact_sinks=exact_sinks)
     return out
 
 
@@ -315,11 +318,11 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) ->
     return slot_attention(q, ring.k, ring.v, bias, spec.scale, spec.softcap)
 
 
-def first_rows(ring: Ring, sinks: int) -> Sinks:
+def first_rows(ring: Ring, sinks: int) -> ExactSinks:
     """The sinks, in full precision if they are stored so."""
-    if ring.sinks is not None:
-        return ring.sinks
-    return Sinks(rows.cut(ring.k, 0, sinks), rows.cut(ring.v, 0, sinks))
+    if ring.exact_sinks is not None:
+        return ring.exact_sinks
+    return ExactSinks(rows.cut(ring.k, 0, sinks), rows.cut(ring.v, 0, sinks))
 
 
 def write_sinks(
@@ -328,7 +331,7 @@ def write_sinks(
     chunk_rows: tuple[Array, Array],
     numbers: Int32[Array, "B T"],
     sinks: int,
-) -> tuple[Sinks, UInt32[Array, "B P"]]:
+) -> tuple[ExactSinks, UInt32[Array, "B P"]]:
     """The sinks and their positions in the text after this chunk; chunk_rows: its `new_rows`."""
     hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
     hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
@@ -339,7 +342,7 @@ def write_sinks(
 
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
     positions = jnp.where(hit, positions, ring.positions[:, :sinks])
-    return Sinks(*map(put, first_rows(ring, sinks), chunk_rows)), positions
+    return ExactSinks(*map(put, first_rows(ring, sinks), chunk_rows)), positions
 
 
 def decode(
@@ -358,7 +361,7 @@ def decode(
     q, view = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
     bias = masked_bias(spec, visible[:, None], view, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
-    if not sinks or (ring.sinks is None and not cache_relative):
+    if not sinks or (ring.exact_sinks is None and not cache_relative):
         return blend(logits, ring.v), ring
     first, places = first_rows(ring, sinks), ring.positions[:, :sinks]
     if cache_relative:
@@ -368,7 +371,7 @@ def decode(
         q = spec.encoding.rotate(chunk.q, view)
     bias = masked_bias(spec, visible[:, None, :sinks], view, places, kv_heads)
     of_sinks = scores(q, first.k, spec.scale, spec.softcap) + bias
-    apart = ring.sinks is not None  # then the rows of the sinks are masked
+    apart = ring.exact_sinks is not None  # then the rows of the sinks are masked
     in_ring = jnp.full_like(of_sinks, -jnp.inf) if apart else of_sinks
     logits = jax.lax.dynamic_update_slice(logits, in_ring, (0, 0, 0, 0, 0))
     partial = blend(logits, ring.v)

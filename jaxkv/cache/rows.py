@@ -1,6 +1,6 @@
 """The rows of a cache: their form, floats in the dtype of the spec or `Int8Rows`, and their number.
 
-A row is the key or the value of one token in one KV head. `cache=int8` stores it as whole numbers
+A row is the key or the value of one token in one KV head. `storage=int8` stores it as whole numbers
 from -127 to 127 and one scale. It is rounded once, when the token enters the cache, and a key is
 rotated before that. Moves between slots copy whole numbers and scale, so a row never drifts.
 
@@ -31,7 +31,7 @@ from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.typing import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 
-Cache = Literal["float", "int8"]  # the field `cache` of a policy
+Storage = Literal["float", "int8"]  # the field `storage` of a policy
 LARGEST = 127
 MAX_SLOTS = 2**30
 # The count of a sequence that got more tokens than it has slots, where nothing is evicted.
@@ -56,17 +56,17 @@ class Int8Rows(NamedTuple):
 Rows = Array | Int8Rows
 
 
-def check(cache: str) -> None:
-    """Raise UserError unless `cache` names a form of rows."""
-    check_choice("cache", cache, ("float", "int8"))
+def check(storage: str) -> None:
+    """Raise UserError unless `storage` names a form of rows."""
+    check_choice("storage", storage, ("float", "int8"))
 
 
-def zeros(spec: Spec, batch: int, slots: int, cache: Cache) -> tuple[Rows, Rows]:
+def zeros(spec: Spec, batch: int, slots: int, storage: Storage) -> tuple[Rows, Rows]:
     """Empty slots for keys and for values. They share no buffer, so that a state can be donated."""
     shape = batch, spec.kv_heads, slots
 
     def empty() -> Rows:
-        if cache == "float":
+        if storage == "float":
             return jnp.zeros((*shape, spec.head_dim), spec.dtype)
         values = jnp.zeros((*shape, spec.head_dim), jnp.int8)
         return Int8Rows(values, jnp.zeros((*shape, 1), jnp.bfloat16))
@@ -74,14 +74,14 @@ def zeros(spec: Spec, batch: int, slots: int, cache: Cache) -> tuple[Rows, Rows]
     return empty(), empty()
 
 
-def leaf(cache: Cache, like: Leaf) -> Leaf | Int8Rows:
+def leaf(storage: Storage, like: Leaf) -> Leaf | Int8Rows:
     """The leaves of rows; like: the leaf of the same rows in floats."""
-    return like if cache == "float" else Int8Rows(like, replace(like, axes="B K S Z"))
+    return like if storage == "float" else Int8Rows(like, replace(like, axes="B K S Z"))
 
 
-def nbytes(spec: Spec, cache: Cache) -> int:
+def nbytes(spec: Spec, storage: Storage) -> int:
     """Bytes of the key and the value of one token in one KV head."""
-    return spec.kv_bytes if cache == "float" else 2 * (spec.head_dim + 2)
+    return spec.kv_bytes if storage == "float" else 2 * (spec.head_dim + 2)
 
 
 def quantise(rows: Float[Array, "B K S H"]) -> Int8Rows:

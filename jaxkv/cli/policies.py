@@ -15,7 +15,7 @@ A policy is written name or name:field=value,...; layers can differ, as in
 0=full;*=streaming:sinks=4,window=252.
 Memory is in bytes per sequence and layer: K KV heads, G query heads per KV head, H head dim,
 itemsize of the dtype; a token has t = 2 * K * H * itemsize + 4 bytes in all KV heads and
-u = 2 * H * itemsize + 4 in one. With cache=int8, docs/policies.md has other t and u."""
+u = 2 * H * itemsize + 4 in one. With storage=int8, docs/policies.md has other t and u."""
 MORE = "`jaxkv policies NAME` describes a policy and its fields."
 WIDTH = 88  # columns of prose
 

@@ -32,7 +32,7 @@ MODES = ("walk", "pairs", "coin")
 class Halving:
     """The settings of a halving.
 
-    temperature: multiplies the products of keys; at 1 the vectors of real keys are almost
+    key_scale: multiplies the inner products of keys; at 1 the vectors of real keys are almost
     orthogonal, so nothing can be balanced. c: a step takes +1 with probability 1/2 - s/(2c), where
     s is the inner product with the signed sum so far, scaled so that no vector is longer than 1; at
     0 only the first sign is random. tau: added to <v,v'>, for values no longer than 1, so that one
@@ -40,17 +40,16 @@ class Halving:
     """
 
     mode: Literal["walk", "pairs", "coin"] = "pairs"
-    temperature: float = 0.1
+    key_scale: float = 0.1
     c: float = 0.25
     tau: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if not 0 < self.temperature < math.inf:
+        if not 0 < self.key_scale < math.inf:
             raise UserError(
-                f"temperature must be above 0 and finite, got {self.temperature}; try "
-                "temperature=0.1"
+                f"key_scale must be above 0 and finite, got {self.key_scale}; try key_scale=0.1"
             )
         for name, value in (("c", self.c), ("tau", self.tau)):
             if not 0 <= value < math.inf:
@@ -126,7 +125,7 @@ def _walk(
     members = jnp.sum(valid, axis=-1, dtype=jnp.int32)[..., None, None, None] * keys.shape[-3]
     total = jnp.sum(keys, axis=(-3, -2), keepdims=True)
     keys = keys - total / jnp.maximum(members, 1).astype(jnp.float32)
-    keys = jnp.where(real, keys * np.float32((halving.temperature * abs(scale)) ** 0.5), 0)
+    keys = jnp.where(real, keys * np.float32((halving.key_scale * abs(scale)) ** 0.5), 0)
     # No exponent exceeds that of the longest key with itself (Cauchy-Schwarz).
     shift = jnp.max(jnp.sum(keys * keys, axis=-1), axis=(-2, -1))
     longest = jnp.max(jnp.sum(values * values, axis=-1), axis=(-2, -1), keepdims=True)[..., None]

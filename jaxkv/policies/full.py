@@ -9,7 +9,7 @@ import jax
 
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 from jaxkv.errors import UserError
 
@@ -23,12 +23,12 @@ class Full(Policy):
 
     The caller of `step` calls `reserve` between calls, because slots cannot grow inside a call. A
     call with more tokens than slots raises UserError. A compiled call cannot raise, so there the
-    sequence outputs NaN from then on. cache: as in streaming.
+    sequence outputs NaN from then on. storage: as in streaming.
     """
 
     max: int = 131072
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "every token, up to a maximum"
     source: ClassVar[str] = "Attention Is All You Need, arXiv 1706.03762"
@@ -46,18 +46,18 @@ class Full(Policy):
             raise UserError(
                 f"max and start must be at least 1, got {self.max} and {self.start}; try max=4096"
             )
-        rows.check(self.cache)
+        rows.check(self.storage)
 
     @property
     def leaves(self) -> Ring:
-        return ring.leaves(self.cache, 0, ring.DENSE_LEAVES)
+        return ring.leaves(self.storage, 0, ring.DENSE_LEAVES)
 
     @property
     def max_lookback(self) -> int:
         return self.max
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, min(self.start, self.max), self.cache)
+        return ring.init(spec, batch, min(self.start, self.max), self.storage)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return ring.update(spec, state, chunk, ring.dense(state))
@@ -67,7 +67,7 @@ class Full(Policy):
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         start = min(self.start, self.max)
-        return ring.nbytes(spec, rows.slots_for(tokens, start, self.max), self.cache)
+        return ring.nbytes(spec, rows.slots_for(tokens, start, self.max), self.storage)
 
     def reserve(self, spec: Spec, state: Ring, tokens: int) -> Ring:
         """Room for `tokens` in all; raises UserError beyond `max`. Shapes change: not in loops."""

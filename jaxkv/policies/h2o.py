@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.attention import chunked_scan, masked_bias, slot_attention
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float32, Int32
@@ -40,12 +40,12 @@ class H2O(Policy):
     the newest. The published code attends before it evicts, so its queries see one more token.
     Every query changes what the next one evicts, so a chunk is processed token by token, which
     makes prefill slow. Positions are absolute. By default the cache has 256 slots, like other
-    policies here; the paper sizes each half as a tenth of the prompt. cache: as in streaming.
+    policies here; the paper sizes each half as a tenth of the prompt. storage: as in streaming.
     """
 
     heavy: int = 128
     window: int = 128
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "the newest tokens, and those before them that got most attention"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
@@ -61,11 +61,11 @@ class H2O(Policy):
                 f"heavy and window must be at least 1, got {self.heavy} and {self.window}; try "
                 "heavy=128,window=128"
             )
-        rows.check(self.cache)
+        rows.check(self.storage)
 
     @property
     def leaves(self) -> H2OState:
-        return H2OState(per_head.leaves(self.cache), Leaf("B K S"), Leaf("B", shared=True))
+        return H2OState(per_head.leaves(self.storage), Leaf("B K S"), Leaf("B", shared=True))
 
     @property
     def slots(self) -> int:
@@ -73,7 +73,7 @@ class H2O(Policy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> H2OState:
         return H2OState(
-            per_head.init(spec, batch, self.slots, self.cache),
+            per_head.init(spec, batch, self.slots, self.storage),
             jnp.zeros((batch, spec.kv_heads, self.slots), jnp.float32),
             jnp.zeros((batch,), jnp.int32),
         )
@@ -86,7 +86,7 @@ class H2O(Policy):
         return Cached(state.tokens.positions, weight)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return per_head.nbytes(spec, self.slots, self.cache) + 4 * spec.kv_heads * self.slots + 4
+        return per_head.nbytes(spec, self.slots, self.storage) + 4 * spec.kv_heads * self.slots + 4
 
     def _update_one(self, spec: Spec, state: H2OState, chunk: Chunk) -> tuple[Partial, H2OState]:
         """One token: it takes its slot first, then attends to every filled slot."""

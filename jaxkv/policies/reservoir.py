@@ -16,7 +16,7 @@ from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
@@ -48,7 +48,7 @@ class Reservoir(Policy):
     sampled tokens left the window about `sample` tokens ago. weighted: a sampled token counts for
     all evicted tokens that it represents (Horvitz-Thompson); this needs `uniform`. positions: as in
     streaming. exponent: a weighted token that represents n tokens counts for n^exponent. With an
-    exponent below 1 the estimate is biased and has a lower variance. cache: as in streaming.
+    exponent below 1 the estimate is biased and has a lower variance. storage: as in streaming.
     """
 
     sinks: int = 4
@@ -56,9 +56,9 @@ class Reservoir(Policy):
     sample: int = 126
     scheme: Literal["uniform", "geometric"] = "uniform"
     weighted: bool = False
-    positions: Literal["cache", "absolute"] = "cache"
+    positions: Literal["relative", "absolute"] = "relative"
     exponent: float = 1.0
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of the evicted tokens"
     source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
@@ -74,18 +74,18 @@ class Reservoir(Policy):
         if self.weighted and self.scheme == "geometric":
             raise UserError("weighted=true belongs to scheme=uniform, got geometric; leave one out")
         per_head.check_exponent(self.exponent, self.weighted)
-        rows.check(self.cache)
+        rows.check(self.storage)
 
     @property
     def leaves(self) -> ReservoirState:
-        recent = ring.leaves(self.cache, self.sinks)
+        recent = ring.leaves(self.storage, self.sinks)
         return ReservoirState(
-            recent, per_head.leaves(self.cache), Leaf("B", shared=True), Leaf("B K 2")
+            recent, per_head.leaves(self.storage), Leaf("B", shared=True), Leaf("B K 2")
         )
 
     @property
     def cache_relative(self) -> bool:
-        return self.positions == "cache"
+        return self.positions == "relative"
 
     @property
     def _recent(self) -> RingSettings:
@@ -97,8 +97,8 @@ class Reservoir(Policy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> ReservoirState:
         return ReservoirState(
-            ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks),
-            per_head.init(spec, batch, self.sample, self.cache),
+            ring.init(spec, batch, self.sinks + self.window, self.storage, self.sinks),
+            per_head.init(spec, batch, self.sample, self.storage),
             jnp.zeros((batch,), jnp.int32),
             contract.seeds(rng, spec, batch),
         )
@@ -120,8 +120,8 @@ class Reservoir(Policy):
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        recent = ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)
-        sample = per_head.nbytes(spec, self.sample, self.cache)
+        recent = ring.nbytes(spec, self.sinks + self.window, self.storage, self.sinks)
+        sample = per_head.nbytes(spec, self.sample, self.storage)
         return recent + sample + 8 * spec.kv_heads + 4
 
     def _update(

@@ -10,7 +10,7 @@ import jax
 
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
@@ -23,17 +23,19 @@ class Streaming(Policy):
     keeps the largest terms of the softmax, so the loss stays level on an endless text (section
     3.1).
 
-    positions: with `cache`, a token's position is its index within the cache (section 3.2), so no
-    distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
+    positions: with `relative`, a token's position is its index within the cache (section 3.2), so
+    no distance exceeds the cache size. With `absolute`, it is the token's index in the text, as in
     some other implementations. The published code attends before it evicts, so its queries see one
-    more key: a published cache of 4+252 equals `sinks=4,window=253` here. cache: `int8` stores keys
-    and values in int8, with a scale for each token and KV head, and sinks in full precision.
+    more key: a published cache of 4+252 equals `sinks=4,window=253` here.
+
+    storage: with `int8`, keys and values are stored in int8, with a scale for each token and KV
+    head, and sinks in full precision.
     """
 
     sinks: int = 4
     window: int = 252
-    positions: Literal["cache", "absolute"] = "cache"
-    cache: Cache = "float"
+    positions: Literal["relative", "absolute"] = "relative"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -43,15 +45,15 @@ class Streaming(Policy):
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
-        rows.check(self.cache)
+        rows.check(self.storage)
 
     @property
     def leaves(self) -> Ring:
-        return ring.leaves(self.cache, self.sinks)
+        return ring.leaves(self.storage, self.sinks)
 
     @property
     def cache_relative(self) -> bool:
-        return self.positions == "cache"
+        return self.positions == "relative"
 
     @property
     def _settings(self) -> RingSettings:
@@ -62,7 +64,7 @@ class Streaming(Policy):
         return self.sinks + self.window if self.cache_relative else math.inf
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks)
+        return ring.init(spec, batch, self.sinks + self.window, self.storage, self.sinks)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return ring.update(spec, state, chunk, self._settings)
@@ -71,4 +73,4 @@ class Streaming(Policy):
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)
+        return ring.nbytes(spec, self.sinks + self.window, self.storage, self.sinks)

@@ -9,7 +9,7 @@ import jax
 
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
 
 
@@ -21,11 +21,11 @@ class Window(Policy):
     But many models that were trained without a window put much of their attention on the first
     tokens. When the window evicts these tokens, the softmax loses its largest terms and the loss
     jumps (StreamingLLM, section 3.1). Layers that were trained with a sliding window use this
-    policy without loss. cache: as in streaming.
+    policy without loss. storage: as in streaming.
     """
 
     window: int = 256
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "the newest tokens and nothing else"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
@@ -34,19 +34,19 @@ class Window(Policy):
     bytes_formula: ClassVar[str] = "window * t + 4"
 
     def __post_init__(self) -> None:
-        ring.check(0, self.window, "cache")
-        rows.check(self.cache)
+        ring.check(0, self.window, "relative")
+        rows.check(self.storage)
 
     @property
     def leaves(self) -> Ring:
-        return ring.leaves(self.cache, 0)
+        return ring.leaves(self.storage, 0)
 
     @property
     def max_lookback(self) -> int:
         return self.window
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> Ring:
-        return ring.init(spec, batch, self.window, self.cache)
+        return ring.init(spec, batch, self.window, self.storage)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
         return ring.update(spec, state, chunk, RingSettings(window=self.window))
@@ -55,4 +55,4 @@ class Window(Policy):
         return ring.cached(state)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        return ring.nbytes(spec, self.window, self.cache)
+        return ring.nbytes(spec, self.window, self.storage)

@@ -56,7 +56,7 @@ def put(state: State, indices: Indices, source: State) -> State:
         apart = first_few(sorted(leaves.keys() ^ source_leaves.keys()))
         raise UserError(
             f"sequences fit a state with the same arrays, and only one of both has {apart}; make "
-            "both with one policy, with the same cache="
+            "both with one policy, with the same storage="
         )
     if isinstance(indices, np.ndarray) and len(set(indices.tolist())) < len(indices):
         raise UserError(f"each sequence can be put once, got {indices.tolist()}; name it once")
@@ -217,7 +217,7 @@ def _compare(path: str | os.PathLike, saved: dict[str, str], leaves: dict[str, S
             raise UserError(
                 f"a snapshot must have the state of this policy, model and batch: {path}: {name} "
                 f"should be {expected.get(name, 'absent')}, is {saved.get(name, 'absent')}; "
-                "load it with the settings it was saved with, cache= among them"
+                "load it with the settings it was saved with, storage= among them"
             )
 
 

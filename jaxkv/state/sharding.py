@@ -87,13 +87,13 @@ def sharded_step(
     v: Float[Array, "B T K H"],
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-    sink: Float[Array | np.ndarray, " N"] | None = None,
+    sink_logits: Float[Array | np.ndarray, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], State]:
     """`step`, each device with its own sequences and KV heads; a mesh may have one axis or both.
 
     Raises UserError where the mesh does not divide the batch or the KV heads evenly.
     """
-    arguments.check(policy, spec, state, q, k, v, positions, valid, sink)
+    arguments.check(policy, spec, state, q, k, v, positions, valid, sink_logits)
     batch, heads = axes_in(mesh)
     check(mesh, q.shape[0], spec.kv_heads)
     spec = _of_one_device(mesh, spec)
@@ -106,7 +106,7 @@ def sharded_step(
         out_specs=(by_head, states),
         check_vma=False,  # the kernels of some policies do not say along which axes they vary
     )
-    return split(state, q, k, v, positions, valid, sink)
+    return split(state, q, k, v, positions, valid, sink_logits)
 
 
 def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State) -> State:

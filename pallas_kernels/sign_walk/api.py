@@ -59,7 +59,7 @@ def balance_walk(
 ) -> Walk:
     """Walks over tokens or differences of two tokens; a TPU writes no Gram matrix to memory.
 
-    keys [...,P,b,d], scaled by the root of temperature / sqrt d, values [...,P,b,d']: a step is a
+    keys [...,P,b,d], scaled by the root of key_scale / sqrt d, values [...,P,b,d']: a step is a
     token (P = 1) or the first of two minus the second (P = 2). The inner product of two tokens is
     gain x exp(<k,k'> - shift) (<v,v'> + tau); shift, gain [...]. tau: balances the denominator of
     the softmax beside its numerator. thresholds and implementation: as in `sign_walk`. Kernels may

@@ -52,7 +52,7 @@ def test_a_row_that_is_not_finite_is_nan_and_others_are_not(bad):
     assert np.isfinite(found[0, 1, :2]).all()
 
 
-@pytest.mark.parametrize("policy", [Streaming(1, 4), Streaming(1, 4, cache="int8")])
+@pytest.mark.parametrize("policy", [Streaming(1, 4), Streaming(1, 4, storage="int8")])
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_the_output_is_nan_as_with_floats(policy, which, rng):
     state = policy.init(SPEC, 1, jax.random.key(0))
@@ -68,7 +68,9 @@ def test_the_output_is_nan_as_with_floats(policy, which, rng):
 @pytest.mark.parametrize("dtype, most", [("float32", 0.27), ("bfloat16", 0.53)])
 def test_bytes_at_head_dim_64(dtype, most):
     spec = jaxkv.Spec(3, 64, 0.125, SPEC.encoding, dtype=dtype)
-    floats, int8 = (Streaming(4, 1020, cache=c).bytes_per_sequence(spec) for c in ("float", "int8"))
+    floats, int8 = (
+        Streaming(4, 1020, storage=c).bytes_per_sequence(spec) for c in ("float", "int8")
+    )
     assert int8 / floats <= most
 
 
@@ -84,13 +86,13 @@ def test_states_in_int8_and_in_floats_do_not_mix(tmp_path):
             lambda state=state, wrong=wrong: batch.put(state, [0], wrong),
             lambda state=state: batch.load(tmp_path / "state", state),
         ):
-            with pytest.raises(UserError, match="cache=") as raised:
+            with pytest.raises(UserError, match="storage=") as raised:
                 what()
             assert "\n" not in str(raised.value)
 
 
 def test_bad_settings_are_refused(unchecked):
-    with pytest.raises(UserError, match="cache must be one of float, int8, got 'int3'"):
-        Streaming(cache="int3")
-    with pytest.raises(UserError, match="start must be at least sinks with cache=int8, got 8"):
-        Balance(sinks=32, start=8, cache="int8")
+    with pytest.raises(UserError, match="storage must be one of float, int8, got 'int3'"):
+        Streaming(storage="int3")
+    with pytest.raises(UserError, match="start must be at least sinks with storage=int8, got 8"):
+        Balance(sinks=32, start=8, storage="int8")

@@ -59,8 +59,12 @@ FLAGS = {
     "no bits": ("--policy magicpig:K=0", "K must be from 1 to 16", "got 0", "try K=10"),
     "more bits than a code has": ("--policy magicpig:K=17", "from 1 to 16", "got 17", "try K=10"),
     "a single table": ("--policy magicpig:L=1", "L must be from 2", "got 1", "try L=150"),
-    "unknown memory": ("--policy magicpig:memory=disk", "one of device, host", "'disk'"),
-    "unknown hash": ("--policy magicpig:hash=md5", "one of simhash, crosspolytope", "'md5'"),
+    "neither true nor false": (
+        "--policy magicpig:host_offload=disk", "one of true, false", "'disk'",
+    ),
+    "a field of an earlier version": (
+        "--policy balance:temperature=0.1", "no field 'temperature'", "key_scale",
+    ),
     "no budget": ("--policy magicpig:budget=0", "from 1 to 65535", "got 0", "try budget=4096"),
     "dense layers that do not exist": (
         "--policy 0=full;16=full;*=magicpig:K=4", "layer 16 does not exist", "layers 0 to 1",

@@ -328,7 +328,7 @@ def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path
 
 
 def test_a_session_with_a_bad_scale_ends_with_one_line(run, model, stdin, tmp_path):
-    path, policy = tmp_path / "talk", "window:window=64,cache=int8"
+    path, policy = tmp_path / "talk", "window:window=64,storage=int8"
     talk = models.Conversation(models.load(model), policy)
     assert "".join(talk.say("Hello", max_new_tokens=9))
     first, *others = talk.stream.decoding.states

@@ -34,7 +34,7 @@ def test_table_and_files(run, model, text, tmp_path):
     assert [(b["start"], b["end"]) for b in full["blocks"]] == [(1, 41), (41, 81), (81, 100)]
     assert full["blocks"][0] != window["blocks"][0]
     assert (recompute["policy"], recompute["state_bytes"]) == ("recompute:window=16", 0)
-    assert full["policy_string"] == "full:max=131072,start=512,cache=float"
+    assert full["policy_string"] == "full:max=131072,start=512,storage=float"
 
     again = run("compare", "--model", model, "--text", text, *flags, *chosen, "--json").json
     assert again["versions"] == record["versions"]

@@ -173,11 +173,11 @@ def test_a_policy_for_each_layer_and_a_warning(run, model):
     flags = ("--policy", "1=window:window=600;*=window:window=9", "--max-new-tokens", 5, "--json")
     ran = run("generate", "x" * 600, "--model", model, *flags)
     assert ran.json["policy"] in (
-        "1=window:window=600,cache=float;*=window:window=9,cache=float",
-        "0=window:window=9,cache=float;*=window:window=600,cache=float",
+        "1=window:window=600,storage=float;*=window:window=9,storage=float",
+        "0=window:window=9,storage=float;*=window:window=600,storage=float",
     )
     (line,) = [x for x in ran.err.splitlines() if "warning" in x]
-    assert line.startswith("jaxkv: warning: window:window=600,cache=float looks back")
+    assert line.startswith("jaxkv: warning: window:window=600,storage=float looks back")
     assert "trained context of 512" in line and "degrades" in line
 
 

@@ -15,7 +15,7 @@ def test_all_are_listed(run):
     ran = run("policies")
     for name in POLICIES:
         assert f"{name}: " in ran.out
-    assert "sinks=4 (int), window=252 (int), positions=cache (cache|absolute)" in ran.out
+    assert "sinks=4 (int), window=252 (int), positions=relative (relative|absolute)" in ran.out
     assert all(f"{letter} " in ran.out.split("Memory is in bytes")[1] for letter in "KGH")
     assert ran.err == ""
 
@@ -46,7 +46,7 @@ def test_json(run):
     assert set(found) == set(POLICIES)
     assert found["window"]["fields"] == {
         "window": {"type": "int", "default": 256},
-        "cache": {"type": "float|int8", "default": "float"},
+        "storage": {"type": "float|int8", "default": "float"},
     }
     fields = {"summary", "bytes_formula", "source", "about"}
     assert all(fields <= set(p) for p in found.values())

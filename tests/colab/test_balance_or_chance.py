@@ -29,7 +29,7 @@ def test_lengths_are_norms_of_the_signed_sums():
     points, signs = random.normal(size=(7, 2)) / 2, random.choice([-1, 1], (3, 7))
     x, y = (points - points.mean(axis=0)).T
     terms = [
-        np.sqrt(compression.PLANE.temperature ** (i + j)) * x**i * y**j
+        np.sqrt(compression.PLANE.key_scale ** (i + j)) * x**i * y**j
         / math.sqrt(math.factorial(i) * math.factorial(j))
         for i in range(16) for j in range(16)
     ]  # fmt: skip

@@ -100,7 +100,7 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
 
 
 def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
-    policy = "streaming:sinks=2,window=14,cache=int8"
+    policy = "streaming:sinks=2,window=14,storage=int8"
     engine = Engine(plain(policy), max_batch=4, chunk=16, max_prefill_tokens=32)
     assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._running._batch))
     asked = requests(6, 4, logprobs=2)

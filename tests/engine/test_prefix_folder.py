@@ -19,9 +19,9 @@ from tests.engine.test_prefixes import CHUNK, SHARED, branches, usable
 from tests.seldom import seldom
 
 BOTH = ["full", "streaming:sinks=2,window=14"]
-OFTEN = [*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:cache=int8"]
+OFTEN = [*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:storage=int8"]
 SELDOM = [
-    "balance:sinks=2,window=4,rounds=1,cache=int8", "magicpig:K=4,L=6,sinks=2,window=4",
+    "balance:sinks=2,window=4,rounds=1,storage=int8", "magicpig:K=4,L=6,sinks=2,window=4",
     "reservoir:sinks=2,window=6,sample=8",
 ]  # fmt: skip
 ASKED = [Request(prompt, 6, logprobs=3) for prompt in (SHARED, *branches((31, 48, 130)))]

@@ -22,17 +22,17 @@ APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,win
              "expected-attention:capacity=8,sinks=2,future=16", "keydiff:capacity=8",
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
-             "vattention:sinks=2,window=4", "full:cache=int8",
-             "balance:sinks=2,window=4,rounds=1,cache=int8")  # fmt: skip
+             "vattention:sinks=2,window=4", "full:storage=int8",
+             "balance:sinks=2,window=4,rounds=1,storage=int8")  # fmt: skip
 EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
               "window:window=16", "h2o:heavy=8,window=8", "reservoir:sinks=2,window=6,sample=8",
               "stratified:sinks=2,window=6,sample=8",
               "balance-stream:sinks=2,window=6,levels=2,block=4",
-              "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,cache=int8",
-              "balance-stream:sinks=2,window=6,levels=2,block=4,cache=int8")  # fmt: skip
+              "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,storage=int8",
+              "balance-stream:sinks=2,window=6,levels=2,block=4,storage=int8")  # fmt: skip
 OFTEN = {
     "full",
-    "full:cache=int8",
+    "full:storage=int8",
     "streaming:sinks=2,window=14",
     "0=full;*=streaming:sinks=2,window=14",
 }

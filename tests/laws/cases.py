@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
     @property
     def in_int8(self) -> bool:
-        return getattr(self.policy, "cache", "float") == "int8"
+        return getattr(self.policy, "storage", "float") == "int8"
 
     @property
     def window(self) -> int:
@@ -100,7 +100,7 @@ class Case(NamedTuple):
 
 
 FEW = (1, 7)
-WALK = {"theta": THETA, "scale": SCALE, "temperature": 0.1, "c": 0.25}
+WALK = {"theta": THETA, "scale": SCALE, "key_scale": 0.1, "c": 0.25}
 by_pairs = functools.partial(oracle.by_pairs, **WALK)
 by_walk = functools.partial(oracle.by_walk, **WALK)
 published = functools.partial(oracle.as_published, **WALK)
@@ -109,7 +109,7 @@ S45 = {"policy": Streaming(4, 5), "capacity": 9, "rule": oracle.streaming(4, 5),
 
 CASES = [
     Case("full", Full(max=29, start=29), 29, oracle.full(), longest=29, chunks=(1, 3, 7, 29)),
-    Case("full-int8", Full(max=29, start=29, cache="int8"), 29, oracle.full(), longest=29,
+    Case("full-int8", Full(max=29, start=29, storage="int8"), 29, oracle.full(), longest=29,
          chunks=FEW),
     Case("full-growing", Full(max=24, start=7), 24, oracle.full(), longest=24, chunks=FEW),
     Case("window-1", Window(1), 1, oracle.window(1), chunks=(1, 3), longest=7),
@@ -130,7 +130,7 @@ CASES = [
     Case("one-query-head-each", **S45, relative=True, group=1, chunks=FEW),
     Case("bfloat16", **S45, relative=True, chunks=(1, 3, 19), dtype="bfloat16",
          incoming="bfloat16"),
-    Case("streaming-int8", Streaming(4, 5, cache="int8"), 9, oracle.streaming(4, 5), 4,
+    Case("streaming-int8", Streaming(4, 5, storage="int8"), 9, oracle.streaming(4, 5), 4,
          relative=True),
     Case("window-int8", Window(5, "int8"), 5, oracle.window(5), chunks=FEW, encoding=ALIBI),
     Case("bfloat16-cache", **S45, relative=True, dtype="bfloat16", chunks=FEW),
@@ -138,9 +138,9 @@ CASES = [
          oracle.reservoir(2, 4, 3), 2, unbiased=(17,), drawn=True),
     Case("reservoir-cache-relative", Reservoir(2, 4, 3), 9,
          oracle.reservoir(2, 4, 3, weighted=0), 2, relative=True, drawn=True),
-    Case("reservoir-int8", Reservoir(2, 4, 3, cache="int8"), 9,
+    Case("reservoir-int8", Reservoir(2, 4, 3, storage="int8"), 9,
          oracle.reservoir(2, 4, 3, weighted=0), 2, (1, 7, 19), relative=True, drawn=True),
-    Case("reservoir-absolute-int8", Reservoir(2, 4, 3, positions="absolute", cache="int8"), 9,
+    Case("reservoir-absolute-int8", Reservoir(2, 4, 3, positions="absolute", storage="int8"), 9,
          oracle.reservoir(2, 4, 3, weighted=0), 2, FEW, drawn=True),
     Case("reservoir-geometric", Reservoir(1, 5, 2, "geometric", positions="absolute"), 8,
          oracle.reservoir(1, 5, 2, "geometric", False), 1, FEW, drawn=True),
@@ -172,11 +172,12 @@ CASES = [
     Case("balance-stream-bfloat16", BalanceStream(2, 4, 2, 8, "coin", weighted=True), 13,
          oracle.merge_and_reduce(2, 4, 2, 8, oracle.by_coin), 2, FEW, relative=True, longest=40,
          dtype="bfloat16", incoming="bfloat16"),
-    Case("balance-stream-int8", BalanceStream(1, 3, 4, 4, cache="int8"), 7,
+    Case("balance-stream-int8", BalanceStream(1, 3, 4, 4, storage="int8"), 7,
          oracle.merge_and_reduce(1, 3, 4, 4, by_pairs(cache_relative=True), weighted=0), 1,
          FEW, relative=True, longest=90),
-    Case("stratified-int8", Stratified(1, 3, 4, weighted=True, positions="absolute", cache="int8"),
-         7, oracle.merge_and_reduce(1, 3, 1, 4, oracle.by_coin), 1, FEW, longest=60),
+    Case("stratified-int8",
+         Stratified(1, 3, 4, weighted=True, positions="absolute", storage="int8"), 7,
+         oracle.merge_and_reduce(1, 3, 1, 4, oracle.by_coin), 1, FEW, longest=60),
     Case("stratified", Stratified(1, 3, 4, weighted=True, positions="absolute"), 7,
          oracle.merge_and_reduce(1, 3, 1, 4, oracle.by_coin), 1, (1, 7, 30), longest=60,
          unbiased=(17,)),
@@ -186,7 +187,7 @@ CASES = [
     Case("balance", Balance(2, 3, 2, 8, start=64), 8,
          oracle.compressed(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, (1, 7), longest=60,
          unbiased=(17,)),
-    Case("balance-int8", Balance(2, 3, 2, 8, start=64, cache="int8"), 8,
+    Case("balance-int8", Balance(2, 3, 2, 8, start=64, storage="int8"), 8,
          oracle.compressed(2, 3, 2, oracle.in_blocks(2, 8, by_pairs())), 2, FEW, longest=60),
     Case("balance-bfloat16", Balance(2, 3, 1, 8, "coin", start=64), 6,
          oracle.compressed(2, 3, 1, oracle.in_blocks(1, 8, oracle.by_coin)), 2, FEW, longest=40,
@@ -200,13 +201,13 @@ CASES = [
     Case("h2o", H2O(5, 3), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7), longest=40),
     Case("h2o-int8", H2O(5, 3, "int8"), 8, oracle.heavy_hitters(5, 3, THETA, SCALE), 0, (1, 7),
          longest=40),
-    Case("snapkv-int8", SnapKV(9, 3, 3, start=16, cache="int8"), 9,
+    Case("snapkv-int8", SnapKV(9, 3, 3, start=16, storage="int8"), 9,
          oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,
          longest=36),
-    Case("expected-attention-int8", ExpectedAttention(9, 2, 6, start=16, cache="int8"), 9,
+    Case("expected-attention-int8", ExpectedAttention(9, 2, 6, start=16, storage="int8"), 9,
          oracle.compressed(2, 0, 0, oracle.most_expected(9, 2, 6, THETA, SCALE)), 2, FEW,
          longest=36),
-    Case("keydiff-int8", KeyDiff(9, start=16, cache="int8"), 9,
+    Case("keydiff-int8", KeyDiff(9, start=16, storage="int8"), 9,
          oracle.compressed(0, 0, 0, oracle.least_alike(9, THETA)), 0, FEW, longest=36),
     Case("snapkv", SnapKV(9, 3, 3, start=16), 9,
          oracle.compressed(0, 3, 0, oracle.most_attended(9, 3, 3, "max", THETA, SCALE)), 0, FEW,

@@ -160,7 +160,7 @@ def test_growing_layers_count_at_the_size_of_the_stretch(llm):
 def test_full_attention_is_no_policy_to_advise(llm, policy):
     with pytest.raises(UserError, match="full is always measured"):
         advise.check_not_full(llm, policy)
-    for other in ("full:cache=int8", "0=full;*=window:window=16"):
+    for other in ("full:storage=int8", "0=full;*=window:window=16"):
         advise.check_not_full(llm, other)
 
 
@@ -319,7 +319,7 @@ def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, drawn):
     lines = of(BEST, OTHER, *overlap)
     assert f"Take {BEST} (the lowest loss of the 2 fastest, whose times overlap)" in lines[-1]
     assert not any("may be up to" in line for line in lines)
-    for best in (BEST, "streaming:sinks=4,window=60,cache=int8"):  # the default is in floats
+    for best in (BEST, "streaming:sinks=4,window=60,storage=int8"):  # the default is in floats
         lines = of(best, STREAMING, *overlap)
         taken = f"Take {STREAMING} (the default of the 2 fastest, whose times overlap)"
         assert taken in lines[-2]

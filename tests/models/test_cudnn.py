@@ -19,24 +19,24 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 CASES = {
     "plain": {},
     "window": {"window": 100},
-    "zero sink": {"sink": np.zeros(HEADS, np.float32)},
-    "learned sinks": {"sink": np.array([-2, 0.5, 1, 3], np.float32)},
+    "zero sink": {"sink_logits": np.zeros(HEADS, np.float32)},
+    "learned sinks": {"sink_logits": np.array([-2, 0.5, 1, 3], np.float32)},
 }
 
 
 @pytest.mark.parametrize("tokens", [128, 300, 2048])
 @pytest.mark.parametrize("case", CASES)
 def test_cudnn_equals_xla(rng, case, tokens):
-    window, zero = CASES[case].get("window"), CASES[case].get("sink")
+    window, zero = CASES[case].get("window"), CASES[case].get("sink_logits")
     shapes = ((2, tokens, HEADS, DIM), *((2, tokens, KV_HEADS, DIM),) * 2)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     if case == "learned sinks":
         arrays.append(jnp.asarray(zero))
     spec = Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 100.0), dtype="bfloat16")
 
-    def out(implementation, q, k, v, sink=zero):
+    def out(implementation, q, k, v, sink_logits=zero):
         attend = partial(uncached.attend, implementation=implementation)
-        return attend(window, spec, None, q, k, v, sink=sink)[0].astype(jnp.float32)
+        return attend(window, spec, None, q, k, v, sink_logits=sink_logits)[0].astype(jnp.float32)
 
     def gradients(implementation, *given):
         value = lambda *a: jnp.sum(jnp.sin(out(implementation, *a)))  # noqa: E731

@@ -75,8 +75,8 @@ PLAIN = ("streaming", "window", "full")
 LOOPS = [
     *itertools.product(SHAPES, (1, 8), PLAIN),
     *itertools.product(list(SHAPES)[-1:], (1, 8), ("reservoir", "balance-stream")),
-    (list(SHAPES)[-1], 1, "streaming:cache=int8"),
-    *(seldom(list(SHAPES)[-1], 8, f"{policy}:cache=int8") for policy in (*PLAIN, "reservoir")),
+    (list(SHAPES)[-1], 1, "streaming:storage=int8"),
+    *(seldom(list(SHAPES)[-1], 8, f"{policy}:storage=int8") for policy in (*PLAIN, "reservoir")),
     *(seldom(list(SHAPES)[-1], 8, policy) for policy in ("stratified", "h2o")),
     *(seldom(list(SHAPES)[-1], batch, "magicpig:K=4,L=20") for batch in (1, 8)),
 ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_the_loop_copies_no_scales(tmp_path):
     """Three query heads per KV head and 1,024 slots, as the scales are copied for some shapes."""
     heads = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
     write_json(tmp_path / "config.json", FAMILIES["llama2"] | SHAPES["110M"] | heads)
-    program, states = lowered(read_config(tmp_path), "streaming:window=1020,cache=int8", 1)
+    program, states = lowered(read_config(tmp_path), "streaming:window=1020,storage=int8", 1)
     sizes = {state.k.scale.size for state in states}
     copies = copies_in_loops(program.compile().as_text(), sizes)
     assert [line for line in copies if re.search(r"= \(?bf16\[", line)] == []

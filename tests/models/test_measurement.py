@@ -41,7 +41,7 @@ SETTINGS = {
     "quest": f"quest:share=0.2,page=4,fewest=1,{ENDS}",
     "vattention": f"vattention:{ENDS}",
 }
-OTHERS = ["snapkv:capacity=12,window=5,cache=int8", f"0=full;*=uniform:{ENDS},rounds=2"]
+OTHERS = ["snapkv:capacity=12,window=5,storage=int8", f"0=full;*=uniform:{ENDS},rounds=2"]
 
 
 @pytest.fixture(scope="module")

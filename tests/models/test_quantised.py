@@ -256,7 +256,7 @@ def test_decoding_holds_no_float_copy_of_the_model(tmp_path, weight_format):
     assert memory.temp_size_in_bytes < 3 * 4 * max(sizes) < sum(sizes)
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], f"{POLICIES[0]},cache=int8"])
+@pytest.mark.parametrize("policy", [POLICIES[0], f"{POLICIES[0]},storage=int8"])
 def test_answers_of_the_engine_do_not_depend_on_neighbours(quantised, policy):
     """No bit of the log probabilities does, with float caches and with those in int8."""
     requests = [Request(tuple(range(3, 3 + n)), 12, logprobs=3) for n in (5, 17, 30)]

@@ -80,7 +80,7 @@ def test_an_incomplete_file(llm, saved, damage):
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, 0.0])
 def test_a_bad_scale_of_a_cache_in_int8_is_named(llm, tmp_path, scale):
-    talk, path = models.Conversation(llm, f"{POLICY},cache=int8"), tmp_path / "session"
+    talk, path = models.Conversation(llm, f"{POLICY},storage=int8"), tmp_path / "session"
     ask(talk, "Hello")
     states = talk.stream.decoding.states
     wrong = states[1].k._replace(scale=states[1].k.scale.at[0, 0, 3].set(scale))
@@ -88,7 +88,7 @@ def test_a_bad_scale_of_a_cache_in_int8_is_named(llm, tmp_path, scale):
     talk.stream.decoding = talk.stream.decoding._replace(states=states)
     session.save(path, talk)
     with pytest.raises(batch.BadScale, match=r"finite, and above 0 .*\[1\]\.k has ") as error:
-        session.load(path, models.Conversation(llm, f"{POLICY},cache=int8"))
+        session.load(path, models.Conversation(llm, f"{POLICY},storage=int8"))
     assert f"{path}: " in str(error.value) and f" has {scale:g}; load" in str(error.value)
 
 

@@ -25,7 +25,7 @@ def random_tokens(rng, tokens, rows=2):
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def oracle(q, k, v, scale, window=None, softcap=None, sink=None):
+def oracle(q, k, v, scale, window=None, softcap=None, sink_logits=None):
     """Softmax attention by its definition, in float64 and without positions."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out, seen = np.zeros(q.shape), np.zeros((q.shape[0], HEADS, q.shape[1], q.shape[1]))
@@ -35,7 +35,7 @@ def oracle(q, k, v, scale, window=None, softcap=None, sink=None):
         if softcap is not None:
             logits = softcap * np.tanh(logits / softcap)
         weights = np.exp(logits)
-        weights /= weights.sum() + (0 if sink is None else np.exp(sink[n]))
+        weights /= weights.sum() + (0 if sink_logits is None else np.exp(sink_logits[n]))
         out[b, t, n] = weights @ v[b, first : t + 1, n // (HEADS // KV_HEADS)]
         seen[b, n, t, first : t + 1] = weights
     return out, seen
@@ -45,8 +45,8 @@ CASES = {
     "plain": {},
     "window": {"window": 5},
     "softcap": {"softcap": 1.5},
-    "zero sink": {"sink": np.zeros(HEADS, np.float32)},
-    "learned sinks": {"sink": np.array([-2, 0.5, 1, 3], np.float32)},
+    "zero sink": {"sink_logits": np.zeros(HEADS, np.float32)},
+    "learned sinks": {"sink_logits": np.array([-2, 0.5, 1, 3], np.float32)},
 }
 
 
@@ -59,12 +59,16 @@ def test_attention_equals_numpy(rng, case, tokens):
     how = dict(CASES[case])
     q, k, v = random_tokens(rng, tokens, rows=1)
     wanted, seen = oracle(q, k, v, SPEC.scale, **how)
-    window, sink = how.get("window"), how.get("sink")
+    window, sink_logits = how.get("window"), how.get("sink_logits")
     spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
-    out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink=sink)[0])(q, k, v)
+    out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink_logits=sink_logits)[0])(
+        q, k, v
+    )
     np.testing.assert_allclose(out, wanted, atol=2e-6)
     out, probabilities = jax.jit(
-        lambda *a: uncached.attend_with_probabilities(window, spec, None, *a, sink=sink)
+        lambda *a: uncached.attend_with_probabilities(
+            window, spec, None, *a, sink_logits=sink_logits
+        )
     )(q, k, v)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
     np.testing.assert_allclose(probabilities, seen, atol=2e-6)
@@ -81,14 +85,14 @@ def test_gradients_equal_those_of_jax(rng, case, tokens):
     how = CASES[case]
     spec = dataclasses.replace(SPEC, softcap=how.get("softcap"))
     arrays = random_tokens(rng, tokens)
-    if "sink" in how:
-        arrays += (jnp.asarray(how["sink"]),)
+    if "sink_logits" in how:
+        arrays += (jnp.asarray(how["sink_logits"]),)
 
     def of(function):
         return gradients(
-            lambda q, k, v, sink=None: function(how.get("window"), spec, None, q, k, v, sink=sink)[
-                0
-            ],
+            lambda q, k, v, sink_logits=None: function(
+                how.get("window"), spec, None, q, k, v, sink_logits=sink_logits
+            )[0],
             *arrays,
         )
 
@@ -101,17 +105,17 @@ def test_gradients_equal_those_of_jax(rng, case, tokens):
 @pytest.mark.parametrize("case", ["plain", "window", "zero sink", "learned sinks"])
 def test_a_fused_kernel_supports_sinks(rng, case):
     """The function that calls cuDNN, here with the kernel of XLA."""
-    sink, window = CASES[case].get("sink"), CASES[case].get("window")
+    sink_logits, window = CASES[case].get("sink_logits"), CASES[case].get("window")
     arrays = random_tokens(rng, 37)
     if case == "learned sinks":  # a sink that is constant zero is a numpy array
-        arrays += (jnp.asarray(sink),)
+        arrays += (jnp.asarray(sink_logits),)
 
-    def fused(q, k, v, given=sink):
+    def fused(q, k, v, given=sink_logits):
         return uncached.fused_attention(q, k, v, SPEC.scale, window, given, "xla")
 
-    def plain(q, k, v, given=sink):
+    def plain(q, k, v, given=sink_logits):
         spec = dataclasses.replace(SPEC, encoding=NoPosition())
-        return uncached.attend(window, spec, None, q, k, v, sink=given)[0]
+        return uncached.attend(window, spec, None, q, k, v, sink_logits=given)[0]
 
     np.testing.assert_allclose(fused(*arrays), plain(*arrays), atol=2e-6)
     for one, other in zip(gradients(fused, *arrays), gradients(plain, *arrays), strict=True):
@@ -120,10 +124,10 @@ def test_a_fused_kernel_supports_sinks(rng, case):
 
 def test_a_learned_sink_survives_half_precision():
     """Three bfloat16 terms store a logit in 24 bits; one would have an error of up to 0.4 %."""
-    sink = jnp.array([-3.3, 0.123456, 1.7, 9.9], jnp.float32)
-    terms = uncached._split(sink, jnp.bfloat16)
+    sink_logits = jnp.array([-3.3, 0.123456, 1.7, 9.9], jnp.float32)
+    terms = uncached._split(sink_logits, jnp.bfloat16)
     assert terms.shape == (4, 8) and terms.dtype == jnp.bfloat16
-    np.testing.assert_allclose(terms.astype(jnp.float32).sum(-1), sink, rtol=1e-6)
+    np.testing.assert_allclose(terms.astype(jnp.float32).sum(-1), sink_logits, rtol=1e-6)
 
 
 class Gpu:
@@ -140,14 +144,14 @@ FITS = {
     "H200, wide heads": (Gpu("9.0"), 256, {}, ""),
     "A100": (Gpu("8.0"), 128, {"window": 64}, ""),
     "A100, wide heads": (Gpu("8.0"), 256, {}, "up to 128"),
-    "A100, zero sink": (Gpu("8.0"), 128, {"sink": ZERO}, ""),
-    "A100, learned sinks": (Gpu("8.0"), 128, {"sink": LEARNED}, "got 136"),
+    "A100, zero sink": (Gpu("8.0"), 128, {"sink_logits": ZERO}, ""),
+    "A100, learned sinks": (Gpu("8.0"), 128, {"sink_logits": LEARNED}, "got 136"),
     "T4": (Gpu("7.5"), 64, {}, "8.0 on, got 7.5"),
     "AMD": (Gpu("gfx942", "rocm 6.3"), 64, {}, "NVIDIA"),
     "CPU": (Gpu("", "cpu", "cpu"), 64, {}, "got cpu"),
     "odd heads": (Gpu("9.0"), 12, {}, "of eights"),
     "softcap": (Gpu("9.0"), 64, {"softcap": 30.0}, "without a softcap"),
-    "sink and window": (Gpu("9.0"), 64, {"sink": ZERO, "window": 8}, "without a window"),
+    "sink and window": (Gpu("9.0"), 64, {"sink_logits": ZERO, "window": 8}, "without a window"),
 }
 
 

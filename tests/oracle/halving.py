@@ -12,12 +12,12 @@ def by_coin(numbers, uniforms, inputs):
     return [numbers[i] if uniforms[i] < 0.5 else numbers[i + 1] for i in range(0, len(numbers), 2)]
 
 
-def by_pairs(theta, scale, temperature, c, cache_relative=False):
+def by_pairs(theta, scale, key_scale, c, cache_relative=False):
     """A self-balancing walk over the differences of neighbours, with random signs."""
 
     def choose(numbers, uniforms, inputs):
         steps = len(numbers) // 2
-        phi = gram(numbers, inputs.k, inputs.v, theta, scale, temperature, cache_relative)
+        phi = gram(numbers, inputs.k, inputs.v, theta, scale, key_scale, cache_relative)
         pick = np.zeros((steps, len(numbers)))
         pick[np.arange(steps), 2 * np.arange(steps)] = 1
         pick[np.arange(steps), 2 * np.arange(steps) + 1] = -1
@@ -27,11 +27,11 @@ def by_pairs(theta, scale, temperature, c, cache_relative=False):
     return choose
 
 
-def by_walk(theta, scale, temperature, c, cache_relative=False):
+def by_walk(theta, scale, key_scale, c, cache_relative=False):
     """A self-balancing walk over tokens. Random signs change until each has half of the tokens."""
 
     def choose(numbers, uniforms, inputs):
-        phi = gram(numbers, inputs.k, inputs.v, theta, scale, temperature, cache_relative)
+        phi = gram(numbers, inputs.k, inputs.v, theta, scale, key_scale, cache_relative)
         signs = walk(phi, uniforms, c)
         order = lambda i: (signs[i] < 0, uniforms[i] * 4096 % 1)  # noqa: E731
         first = sorted(range(len(numbers)), key=order)[: len(numbers) // 2]
@@ -40,12 +40,12 @@ def by_walk(theta, scale, temperature, c, cache_relative=False):
     return choose
 
 
-def gram(numbers, keys, values, theta, scale, temperature, cache_relative):
+def gram(numbers, keys, values, theta, scale, key_scale, cache_relative):
     """exp(<k,k'>) (<v,v'> + 1) of these tokens. Keys are centred; values are at most 1 long."""
     k, v = keys[numbers], values[numbers]
     if theta is not None:
         k = rotate(k, np.arange(len(numbers)) if cache_relative else np.array(numbers), theta)
-    k = (k - k.mean(0)) * math.sqrt(temperature * scale)
+    k = (k - k.mean(0)) * math.sqrt(key_scale * scale)
     v = v / np.sqrt((v**2).sum(1).max())
     return np.exp(k @ k.T) * (v @ v.T + 1)
 

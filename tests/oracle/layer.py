@@ -39,7 +39,7 @@ def attention(
     slopes=None,
     scale=1.0,
     softcap=None,
-    sink=None,
+    sink_logits=None,
 ):
     """One layer over one sequence: outputs [T,N,H], and the cached tokens by token and KV head.
 
@@ -78,7 +78,7 @@ def attention(
                 if slopes is not None:
                     logits = logits - slopes[n] * (place[-1] - place)
                 logits = logits + weights
-                extra = -np.inf if sink is None else sink[n]
+                extra = -np.inf if sink_logits is None else sink_logits[n]
                 top = max(logits.max(), extra)
                 e = np.exp(logits - top)
                 out[t, n] = e @ values / (e.sum() + np.exp(extra - top))

@@ -50,7 +50,7 @@ def in_blocks(rounds, block, choose):
     return all_rounds
 
 
-def as_published(rounds, block, theta, scale, temperature, c):
+def as_published(rounds, block, theta, scale, key_scale, c):
     """The halving of BalanceKV's published code: walks in blocks, over values times their factors.
 
     At the token where one sign has half of all tokens, the earlier tokens of the other sign stay
@@ -64,7 +64,7 @@ def as_published(rounds, block, theta, scale, temperature, c):
             for at in range(0, len(numbers), block):
                 some = numbers[at : at + block]
                 v = inputs.v * times[:, None]
-                phi = gram(some, inputs.k, v, theta, scale, temperature, False)
+                phi = gram(some, inputs.k, v, theta, scale, key_scale, False)
                 uniforms = [uniform(16 * (at + i) + round, inputs.rng) for i in range(len(some))]
                 signs += walk(phi, uniforms, c)
             end = next(i for i in range(len(signs)) if signs[: i + 1].count(signs[i]) == half)

@@ -165,7 +165,7 @@ def test_doubled_tokens_are_halved_exactly(how):
 
 def test_bad_settings_are_refused():
     for given, message in (
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"key_scale": 0.0}, "key_scale must be above 0"),
         ({"c": -1.0}, "c must be 0 or more and finite, got -1.0"),
     ):
         with pytest.raises(UserError, match=message):

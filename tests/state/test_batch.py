@@ -172,7 +172,7 @@ def test_invalid_snapshot_files_are_refused(tmp_path, rng, content):
 def in_int8(rng):
     """The state of a ring of five slots with three tokens, of which one is all zeros."""
     spec = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 100.0))
-    policy = jaxkv.policy("window:window=5,cache=int8")
+    policy = jaxkv.policy("window:window=5,storage=int8")
     q, k, v = (jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32) for _ in range(3))
     positions, valid = jnp.arange(3, dtype=jnp.uint32)[None], jnp.ones((1, 3), bool)
     state = policy.init(spec, 1, jax.random.key(0))

@@ -20,7 +20,7 @@ from tests.seldom import seldom
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
 POLICY = Streaming(sinks=2, window=4)
-IN_INT8 = Streaming(sinks=2, window=4, cache="int8")
+IN_INT8 = Streaming(sinks=2, window=4, storage="int8")
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
@@ -60,7 +60,7 @@ def test_partition_specs_follow_the_axis_letters():
     assert specs(POLICY.leaves, batch=None).k == PartitionSpec(None, "model", None, None)
     assert specs((POLICY.leaves, POLICY.leaves))[1] == found
     in_int8 = specs(IN_INT8.leaves)
-    assert in_int8.k.values == in_int8.k.scale == in_int8.sinks.k == found.k
+    assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == found.k
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ def test_partition_specs_follow_the_axis_letters():
      ("data=2,model=4", "rotary", IN_INT8),
      seldom("data=4", "rotary", POLICY), seldom("model=2", "rotary", POLICY),
      seldom("data=1,model=1", "alibi", POLICY), seldom("model=2", "alibi", IN_INT8)],
-    ids=lambda value: getattr(value, "cache", value),
+    ids=lambda value: getattr(value, "storage", value),
 )  # fmt: skip
 def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
     spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))
     mesh = mesh_of(mesh)
     state = policy.init(spec, 4, jax.random.key(0))
-    sink = jnp.arange(8, dtype=jnp.float32)
+    sink_logits = jnp.arange(8, dtype=jnp.float32)
     alone = jax.jit(functools.partial(step, policy, spec))
     split = jax.jit(functools.partial(sharded_step, mesh, policy, spec))
     both = [state, state]
     for length in (3, 3, 1):
         chunk = tokens(rng, length=length)
-        one, both[0] = alone(both[0], *chunk, sink)
-        other, both[1] = split(both[1], *chunk, sink)
+        one, both[0] = alone(both[0], *chunk, sink_logits)
+        other, both[1] = split(both[1], *chunk, sink_logits)
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
         jax.tree.map(np.testing.assert_array_equal, *both)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ class IndexSettings(NamedTuple):
     """The settings of an index.
 
     hash_generated: whether generated tokens are hashed too. tail: generated tokens for which there
-    is room at least. memory: where the indexed tokens and the tables live.
+    is room at least. host_offload: the indexed tokens and the tables live in host memory.
     """
 
     hashing: Hashing
@@ -85,31 +85,31 @@ class IndexSettings(NamedTuple):
     center: bool
     hash_generated: bool
     tail: int
-    memory: Literal["device", "host"]
+    host_offload: bool
 
     @property
     def ends(self) -> int:
         return self.sinks + self.window
 
 
-def leaves(memory: Literal["device", "host"]) -> IndexState:
-    k, v = _with_memory(ring.LEAVES[:2], memory)
+def leaves(host_offload: bool) -> IndexState:
+    offloadable: State = (*ring.LEAVES[:2], hash_tables.LEAVES)
+    if host_offload:
+        on_host = partial(dataclasses.replace, memory="host")
+        offloadable = jax.tree.map(on_host, offloadable)
+    k, v, tables = offloadable
     return IndexState(
         dense=ring.DENSE_LEAVES,
         indexed=ring.LEAVES._replace(k=k, v=v),
         center=Leaf("B K H"),
         norms=Leaf("B K P"),
         planes=Leaf("B K H R"),
-        tables=_with_memory(hash_tables.LEAVES, memory),
+        tables=tables,
         tail_codes=Leaf("B K L Z"),
         tail_norms=Leaf("B K Y"),
         finished=Leaf("B X 0"),
         rng=Leaf("B K 2"),
     )
-
-
-def _with_memory(leaves: State, memory: Literal["device", "host"]) -> State:
-    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, memory=memory), leaves)
 
 
 def nbytes(spec: Spec, start: int, tokens: int) -> int:
@@ -200,7 +200,7 @@ def reserve(spec: Spec, state: IndexState, tokens: int, settings: IndexSettings)
 @partial(jax.jit, static_argnames=("settings", "size", "places"))
 def _index_tail(state: IndexState, settings: IndexSettings, size: int, places: int) -> IndexState:
     """Move the tokens that left the window from `dense` to `indexed`; these get new sizes."""
-    state = _to(host_memory.to_device, state) if settings.memory == "host" else state
+    state = _to(host_memory.to_device, state) if settings.host_offload else state
     cache, indexed = state.dense, ring.grow(state.indexed, places)
     tail_size = cache.positions.shape[1] - settings.ends
     moved = jnp.clip(cache.count - settings.ends, 0, tail_size)
@@ -277,7 +277,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
     split = lambda a: a.reshape(batch, kv_heads, *a.shape[1:])  # noqa: E731
     tables, norms, tail_codes, tail_norms = jax.tree.map(split, built)
     state = state._replace(tables=tables, norms=norms, tail_codes=tail_codes, tail_norms=tail_norms)
-    return _to(host_memory.to_host, state) if settings.memory == "host" else state
+    return _to(host_memory.to_host, state) if settings.host_offload else state
 
 
 def _to(where: Callable[[Array], Array], state: IndexState) -> IndexState:

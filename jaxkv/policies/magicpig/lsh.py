@@ -1,19 +1,16 @@
-"""SimHash and cross-polytope codes, and the probability that MagicPIG samples a key.
+"""SimHash codes, and the probability that MagicPIG samples a key.
 
 A SimHash is one bit: the side of a plane on which a vector lies. A key and a query agree in it with
 probability p = 1 - acos(c)/pi, where c is the cosine of their angle, and in all K bits of a table
 with P = p^K. A key is sampled if they agree in at least `min_tables` of L tables (2410.16179,
 section 4.3, eq. 10). The vector extension of eq. 8 is not applied: key norms do not influence u.
-A cross-polytope hash (Andoni et al. 2015), which the paper names as future work, takes several
-bits at once: which of m directions a vector is nearest to, and on which side. All probabilities are
-over the draw of the planes.
+All probabilities are over the draw of the planes.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.attention import batched_dot
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
@@ -33,26 +30,6 @@ _ACOS = (
     1.5707963050, -0.2145988016, 0.0889789874, -0.0501743046,
     0.0308918810, -0.0170881256, 0.0066700901, -0.0012624911,
 )  # fmt: skip
-# log p of a cross-polytope hash with m directions is m log(1 - angle/pi), exact for m of 1 and 2,
-# plus these Chebyshev polynomials of 2 angle/pi - 1. tests/policies/magicpig/test_lsh.py integrates
-# it numerically.
-_CROSS = {
-    4: (
-        0.619206753, 0.562092759, -0.0775692823, -0.0232651797, -0.00330239188, -0.00024795151,
-        0.000334381576, 9.5519917e-05, 5.49093879e-06, -1.97756977e-06, -2.41950928e-06,
-    ),
-    8: (
-        2.67007936, 2.63311927, -0.144350856, -0.141254615, -0.0421715307, -0.00896465686,
-        0.000204846552, 0.00130662136, 0.000556017577, 0.000131053625, 1.08222731e-05,
-        -1.73160502e-05, -1.10009923e-05,
-    ),
-    16: (
-        7.98303079, 8.40112447, 0.16981325, -0.398564798, -0.210287732, -0.0776045939,
-        -0.0191954136, 0.000328986736, 0.00336847247, 0.00212171092, 0.000904474374,
-        0.000258095925, 2.43831882e-06,
-    ),
-}  # fmt: skip
-_WIDEST = 5  # bits of a cross-polytope hash: 16 directions
 _FEW = 16
 _RARE = 0.1  # tables that agree, on average, below which u is a power series in P
 
@@ -62,15 +39,12 @@ class Hashing:
     """bits: K of a table. tables: L. min_tables: tables that must agree on a sampled key.
 
     u_floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper.
-    hash: simhash takes a bit of each of K directions; crosspolytope splits the K bits of a table
-    into hashes of up to five, which for ten bits take 32 directions.
     """
 
     bits: int = 10
     tables: int = 150
     min_tables: int = 2
     u_floor: float = 0.0
-    hash: Literal["simhash", "crosspolytope"] = "simhash"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= MOST_BITS:
@@ -81,18 +55,6 @@ class Hashing:
             raise UserError(f"min_tables must be 1 or 2, got {self.min_tables}; try min_tables=2")
         if not 0 <= self.u_floor < 1:
             raise UserError(f"u_floor must be from 0 to less than 1, got {self.u_floor}; try 1e-4")
-        check_choice("hash", self.hash, ("simhash", "crosspolytope"))
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """How many bits each hash of a table takes."""
-        count = self.bits if self.hash == "simhash" else -(-self.bits // _WIDEST)
-        return tuple((self.bits + i) // count for i in range(count))
-
-    @property
-    def directions(self) -> int:
-        """Of a table: m = 2^(bits - 1) of each hash."""
-        return sum(1 << bits - 1 for bits in self.pieces)
 
     def __call__(self, cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
         """The log weight of a key that was sampled, -log(u + u_floor)."""
@@ -105,10 +67,10 @@ def log_inclusion(cosine: Float32[Array, "..."], hashing: Hashing) -> Float32[Ar
 
     That is the regularised incomplete beta I_P(min_tables, L - min_tables + 1). Evaluated as
     written it cancels to zero in float32 for small P. Here log u is within 5e-5 in float32 for
-    every cosine, and within 5e-4 for crosspolytope.
+    every cosine.
     """
     tables, min_tables = hashing.tables, hashing.min_tables
-    log_p = _log_agreement(_agreement(cosine), hashing.pieces)  # of P
+    log_p = np.float32(hashing.bits) * jnp.log(_agreement(cosine))  # of P
     p, count = jnp.exp(log_p), np.float32(tables)
     # Where fewer than _RARE tables agree on average: the power series of I_P, leading term factored
     # out.
@@ -143,23 +105,6 @@ def _agreement(cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return jnp.maximum(jnp.where(cosine < 0, less, 1 - less), np.float32(1e-30))
 
 
-def _log_agreement(p: Float32[Array, "..."], pieces: tuple[int, ...]) -> Float32[Array, "..."]:
-    """log P: the hashes of a table are drawn apart, so their logs add up."""
-    sides = [1 << bits - 1 for bits in pieces]
-    total = np.float32(sum(sides)) * jnp.log(p)
-    for m in set(sides) & set(_CROSS):
-        total = total + np.float32(sides.count(m)) * _chebyshev(_CROSS[m], 1 - 2 * p)
-    return total
-
-
-def _chebyshev(factors: tuple[float, ...], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Their sum by Clenshaw's recurrence."""
-    last, before = jnp.zeros_like(x), jnp.zeros_like(x)
-    for factor in reversed(factors[1:]):
-        last, before = np.float32(factor) + 2 * x * last - before, last
-    return np.float32(factors[0]) + x * last - before
-
-
 def log_weights(
     k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"],
     angles: Angles, hashing: Hashing,
@@ -192,8 +137,8 @@ def log_weights(
 def planes(
     rng: UInt32[Array, "B K 2"], head_dim: int, hashing: Hashing
 ) -> Float32[Array, "B K H R"]:
-    """R directions, L times those of a table, normal in every coordinate (Box and Muller)."""
-    count = head_dim * hashing.tables * hashing.directions
+    """R = L * K directions, normal in every coordinate (Box and Muller)."""
+    count = head_dim * hashing.tables * hashing.bits
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
     radius = jnp.sqrt(-2 * jnp.log1p(-contract.uniforms(2 * number, rng)))
     angle = np.float32(2 * math.pi) * contract.uniforms(2 * number + 1, rng)
@@ -203,24 +148,13 @@ def planes(
 def codes(
     x: Float[Array, "X S H"], planes: Float32[Array, "X H R"], hashing: Hashing
 ) -> Int32[Array, "X L S"]:
-    """In each table the K bits of every vector, the first hash in the lowest."""
+    """In each table the K bits of every vector, that of the first plane lowest."""
     count = x.shape[1]
     if count <= _FEW:  # vectors first: a few of them are one pass over the planes
         products = batched_dot(x.astype(jnp.float32), planes, contract=(2, 1))  # [X,S,R]
-        products = products.reshape(-1, count, hashing.tables, hashing.directions).transpose(
-            0, 2, 3, 1
-        )
+        products = products.reshape(-1, count, hashing.tables, hashing.bits).transpose(0, 2, 3, 1)
     else:
         products = batched_dot(planes, x.astype(jnp.float32), contract=(1, 2))  # [X,R,S]
-        products = products.reshape(-1, hashing.tables, hashing.directions, count)
-    if hashing.hash == "simhash":
-        place = np.int32(1) << np.arange(hashing.bits, dtype=np.int32)[None, None, :, None]
-        return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)
-    code, first, shift = jnp.zeros_like(products[:, :, 0], jnp.int32), 0, 0
-    for bits in hashing.pieces:
-        piece = products[:, :, first : first + (1 << bits - 1)]
-        nearest = jnp.argmax(jnp.abs(piece), axis=2).astype(jnp.int32)
-        side = jnp.take_along_axis(piece, nearest[:, :, None], axis=2)[:, :, 0] > 0
-        code |= (2 * nearest + side.astype(jnp.int32)) << np.int32(shift)
-        first, shift = first + (1 << bits - 1), shift + bits
-    return code
+        products = products.reshape(-1, hashing.tables, hashing.bits, count)
+    place = np.int32(1) << np.arange(hashing.bits, dtype=np.int32)[None, None, :, None]
+    return jnp.sum(jnp.where(products > 0, place, 0), axis=2, dtype=jnp.int32)

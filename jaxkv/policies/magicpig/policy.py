@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, s
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.policies.magicpig import hash_tables, index, lsh
@@ -61,11 +61,8 @@ class MagicPIG(Policy):
     tail: generated tokens that are compared one by one before new tables are built; later up to
     8,192.
 
-    hash: `simhash` takes one bit per direction. `crosspolytope` takes the nearest of up to sixteen
-    directions, which separates better and costs more.
-
-    memory: `host` stores the tables and the indexed tokens in host memory and fetches the keys
-    found.
+    host_offload: the tables and the indexed tokens are stored in host memory, and the keys found
+    are fetched from there.
 
     start: slots before the prompt, doubled as they fill.
 
@@ -82,8 +79,7 @@ class MagicPIG(Policy):
     u_floor: float = 0.0
     hash_generated: bool = True
     tail: int = 1024
-    hash: Literal["simhash", "crosspolytope"] = "simhash"
-    memory: Literal["device", "host"] = "device"
+    host_offload: bool = False
     start: int = 512
 
     summary: ClassVar[str] = "every token; after the prompt, a sample of its keys by hash tables"
@@ -95,9 +91,8 @@ class MagicPIG(Policy):
     bytes_formula: ClassVar[str] = (
         "start * t + 8 + 8 * K + 4 * K * H, doubling, until the end of prefill; after it each KV "
         "head also has L tables, each with 2 or 4 bytes per slot, up to a quarter more for the "
-        "padding of blocks, and 4 * 2^bits; planes of 4 * H * directions * L, where a table has as "
-        "many directions as bits with simhash and 32 for ten bits with crosspolytope; and codes of "
-        "2 * L per slot of the unindexed tail, which has slots for up to twice the generated tokens"
+        "padding of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per "
+        "slot of the unindexed tail, which has slots for up to twice the generated tokens"
     )
     grows: ClassVar[bool] = True
 
@@ -110,7 +105,6 @@ class MagicPIG(Policy):
             raise UserError(
                 f"budget must be from 1 to {max_budget}, got {self.budget}; try budget=4096"
             )
-        check_choice("memory", self.memory, ("device", "host"))
         if max(self.sinks, self.window) > rows.MAX_SLOTS:
             raise UserError(
                 f"sinks and window must be at most {rows.MAX_SLOTS}, got {self.sinks} and "
@@ -125,23 +119,23 @@ class MagicPIG(Policy):
     @property
     def settings(self) -> IndexSettings:
         """The settings of the index."""
-        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor, self.hash)
+        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor)
         return IndexSettings(
             hashing, self.sinks, self.window, self.center, self.hash_generated, self.tail,
-            self.memory,
+            self.host_offload,
         )  # fmt: skip
 
     @property
     def leaves(self) -> IndexState:
-        return index.leaves(self.memory)
+        return index.leaves(self.host_offload)
 
     @property
     def min_prompt(self) -> int:
         return self.sinks + self.window + 1
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> IndexState:
-        if self.memory == "host":
-            memory.check_host("memory=host")
+        if self.host_offload:
+            memory.check_host("host_offload=true")
         return index.init(spec, batch, rng, self.start)
 
     def update(self, spec: Spec, state: IndexState, chunk: Chunk) -> tuple[Partial, IndexState]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving
@@ -28,9 +28,9 @@ class BalanceStream(TreePolicy):
     level is full, it is halved in place, and level 0 takes one of two evicted tokens, later one of
     four, so memory is constant. The sample has block/2 x (levels + 1) slots, of which (levels + 2)
     / (2 levels + 2) are filled on average. With few levels more slots are filled, but a large block
-    needs more temporary memory to halve. mode, temperature, c: as in balance. weighted: a token
+    needs more temporary memory to halve. mode, key_scale, c: as in balance. weighted: a token
     counts for all tokens that it represents; otherwise it counts once. positions: as in streaming.
-    exponent: as in reservoir. cache: as in streaming.
+    exponent: as in reservoir. storage: as in streaming.
     """
 
     sinks: int = 4
@@ -38,12 +38,12 @@ class BalanceStream(TreePolicy):
     levels: int = 2
     block: int = 64
     mode: Literal["walk", "pairs", "coin"] = "pairs"
-    temperature: float = 0.1
+    key_scale: float = 0.1
     c: float = 0.25
     weighted: bool = False
-    positions: Literal["cache", "absolute"] = "cache"
+    positions: Literal["relative", "absolute"] = "relative"
     exponent: float = 1.0
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
@@ -73,4 +73,4 @@ class BalanceStream(TreePolicy):
 
     @property
     def halving(self) -> Halving:
-        return Halving(self.mode, self.temperature, self.c)
+        return Halving(self.mode, self.key_scale, self.c)

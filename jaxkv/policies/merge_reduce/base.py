@@ -22,7 +22,7 @@ from jaxkv.attention import chunked_scan, merge, slot_attention
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Cache, Rows
+from jaxkv.cache.rows import Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy
@@ -47,14 +47,14 @@ class TreePolicy(Policy):
     sinks: int
     window: int
     weighted: bool
-    positions: Literal["cache", "absolute"]
+    positions: Literal["relative", "absolute"]
     exponent: float
-    cache: Cache
+    storage: Storage
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)
         per_head.check_exponent(self.exponent, self.weighted)
-        rows.check(self.cache)
+        rows.check(self.storage)
 
     @property
     def size(self) -> TreeSize:
@@ -74,13 +74,13 @@ class TreePolicy(Policy):
             page = Pages(self.size.block, self.size.half, self.last_writes)
         sample = jax.tree.map(lambda leaf: dataclasses.replace(leaf, page=page), per_head.LEAVES)
         return TreeState(
-            ring.leaves(self.cache, self.sinks), per_head.leaves(self.cache, sample),
+            ring.leaves(self.storage, self.sinks), per_head.leaves(self.storage, sample),
             Leaf("B", shared=True), Leaf("B K 2"),
         )  # fmt: skip
 
     @property
     def cache_relative(self) -> bool:
-        return self.positions == "cache"
+        return self.positions == "relative"
 
     @property
     def _recent(self) -> RingSettings:
@@ -92,14 +92,14 @@ class TreePolicy(Policy):
         return self.sinks + self.size.slots + self.window if self.cache_relative else math.inf
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        recent = ring.nbytes(spec, self.sinks + self.window, self.cache, self.sinks)
-        sample = per_head.nbytes(spec, self.size.slots, self.cache)
+        recent = ring.nbytes(spec, self.sinks + self.window, self.storage, self.sinks)
+        sample = per_head.nbytes(spec, self.size.slots, self.storage)
         return recent + sample + 8 * spec.kv_heads + 4
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> TreeState:
         return TreeState(
-            ring.init(spec, batch, self.sinks + self.window, self.cache, self.sinks),
-            per_head.init(spec, batch, self.size.slots, self.cache),
+            ring.init(spec, batch, self.sinks + self.window, self.storage, self.sinks),
+            per_head.init(spec, batch, self.size.slots, self.storage),
             jnp.zeros((batch,), jnp.uint32),
             contract.seeds(rng, spec, batch),
         )
@@ -243,7 +243,7 @@ class TreePolicy(Policy):
 
     def _rotated_to_slots(self, spec: Spec, sample: PerHeadTokens) -> tuple[Rows, Rows]:
         """Keys, rotated to their slot within a half with cache-relative positions, and values."""
-        if self.cache == "float" or not self.cache_relative:
+        if self.storage == "float" or not self.cache_relative:
             return sample.k, sample.v
         slot = jax.lax.broadcasted_iota(jnp.uint32, sample.positions.shape, 2)
         slot = slot % np.uint32(self.size.half)
@@ -256,4 +256,4 @@ class TreePolicy(Policy):
         return state._replace(sample=sample, num_evicted=num_evicted)
 
     def _reducer(self, spec: Spec) -> Reducer:
-        return Reducer(self.size, self.halving, self.cache_relative, spec, self.cache)
+        return Reducer(self.size, self.halving, self.cache_relative, spec, self.storage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.errors import UserError
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce.base import TreePolicy
@@ -22,16 +22,16 @@ class Stratified(TreePolicy):
     When the sample has `sample` tokens, a coin keeps one of every two neighbours, and r grows by
     one. This is merge and reduce (BalanceKV, section 3.2) with one level, and coins in place of
     its balancing walk. weighted: a sampled token counts for its whole stretch; otherwise it counts
-    once. positions: as in streaming. exponent: as in reservoir. cache: as in streaming.
+    once. positions: as in streaming. exponent: as in reservoir. storage: as in streaming.
     """
 
     sinks: int = 4
     window: int = 124
     sample: int = 128
     weighted: bool = False
-    positions: Literal["cache", "absolute"] = "cache"
+    positions: Literal["relative", "absolute"] = "relative"
     exponent: float = 1.0
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"

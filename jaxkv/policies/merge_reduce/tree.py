@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv import contract
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import Evicted, PerHeadTokens, pick, put, rerotate
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec, uniforms
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce.occupancy import (
@@ -46,7 +46,7 @@ class Reducer(NamedTuple):
 
     cache_relative: halving sees keys rotated to consecutive positions, and not to their positions
     in the text. Floats are stored rotated to their slot within a half. Halving rotates them again,
-    which happens to a token once as the stream doubles. cache: rows in int8 stay rotated to their
+    which happens to a token once as the stream doubles. storage: rows in int8 stay rotated to their
     positions in the text, because a rotation would round them again.
     """
 
@@ -54,12 +54,12 @@ class Reducer(NamedTuple):
     halving: Halving
     cache_relative: bool
     spec: Spec
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     @property
     def stored_at_slot(self) -> bool:
         """Whether keys are stored rotated to their slot within a half."""
-        return self.cache_relative and self.cache == "float"
+        return self.cache_relative and self.storage == "float"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +128,7 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     A while loop has no reverse derivative. But this one only moves tokens between slots, and the
     position of a token says which slot it came from.
     """
-    if reducer.cache == "int8":
+    if reducer.storage == "int8":
         return None, None, None, None
     sample, num_evicted, rng, evicted, positions = seen
     sequence, new = jnp.arange(len(num_evicted))[:, None], evicted.tokens

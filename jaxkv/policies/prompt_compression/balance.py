@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv import contract
 from jaxkv.cache import per_head, rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import import_pallas
@@ -34,13 +34,14 @@ class Balance(CompressionPolicy):
     that are balanced against each other; the tokens that a round keeps form the blocks of the next
     round. mode: `walk` gives each token a sign and keeps the tokens of one sign, as in the paper;
     `pairs` gives a sign to each pair of neighbours, which decides which of the two stays; `coin`
-    keeps one of two neighbours at random. temperature: multiplies the products of keys during
-    balancing. c: how random the signs are; with 0 only the first sign is random.
+    keeps one of two neighbours at random. key_scale: multiplies the inner products of keys
+    during balancing. c: how random the signs are; with 0 only the first sign is random.
 
     weights: with `consistent`, a kept token counts 2^rounds times in the softmax. `published`
     follows the released code: it fills a half with the tokens after the point where one sign has
     half of all, whatever their signs. These count 2^rounds times in the denominator and fewer times
-    in the numerator. start: slots before the prompt, doubled as they fill. cache: as in streaming.
+    in the numerator. start: slots before the prompt, doubled as they fill. storage: as in
+    streaming.
     """
 
     sinks: int = 32
@@ -48,11 +49,11 @@ class Balance(CompressionPolicy):
     rounds: int = 2
     block: int = 256
     mode: Literal["walk", "pairs", "coin"] = "pairs"
-    temperature: float = 0.1
+    key_scale: float = 0.1
     c: float = 0.25
     weights: Literal["consistent", "published"] = "consistent"
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a balanced sample of the others"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
@@ -83,7 +84,7 @@ class Balance(CompressionPolicy):
 
     @property
     def _halving(self) -> Halving:
-        return Halving(self.mode, self.temperature, self.c)
+        return Halving(self.mode, self.key_scale, self.c)
 
     @property
     def ends(self) -> ExactEnds:

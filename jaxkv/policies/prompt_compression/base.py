@@ -19,7 +19,7 @@ from jaxkv.attention import merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.ring import Ring
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
@@ -83,18 +83,18 @@ class CompressionPolicy(Policy):
     """
 
     start: int
-    cache: Cache
+    storage: Storage
 
     grows: ClassVar[bool] = True
     num_queries: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        rows.check(self.cache)
+        rows.check(self.storage)
         sinks = self.ends.sinks
-        if self.cache == "int8" and self.start < sinks:
+        if self.storage == "int8" and self.start < sinks:
             raise UserError(
-                f"start must be at least sinks with cache=int8, got {self.start} and {sinks}; try "
-                "start=512"
+                f"start must be at least sinks with storage=int8, got {self.start} and {sinks}; "
+                "try start=512"
             )
 
     @property
@@ -110,8 +110,8 @@ class CompressionPolicy(Policy):
 
     @property
     def leaves(self) -> CompressedState:
-        exact = ring.leaves(self.cache, self.ends.sinks, ring.DENSE_LEAVES)
-        return LEAVES._replace(dense=exact, sample=per_head.leaves(self.cache))
+        exact = ring.leaves(self.storage, self.ends.sinks, ring.DENSE_LEAVES)
+        return LEAVES._replace(dense=exact, sample=per_head.leaves(self.storage))
 
     @property
     def min_prompt(self) -> int:
@@ -122,8 +122,8 @@ class CompressionPolicy(Policy):
             check_group(spec)
         shape = batch, spec.kv_heads, self.num_queries, spec.group or 0, spec.head_dim
         return CompressedState(
-            ring.init(spec, batch, self.start, self.cache, self.ends.sinks),
-            per_head.init(spec, batch, 0, self.cache),
+            ring.init(spec, batch, self.start, self.storage, self.ends.sinks),
+            per_head.init(spec, batch, 0, self.storage),
             jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((batch, self.num_queries), jnp.uint32),
@@ -134,7 +134,7 @@ class CompressionPolicy(Policy):
         if self.num_queries:
             check_group(spec)
         slots = rows.slots_for(tokens, self.start)
-        prompt = ring.nbytes(spec, slots, self.cache, self.ends.sinks)
+        prompt = ring.nbytes(spec, slots, self.storage, self.ends.sinks)
         query = 4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4
         return prompt + self.num_queries * query + 8 * spec.kv_heads
 
@@ -248,7 +248,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         jnp.take_along_axis(prompt.positions, source, axis=1),
         # An overfull sequence stays overfull.
         jnp.where(prompt.count > size, rows.OVERFULL, prompt.count - count),
-        prompt.sinks,
+        prompt.exact_sinks,
     )
     return state._replace(
         dense=exact, sample=chosen, log_weight=weight,

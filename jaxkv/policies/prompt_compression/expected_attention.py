@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import ring, rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
@@ -50,7 +50,7 @@ class ExpectedAttention(CompressionPolicy):
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
     exactly. A prompt of at most `capacity` tokens is not compressed. start: slots before the
-    prompt, doubled as they fill. cache: as in streaming. The other defaults are those of the
+    prompt, doubled as they fill. storage: as in streaming. The other defaults are those of the
     published code.
     """
 
@@ -61,7 +61,7 @@ class ExpectedAttention(CompressionPolicy):
     value_norm: bool = True
     epsilon: float = 0.0
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
@@ -29,12 +29,12 @@ class KeyDiff(CompressionPolicy):
     its length. Keys are compared as they are cached, rotated to their positions. The paper's
     algorithm evicts block by block while it reads the prompt; here the whole prompt is scored once.
     Generated tokens are cached exactly. A prompt of at most `capacity` tokens is not compressed.
-    start: slots before the prompt, doubled as they fill. cache: as in streaming.
+    start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"

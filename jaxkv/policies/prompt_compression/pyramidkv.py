@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
@@ -24,7 +24,7 @@ class PyramidKV(CompressionPolicy):
     (section 3), so lower layers need more of the same total budget.
 
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
-    start, cache: as in snapkv. The step from layer to layer is rounded down, as in the published
+    start, storage: as in snapkv. The step from layer to layer is rounded down, as in the published
     code, so the mean is above `capacity`, by less than half as many tokens as there are layers.
     Here the budgets do not depend on the prompt. In the published code they do: a prompt of fewer
     than `capacity` tokens stays whole, all layers have the same budget up to twice as many tokens,
@@ -40,7 +40,7 @@ class PyramidKV(CompressionPolicy):
     # Set by `for_layer`.
     layer: int = field(default=0, repr=False)
     layers: int = field(default=1, repr=False)
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
@@ -77,7 +77,7 @@ class PyramidKV(CompressionPolicy):
             maximum = 2 * mean - minimum
             budget = maximum - self.layer * ((maximum - minimum) // (self.layers - 1))
         capacity = max(budget, 1) + self.window
-        return SnapKV(capacity, self.window, self.kernel, self.pool, self.start, self.cache)
+        return SnapKV(capacity, self.window, self.kernel, self.pool, self.start, self.storage)
 
     @property
     def ends(self) -> ExactEnds:

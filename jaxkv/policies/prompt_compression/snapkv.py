@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv.cache import rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import base
@@ -30,7 +30,7 @@ class SnapKV(CompressionPolicy):
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
     published LongBench runs. A prompt of at most `capacity` tokens is not compressed. start: slots
-    before the prompt, doubled as they fill. cache: as in streaming.
+    before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
@@ -38,7 +38,7 @@ class SnapKV(CompressionPolicy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"

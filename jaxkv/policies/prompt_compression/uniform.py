@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv import contract
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Cache
+from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
@@ -29,7 +29,7 @@ class Uniform(CompressionPolicy):
 
     Each KV head draws its own sample, without replacement. Generated tokens are cached exactly.
     weighted: a sampled token counts for 2^rounds in the softmax, as in BalanceKV. start: slots
-    before the prompt, doubled as they fill. cache: as in streaming.
+    before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     sinks: int = 32
@@ -37,7 +37,7 @@ class Uniform(CompressionPolicy):
     rounds: int = 2
     weighted: bool = True
     start: int = 512
-    cache: Cache = "float"
+    storage: Storage = "float"
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a random sample of the others"
     source: ClassVar[str] = "the baseline of BalanceKV, arXiv 2502.07861"

@@ -17,6 +17,7 @@ from jaxkv.evals.lib.record import plain, run_command
 from jaxkv.evals.magicpig import heads, tune_lsh
 from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
+from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 
@@ -32,12 +33,11 @@ def layer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", tune_lsh.HASHES)
-def test_the_largest_l_equals_the_policy(layer, kind):
+def test_the_largest_l_equals_the_policy(layer):
     """An equal seed gives equal planes, so equal keys and equal attention."""
-    how = tune_lsh.hashing(kind, 5, 12)
+    how = Hashing(5, 12)
     first, last = tune_lsh.by_tables(SPEC, layer, how, (4, 12), 3)
-    chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128, hash=kind)
+    chosen = MagicPIG(5, 12, SINKS, WINDOW, tail=128)
     expected = heads.estimate(chosen, SPEC, layer, 3)
     np.testing.assert_allclose(last.share, expected.share, rtol=1e-5)
     np.testing.assert_allclose(last.out, expected.out, atol=1e-4)
@@ -48,7 +48,7 @@ def test_agreements_grow_with_the_number_of_tables(layer):
     """In the expected number: about half of them with K=1 and keys at any angle."""
     asked = heads.last_queries(SPEC, layer, SINKS, WINDOW, 0)
     keys, cosines = heads.centred(SPEC, layer, SINKS, WINDOW)
-    how = tune_lsh.hashing("simhash", 1, 200)
+    how = Hashing(1, 200)
     first, last = tune_lsh.agreements(asked, keys, how, (50, 200))
     assert (first <= last).all() and last.max() <= 200
     chance = 1 - np.arccos(np.clip(cosines, -1, 1)) / np.pi
@@ -97,9 +97,7 @@ def test_the_recommendation_is_a_policy_string():
 
 
 def test_a_model_has_every_entry_of_the_record(layer, capsys):
-    options = argparse.Namespace(
-        hash=["simhash"], bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0
-    )
+    options = argparse.Namespace(bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0)
     entry = plain(tune_lsh.of_model(SPEC, {0: layer}, options, "test"))
     assert [(p["K"], p["L"]) for p in entry["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
     assert entry["cache_bytes"] == 2 * 8 * 4 * 1000

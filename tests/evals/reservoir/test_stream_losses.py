@@ -28,7 +28,7 @@ def test_every_variant_differs_in_its_fields_alone(llm):
     cases = stream_losses.cases(llm)
     plain = parse_policy(cases["reservoir"].policy)
     variant = parse_policy(cases["reservoir, weighted, absolute"].policy)
-    assert (plain.weighted, plain.positions) == (False, "cache")
+    assert (plain.weighted, plain.positions) == (False, "relative")
     assert (variant.weighted, variant.positions) == (True, "absolute")
     assert (plain.sinks, plain.window, plain.sample) == (
         variant.sinks,

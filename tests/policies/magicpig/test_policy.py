@@ -228,7 +228,7 @@ def test_host_memory_gives_the_same_outputs():
     """With rebuilt tables, sequences taken and put, and a second chunk after the prompt."""
     prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
-    on_host = dataclasses.replace(device, memory="host")
+    on_host = dataclasses.replace(device, host_offload=True)
     leaves = jax.tree.leaves(on_host.leaves)
     assert {leaf.memory for leaf in jax.tree.leaves(device.leaves)} == {"device"}
     assert sum(leaf.memory == "host" for leaf in leaves) == 4  # indexed keys, values, both tables
@@ -251,7 +251,7 @@ def test_host_memory_gives_the_same_outputs():
 def test_host_memory_gives_the_same_outputs_with_a_distance_penalty():
     spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
-    on_host = dataclasses.replace(device, memory="host")
+    on_host = dataclasses.replace(device, host_offload=True)
     found = [
         jitted_step(policy, spec, after(policy, chunk(200), spec), *chunk(1, 200, seed=1))[0]
         for policy in (device, on_host)
@@ -261,7 +261,7 @@ def test_host_memory_gives_the_same_outputs_with_a_distance_penalty():
 
 def test_bytes_are_counted_by_memory():
     device = MagicPIG(K=3, L=6, start=1000)
-    on_host = dataclasses.replace(device, memory="host")
+    on_host = dataclasses.replace(device, host_offload=True)
     state = jax.eval_shape(
         lambda: on_host.finish_prefill(SPEC, on_host.init(SPEC, 1, jax.random.key(0)))
     )
@@ -281,9 +281,9 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
     with pytest.raises(
-        UserError, match=r"memory=host needs .* and abacus has device; leave it out"
+        UserError, match=r"host_offload=true needs .* and abacus has device; leave it out"
     ):
-        MagicPIG(memory="host").init(SPEC, 1, jax.random.key(0))
+        MagicPIG(host_offload=True).init(SPEC, 1, jax.random.key(0))
 
 
 @pytest.mark.slow
