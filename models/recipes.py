@@ -17,7 +17,7 @@ from jaxkv.models.config import Config
 from jaxkv.rotary import rotary
 
 THETA = 10000.0  # the base of the rotary frequencies
-SinkKind = Literal["none", "zero", "token", "two_tokens", "logit", "kv"]
+SinkKind = Literal["none", "zero", "token", "two_tokens", "logit"]
 Train = Literal["all", "attention", "sinks"]
 # `Config.sink_logit` by the recipe's `sinks`; it is none for the others.
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
@@ -41,8 +41,7 @@ class Recipe:
     mlp: int
     context: int
     # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
-    # two sink tokens before every sample, a learned logit per head, or a learned key and value per
-    # layer and KV head, which stand for no token.
+    # two sink tokens before every sample, or a learned logit per head.
     sinks: SinkKind = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
@@ -152,11 +151,10 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     if preset not in PRESETS:
         raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
     recipe = _with_settings(PRESETS[preset], settings)
-    if recipe.train != "all" or recipe.window or recipe.sinks == "kv":
+    if recipe.train != "all" or recipe.window:
         raise UserError(
             f"a model that starts from nothing trains all weights without a window, got "
-            f"train={recipe.train}, window={recipe.window} and sinks={recipe.sinks}; name a model "
-            "with --from"
+            f"train={recipe.train} and window={recipe.window}; name a model with --from"
         )
     return recipe
 
@@ -194,11 +192,9 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     if recipe.train == "sinks" and recipe.sinks in ("none", "zero"):
         raise UserError(
             f"sinks={recipe.sinks} has no weights, so train=sinks has nothing to train; set "
-            "sinks=token, two_tokens, logit or kv"
+            "sinks=token, two_tokens or logit"
         )
-    if recipe.sinks == "kv" and recipe.train != "sinks":
-        raise UserError(f"sinks=kv is trained alone, got train={recipe.train}; set train=sinks")
-    if recipe.window and recipe.sinks in ("token", "two_tokens", "kv"):
+    if recipe.window and recipe.sinks in ("token", "two_tokens"):
         raise UserError(
             f"a window of {recipe.window} tokens loses a sink token, got sinks={recipe.sinks}; set "
             "window=0, or sinks=none, zero or logit"

@@ -25,7 +25,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import device, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.cross_entropy import cross_entropy
-from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, SINK_VALUES, Weights
+from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.recipes import Recipe
 from jaxkv.typing import Array, Float32, Int32
@@ -33,7 +33,7 @@ from jaxkv.typing import Array, Float32, Int32
 DEVIATION = 0.02  # standard deviation of initial weights
 INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon updates
 # What `Recipe.train` updates, by the last part of the name; `sinks` are the logits of the heads.
-SINKS = (SINK_TOKENS, "sinks", SINK_KEYS, SINK_VALUES)
+SINKS = (SINK_TOKENS, "sinks")
 ATTENTION = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", *SINKS)
 
 
@@ -85,9 +85,6 @@ class TrainingSetting:
         """The shape of every weight, frozen ones included."""
         weight_shapes = {name: shape for name, (_, shape) in shapes(self.config).items()}
         rows = sum(token >= self.config.vocab for token in self.front)
-        if self.recipe.sinks == "kv":
-            pair = (self.config.layers, self.config.kv_heads, 1, self.config.head_dim)
-            weight_shapes |= {SINK_KEYS: pair, SINK_VALUES: pair}
         return weight_shapes | ({SINK_TOKENS: (rows, self.config.width)} if rows else {})
 
     def trains(self, name: str) -> bool:

@@ -47,12 +47,9 @@ NOT_RUN = {
             "jaxkv perplexity --model smollm2-135m --sinks",
             "jaxkv advise --model smollm2-135m",
             "jaxkv view --model smollm2-135m",
-            "jaxkv compact --model smollm2-135m",
-            'jaxkv generate "What happened?" --model smollm2-135m --sinks',
         ),
         "takes minutes; tests/cli runs the command with a small model",
     ),
-    "python -m jaxkv.evals.comparison.learned_memory": "trains for three documents, for minutes",
     "python -m jaxkv.evals.training.sinks_in_front": "reads a novel 32 times, for hours",
 }
 # The beginning of a command -> words that end it sooner.

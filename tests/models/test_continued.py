@@ -137,7 +137,7 @@ def logged(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), seldom("logit"), seldom("kv")])
+@pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), seldom("logit")])
 def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
     path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
     assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
@@ -316,8 +316,6 @@ BAD = {
     "width=64": "takes layers, width, .* from the model, got another width; leave it out",
     "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
     "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
-    "window=8 train=sinks sinks=kv": "a window of 8 tokens loses a sink token, got sinks=kv; set",
-    "sinks=kv": "sinks=kv is trained alone, got train=all; set train=sinks",
     "train=head": "train must be one of all, attention, sinks, got 'head'",
 }
 
