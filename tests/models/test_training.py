@@ -300,8 +300,7 @@ def test_bad_settings_are_refused(words):
 def test_weight_decay_shrinks_matrices_and_no_sink_or_gain(optimizer):
     recipe = small(f"optimizer={optimizer}", "weight_decay=0.1", "warmup=0")
     matrices = {"embed": (4, 4), "layers.0.q": (4, 4), "layers.0.down": (4, 4)}
-    others = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4)}
-    others |= dict.fromkeys(("sink_keys", "sink_values"), (1, 2, 1, 4)) | {"sinks": (2, 4)}
+    others = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4), "sinks": (2, 4)}
     weights = {name: jnp.ones(shape) for name, shape in (matrices | others).items()}
     rule = training.optimizer(recipe)
     changes, _ = rule.update(jax.tree.map(jnp.zeros_like, weights), rule.init(weights), weights)
