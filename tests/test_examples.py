@@ -56,7 +56,7 @@ NOT_RUN = {
 SOONER = {
     'jaxkv generate "Once upon a time" --max-new-tokens 20000': " --max-new-tokens 3000",
     "jaxkv advise --text": " --max-tokens 1500",
-    "jaxkv pretrain": " --set steps=2 --set look_every=2 --set save_every=2 --set valid_samples=2",
+    "jaxkv pretrain": " --set steps=2 --set eval_every=2 --set save_every=2 --set valid_samples=2",
 }
 # The beginning of a command -> what a person types.
 TYPED = {

@@ -50,13 +50,13 @@ def main() -> None:
     ask.add_argument("--preset", default="160m")
     ask.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
     ask.add_argument("--set", action="append", default=[], dest="settings", metavar="FIELD=VALUE",
-                     help="a field of the recipe, such as rows or steps")  # fmt: skip
+                     help="a field of the recipe, such as batch_size or steps")  # fmt: skip
     ask.add_argument("--kill", type=int, default=10, help="kill the run after this step")
     ask.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     given = ask.parse_args()
     settings = [*given.settings, "log_every=1"]
     recipe, tokens = read_recipe(given.preset, settings), data.read(given.data)
-    every = (recipe.save_every, recipe.look_every)
+    every = (recipe.save_every, recipe.eval_every)
     if not min(every) < given.kill < recipe.steps or not all(given.kill % n for n in every):
         ask.error(
             "--kill must be between the first and the last checkpoint, and not at one (every "
@@ -113,7 +113,7 @@ def rehearse(
 
 def saved_every(recipe: Recipe) -> int:
     """Steps between checkpoints; evaluations save one too."""
-    return min(recipe.save_every, recipe.look_every)
+    return min(recipe.save_every, recipe.eval_every)
 
 
 def newest(out: Path) -> int:

@@ -31,7 +31,14 @@ from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, b
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
-from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
+from jaxkv.evals.training.sink_tables import (
+    SINKS,
+    evaluations,
+    line,
+    logged,
+    recipe_of_record,
+    settings,
+)
 from jaxkv.models.data import sha256_of
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather
@@ -257,9 +264,12 @@ def table() -> str:
         lines.append(table_row(label, *cells))
     front, distilled = records.values()
     stretches = front["stretches"]
-    trained = [results["runs"][run]["recipe"] for results, run in
+    trained = [recipe_of_record(results["runs"][run]["recipe"]) for results, run in
                ((front, "frozen_token-0"), (distilled, "text-0"))]  # fmt: skip
-    samples = [f"{x['steps'] * x['rows']} samples of {x['context']:,} tokens" for x in trained]
+    samples = [
+        f"{recipe['steps'] * recipe['batch_size']} samples of {recipe['context']:,} tokens"
+        for recipe in trained
+    ]
     caption = (
         f"{len(stretches)} stretches of {next(iter(stretches.values())):,} tokens in a cache of "
         f"{SIZE}. Trained on {samples[0]}; at a learning rate of 0.1, on {samples[1]}."

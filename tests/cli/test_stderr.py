@@ -55,7 +55,8 @@ STARTS = {
     "policies": ("policies streaming",),
     "data": (f"data --text TMP/text.txt --valid {TEXT} --vocab-size 300 --out NEW",),
     "pretrain": (
-        f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set rows=2 --set steps=1",
+        f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set batch_size=2 "
+        "--set steps=1",
         r"[\d,]+ weights, sinks=none, 2 x 32 tokens a step, float32, \d+ cores of .*",
         "compiling; a line every 10 steps",
         "  .*",
