@@ -83,7 +83,7 @@ def cut(
 
     Raises UserError where the text is too short, or a stretch longer than the trained context.
     """
-    context = llm.config.context - llm.sink_pairs
+    context = llm.config.context
     scored = scored or min(SCORED, context // 8)
     prompt = prompt or min(STRETCH, context) - scored
     if prompt + scored > context:

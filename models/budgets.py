@@ -199,7 +199,6 @@ def bytes_of(llm: Llm, policy: str, prompt: int, scored: int = 0) -> int:
 
     Empty slots of growing caches do not count: caches double, so that they are compiled seldom.
     """
-    prompt += llm.sink_pairs
     with warnings.catch_warnings():  # of layers that keep the model's own window
         warnings.simplefilter("ignore")
         policies = llm.policies(policy)
@@ -235,7 +234,6 @@ def _compressed(ends: ExactEnds, prompt: int, slots: int) -> tuple[int, int]:
 
 def prompt_bytes_of(llm: Llm, policy: str, prompt: int) -> int:
     """Bytes of one sequence in all layers before the end of its prefill, without empty slots."""
-    prompt += llm.sink_pairs
     exact = [replace(p, start=prompt) if p.grows else p for p in llm.policies(policy)]
     state = [p.bytes_per_sequence(llm.spec, prompt) for p in exact]
     return sum(state)

@@ -7,7 +7,7 @@ Where all weights are trained, a sink token is a new row of the embedding, as in
 nothing. Where the embedding is frozen, it is a vector beside it (SINK_TOKENS), so that no logit
 changes. Both start from the embedding of the token that the model has seen in front of texts, its
 BOS or else the token that ends a document: it is an attention sink before the first step. Sink
-logits start at 0, as zero sinks. A key and a value per layer start as those of that token.
+logits start at 0, as zero sinks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer as Coder
 
-from jaxkv.contract import Spec
 from jaxkv.errors import UserError
-from jaxkv.models import data, sinks, training, uncached
+from jaxkv.models import data, sinks, training
 from jaxkv.models.config import SINK_LLAMA, Config, config_of
 from jaxkv.models.data import DataFolder
-from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, SINK_VALUES, Weights
+from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.export import export
 from jaxkv.models.published import Published, open_published
 from jaxkv.models.recipes import SINK_LOGIT, Recipe
 from jaxkv.models.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.training import TrainingSetting
-from jaxkv.typing import Array
 
 # Two tokenizers with equal tables of tokens agree if they split this alike.
 PROBE = "It's 1,024 words —\n\n  \tnaïve façade, “don't” x2: 北京 😀 e=mc^2\r\nEnd"
@@ -61,8 +59,6 @@ class Base:
         Raises UserError for data of another tokenizer, and where the result could not be exported.
         """
         training.check_mesh(mesh, recipe)
-        if mesh is not None and recipe.sinks == "kv":
-            raise UserError("sinks=kv is trained on one device, got a mesh; leave out --mesh")
         self._check_tokenizer(tokens)
         front, vocab, named = self.tokenizer.front, self.config.vocab, tokens.front(recipe.sinks)
         if named:
@@ -118,9 +114,6 @@ class Base:
         new = {name: shape for name, shape in setting.shapes.items() if name not in loaded}
         # Copies: on a CPU a loaded array is the host's buffer, which a step cannot reuse.
         trained = {name: jnp.copy(loaded[name]) for name in loaded if name not in frozen}
-        if SINK_KEYS in new:
-            keys, values = kv_of(self.config, loaded, first)
-            return {SINK_KEYS: keys, SINK_VALUES: values}, frozen
         for name, shape in new.items():
             value = np.tile(row[0], (shape[0], 1)) if name == SINK_TOKENS else np.zeros(shape, "f4")
             trained[name] = jax.device_put(value, setting.place(shape))
@@ -208,20 +201,6 @@ class Base:
         if bos is not None and not self.tokenizer.front:
             fields["bos_token"] = self.tokenizer.backend.id_to_token(bos)
         return fields
-
-
-def kv_of(config: Config, weights: Weights, token: int) -> tuple[Array, Array]:
-    """The key before rotation and the value of one token in every layer, [L,K,1,H] in float32."""
-
-    def capture(
-        window: object, spec: Spec, state: object, q: Array, k: Array, v: Array, *rest: object
-    ) -> tuple[Array, tuple[Array, Array]]:
-        return uncached.attend(None, spec, None, q, k, v, sink_logits=rest[-1])[0], (k[0], v[0])
-
-    ids = jnp.full((1, 1), token, jnp.int32)
-    _, _, captured = uncached.forward(config, weights, ids, capture)
-    keys, values = (jnp.stack(arrays) for arrays in zip(*captured, strict=True))
-    return tuple(a.swapaxes(1, 2).astype(jnp.float32) for a in (keys, values))
 
 
 def open_base(name: str | Path) -> Base:

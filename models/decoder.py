@@ -31,7 +31,6 @@ Weights = Mapping[str, Array | Quantised]
 SINK_TOKENS = "sink_tokens"
 # Weights [L, K, P, H] that a published model lacks: the P first cached keys, before rotation, and
 # values of every stream, which stand for no token.
-SINK_KEYS, SINK_VALUES = "sink_keys", "sink_values"
 
 
 def spec_of(config: Config, dtype: str) -> Spec:

@@ -14,21 +14,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.driver import step
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import (
-    SINK_KEYS,
-    SINK_VALUES,
-    Decoder,
-    Weights,
-    layer_weights,
-    run_layer,
-)
+from jaxkv.models.decoder import Decoder, Weights, layer_weights, run_layer
 from jaxkv.sampling import Filters, Knobs, draw
 from jaxkv.state import sharding
 from jaxkv.state.loop_carry import flatten_heads, restore_heads
@@ -260,39 +251,6 @@ def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> Sta
         state,
         specs,
     )
-
-
-def put_in_front(static: Static, spec: Spec, weights: Weights, decoding: Decoding) -> Decoding:
-    """New streams with the learned keys and values of a model as their first tokens."""
-    pairs, start, states = (weights[SINK_KEYS], weights[SINK_VALUES]), decoding.position, []
-    for layer, (policy, state) in enumerate(zip(static.policies, decoding.states, strict=True)):
-        k, v = (array[layer] for array in pairs)
-        states.append(put_in_front_of_layer(policy, spec, static.mesh, state, k, v, start))
-    position = start + np.uint32(pairs[0].shape[2])
-    return decoding._replace(states=tuple(states), position=position)
-
-
-@partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
-def put_in_front_of_layer(
-    policy: Policy,
-    spec: Spec,
-    mesh: Mesh | None,
-    state: State,
-    k: Float[Array, "K P H"],
-    v: Float[Array, "K P H"],
-    start: UInt32[Array, " B"],
-) -> State:
-    """The state of one layer after P tokens of which only keys and values exist.
-
-    Their queries are 0, so a policy that scores by attention sees them attend to all evenly.
-    """
-    kv_heads, count, head_dim = k.shape
-    shape = (start.shape[0], count, kv_heads, head_dim)
-    new = (jnp.broadcast_to(a.transpose(1, 0, 2).astype(spec.dtype), shape) for a in (k, v))
-    q = jnp.zeros((*shape[:2], kv_heads * (spec.group or 1), head_dim), spec.dtype)
-    positions = start[:, None] + jnp.arange(count, dtype=jnp.uint32)[None]
-    run = step if mesh is None else partial(sharding.sharded_step, mesh)
-    return run(policy, spec, state, q, *new, positions, jnp.ones(shape[:2], bool))[1]
 
 
 @partial(jax.jit, static_argnames=("policy", "spec", "mesh"))

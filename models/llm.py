@@ -20,7 +20,7 @@ from jaxkv.models.chat import Chat
 from jaxkv.models.chat_ids import end_of_turn
 from jaxkv.models.compilation import enable_compilation_cache
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, Decoder, spec_of
+from jaxkv.models.decoder import SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.placement import place_all
 from jaxkv.models.published import Published, open_published
@@ -85,11 +85,6 @@ class Llm:
         return self.config.vocab + (0 if rows is None else rows.shape[0])
 
     @property
-    def sink_pairs(self) -> int:
-        """The number of learned keys and values per head that begin every stream."""
-        return self.weights[SINK_KEYS].shape[2] if SINK_KEYS in self.weights else 0
-
-    @property
     def spec(self) -> Spec:
         """The attention of every layer, as policies need it."""
         return spec_of(self.config, self.dtype)
@@ -114,13 +109,6 @@ class Llm:
         for leaf in jax.tree.leaves(self.weights):
             digest.update(_margin(leaf).tobytes())
         return digest.hexdigest()[:8]
-
-    def check_without_pairs(self, feature: str) -> None:
-        """Raise UserError if learned keys and values begin every stream; `feature` lacks them."""
-        if self.sink_pairs:
-            raise UserError(
-                f"{feature} does not show learned keys and values; leave out their --sinks"
-            )
 
     def policies(self, chosen: str | Policy | Sequence[Policy | str]) -> tuple[Policy, ...]:
         """One cache policy per layer; raises UserError for anything that is none."""

@@ -248,7 +248,7 @@ def _run(
                 yield from _read_prompt(llm, text, group, streams, ids, chunk)
                 if text.prompt:
                     for stream in streams:  # once, so that one program reads the rest
-                        stream.reserve(0, room=final + llm.sink_pairs)
+                        stream.reserve(0, room=final)
             for name, stream in zip(group.names, streams, strict=True):
                 run = runs[name]
                 run.stream, run.chunk = stream if final > text.fed else None, stream.chunk_of(chunk)

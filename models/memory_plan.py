@@ -37,7 +37,8 @@ def plan(setting: TrainingSetting) -> TrainingMemory:
         if not setting.trains(name)
     }
     recipe, mesh = setting.recipe, setting.mesh
-    parts = (recipe.accumulate, recipe.rows // recipe.accumulate, recipe.context + 1)
+    steps = recipe.grad_accum_steps
+    parts = (steps, recipe.batch_size // steps, recipe.context + 1)
     by = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
     batch = jax.ShapeDtypeStruct(parts, jnp.int32, sharding=by)
     memory = training.update.lower(setting, run, batch, frozen).compile().memory_analysis()

@@ -82,7 +82,7 @@ def pretrain(
         setting_of(recipe, tokens, mesh) if base is None else base.setting(recipe, tokens, mesh)
     )
     board = tensorboard_writer() if tensorboard else None
-    data.batch(tokens, "train", recipe.seed, 0, recipe.rows, recipe.context)
+    data.batch(tokens, "train", recipe.seed, 0, recipe.batch_size, recipe.context)
     valid = validation(setting, tokens)
     writes = jax.process_index() == 0
     recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
@@ -143,10 +143,10 @@ def train(
     tell("all steps are done" if finished else f"compiling; a line every {recipe.log_every} steps")
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
-        runs = data.batch(tokens, "train", recipe.seed, step, recipe.rows, recipe.context)
+        runs = data.batch(tokens, "train", recipe.seed, step, recipe.batch_size, recipe.context)
         trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
         done = step + 1
-        evaluating = done == recipe.steps or done % recipe.look_every == 0
+        evaluating = done == recipe.steps or done % recipe.eval_every == 0
         logging = evaluating or 0 in (done % recipe.log_every, done % recipe.save_every)
         # Several processes must stop at the same step; they agree on it where they wait anyway.
         stop = (logging or jax.process_count() == 1) and anywhere(stopped())
@@ -235,7 +235,7 @@ def setting_for(
 def validation(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]:
     """The validation samples, in parts of the training size; fewer if the split is small."""
     recipe = setting.recipe
-    size = recipe.rows // recipe.accumulate
+    size = recipe.batch_size // recipe.grad_accum_steps
     max_parts = tokens.count("valid") // recipe.context // size - 1
     parts = max(1, min(max_parts, -(-recipe.valid_samples // size)))
     return [data.batch(tokens, "valid", 0, part, size, recipe.context) for part in range(parts)]
@@ -297,7 +297,7 @@ def _spread(everywhere: NamedSharding) -> Callable:
 
 def shown(line: dict[str, Any], recipe: Recipe) -> str:
     """A logged step as a line of text."""
-    tokens_left = (recipe.steps - line["step"]) * recipe.rows * recipe.context
+    tokens_left = (recipe.steps - line["step"]) * recipe.batch_size * recipe.context
     minutes = tokens_left / max(line["tokens_per_second"], 1e-9) / 60
     text = (
         f"step {line['step']}/{recipe.steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
@@ -317,5 +317,5 @@ def title(setting: TrainingSetting, trained: Training) -> str:
     recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
     every = sum(math.prod(shape) for shape in setting.shapes.values())
     total = "" if count == every else f" of {every:,}"
-    batch = f"{recipe.rows} x {recipe.context} tokens a step"
+    batch = f"{recipe.batch_size} x {recipe.context} tokens a step"
     return f"{count:,}{total} weights, sinks={recipe.sinks}, {batch}"

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from jaxkv.errors import UserError
 from jaxkv.models.config import Config
+from jaxkv.policy_spec import nearest
 from jaxkv.rotary import rotary
 
 THETA = 10000.0  # the base of the rotary frequencies
-SinkKind = Literal["none", "zero", "token", "two_tokens", "logit", "kv"]
+SinkKind = Literal["none", "zero", "token", "two_tokens", "logit"]
 Train = Literal["all", "attention", "sinks"]
 # `Config.sink_logit` by the recipe's `sinks`; it is none for the others.
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
@@ -41,8 +42,7 @@ class Recipe:
     mlp: int
     context: int
     # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
-    # two sink tokens before every sample, a learned logit per head, or a learned key and value per
-    # layer and KV head, which stand for no token.
+    # two sink tokens before every sample, or a learned logit per head.
     sinks: SinkKind = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
@@ -50,13 +50,13 @@ class Recipe:
     # no tokens: logits learn to replace the first tokens if queries cannot see them.
     window: int = 0
     # A step: samples of `context` tokens each, and the number of parts for accumulation.
-    rows: int = 8
-    accumulate: int = 1
+    batch_size: int = 8
+    grad_accum_steps: int = 1
     steps: int = 1000
-    # The optimizer. warmup and cooldown are shares of the steps, last_lr a share of lr.
+    # The optimizer. warmup and cooldown are shares of the steps, final_lr_ratio a share of lr.
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
-    last_lr: float = 0.1
+    final_lr_ratio: float = 0.1
     warmup: float = 0.01
     decay: Literal["cosine", "wsd"] = "cosine"
     cooldown: float = 0.2
@@ -72,14 +72,14 @@ class Recipe:
     remat: Literal["none", "layers"] = "none"
     # Logging and checkpoints, in steps.
     log_every: int = 10
-    look_every: int = 250
+    eval_every: int = 250
     save_every: int = 250
     valid_samples: int = 64
 
 
 FROM = ("train", "window")  # fields of runs that start from a model
 # Fields that may change when a run is resumed.
-MAY_CHANGE = ("remat", "log_every", "look_every", "save_every", "valid_samples")
+MAY_CHANGE = ("remat", "log_every", "eval_every", "save_every", "valid_samples")
 
 PRESETS: dict[str, Recipe] = {
     # A sink token at work in a minute on a laptop: one head that has nothing to do most of the
@@ -88,27 +88,27 @@ PRESETS: dict[str, Recipe] = {
     # loss.
     "backcopy": Recipe(
         layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
-        rows=64, steps=800, lr=5e-3, z_loss=0.0,
-        log_every=100, look_every=100, save_every=800,
+        batch_size=64, steps=800, lr=5e-3, z_loss=0.0,
+        log_every=100, eval_every=100, save_every=800,
     ),
     # 3.2 million weights at a vocabulary of 4,096, 5 million tokens: for the CPU of a laptop. Its
     # loss is in evals/results/emergence.json, its speed in mfu.json.
     "tiny": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512,
-        rows=8, steps=1250, lr=2e-3,
+        batch_size=8, steps=1250, lr=2e-3,
     ),
     # The model in the package, with the shape of tiny: 16 million tokens. Its time and loss are in
     # evals/results/default_model.json.
     "default": Recipe(
         layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sinks="token",
-        rows=8, steps=4000, optimizer="muon", lr=7e-3, last_lr=0.02,
+        batch_size=8, steps=4000, optimizer="muon", lr=7e-3, final_lr_ratio=0.02,
     ),
     # 28 million weights at a vocabulary of 4,096: one GPU or TPU. By the operations that its 330
     # million tokens take, three minutes of an H100 at 45 % of its peak. The record emergence is of
     # a quarter of these tokens.
     "small": Recipe(
         layers=8, width=512, heads=8, kv_heads=8, mlp=1408, context=1024,
-        rows=64, accumulate=4, steps=5000, lr=1e-3,
+        batch_size=64, grad_accum_steps=4, steps=5000, lr=1e-3,
     ),
     # The paper's 160M models (section 3.3): the recipe of Pythia-160M at a batch of 256, whose
     # 143,000 steps of 524,288 tokens take Adam at 6e-4 down to 6e-5 by a cosine after 1 % of
@@ -120,7 +120,7 @@ PRESETS: dict[str, Recipe] = {
     # 50,304), so its models have 98 million weights.
     "160m": Recipe(
         layers=12, width=768, heads=12, kv_heads=12, mlp=2048, context=2048,
-        rows=256, accumulate=8, steps=143_000, lr=6e-4,
+        batch_size=256, grad_accum_steps=8, steps=143_000, lr=6e-4,
     ),
 }  # fmt: skip
 
@@ -152,11 +152,10 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     if preset not in PRESETS:
         raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
     recipe = _with_settings(PRESETS[preset], settings)
-    if recipe.train != "all" or recipe.window or recipe.sinks == "kv":
+    if recipe.train != "all" or recipe.window:
         raise UserError(
             f"a model that starts from nothing trains all weights without a window, got "
-            f"train={recipe.train}, window={recipe.window} and sinks={recipe.sinks}; name a model "
-            "with --from"
+            f"train={recipe.train} and window={recipe.window}; name a model with --from"
         )
     return recipe
 
@@ -194,11 +193,9 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     if recipe.train == "sinks" and recipe.sinks in ("none", "zero"):
         raise UserError(
             f"sinks={recipe.sinks} has no weights, so train=sinks has nothing to train; set "
-            "sinks=token, two_tokens, logit or kv"
+            "sinks=token, two_tokens or logit"
         )
-    if recipe.sinks == "kv" and recipe.train != "sinks":
-        raise UserError(f"sinks=kv is trained alone, got train={recipe.train}; set train=sinks")
-    if recipe.window and recipe.sinks in ("token", "two_tokens", "kv"):
+    if recipe.window and recipe.sinks in ("token", "two_tokens"):
         raise UserError(
             f"a window of {recipe.window} tokens loses a sink token, got sinks={recipe.sinks}; set "
             "window=0, or sinks=none, zero or logit"
@@ -216,25 +213,28 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     chosen = {}
     for setting in settings:
         field, equals, value = setting.partition("=")
-        if not equals or field not in kinds:
+        if not equals:
             raise UserError(
-                f"a setting must be field=value with a field of {', '.join(kinds)}, got "
-                f"{setting!r}; choose one of these fields"
+                f"a setting must be field=value, got {setting!r}; write one such as steps=100"
+            )
+        if field not in kinds:
+            raise UserError(
+                f"a setting must name a field of the recipe, got {field!r}{nearest(field, kinds)}"
             )
         chosen[field] = _value(field, kinds[field], value)
     recipe = dataclasses.replace(recipe, **chosen)
-    if recipe.rows % recipe.accumulate:
+    if recipe.batch_size % recipe.grad_accum_steps:
         raise UserError(
-            f"accumulate must divide rows, got {recipe.accumulate} and {recipe.rows}; "
-            "choose another number of rows"
+            f"grad_accum_steps must divide batch_size, got {recipe.grad_accum_steps} and "
+            f"{recipe.batch_size}; choose another batch_size"
         )
     return recipe
 
 
-LEAST: dict[str, float] = {"last_lr": 0, "warmup": 0, "beta1": 0, "beta2": 0, "weight_decay": 0,
-                           "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
+LEAST: dict[str, float] = {"final_lr_ratio": 0, "warmup": 0, "beta1": 0, "beta2": 0,
+                           "weight_decay": 0, "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
                            "context": 4}  # fmt: skip
-MOST: dict[str, float] = {"last_lr": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
+MOST: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
                           "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 
 

@@ -47,7 +47,6 @@ def losses(
 
     every: NaN for all but every so-many-th token beyond the first window, to save time.
     """
-    llm.check_without_pairs("re-computation")
     ids = np.asarray(tokens, np.int32)
     # The first W predictions see all tokens before them: one forward computes them all.
     window = min(window, len(ids) - 1)

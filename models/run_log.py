@@ -25,7 +25,7 @@ class Pace:
     """
 
     def __init__(self, setting: TrainingSetting, first: int, seconds: float):
-        self._tokens = setting.recipe.rows * setting.recipe.context
+        self._tokens = setting.recipe.batch_size * setting.recipe.context
         flops = training.flops_per_token(setting.config, setting.recipe.context, setting.trains)
         devices = 1 if setting.mesh is None else setting.mesh.size
         # The virtual devices of a CPU share one processor.

@@ -13,14 +13,7 @@ from jaxkv.engine import Engine, Model, PrefixConfig
 from jaxkv.engine.handle import resolve_max_len
 from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
-from jaxkv.models.decoder import (
-    SINK_KEYS,
-    SINK_TOKENS,
-    Decoder,
-    Weights,
-    layer_weights,
-    run_layer,
-)
+from jaxkv.models.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
 from jaxkv.models.llm import Llm
 from jaxkv.models.text import warn_beyond_context
 from jaxkv.typing import Array, Float, Float32, Int32
@@ -29,16 +22,15 @@ from jaxkv.typing import Array, Float, Float32, Int32
 def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = defaults.POLICY) -> Model:
     """Wrap a loaded model and a cache policy for the engine.
 
-    Raises UserError for a model that is sharded over a mesh, or with learned sink tokens or pairs.
+    Raises UserError for a model that is sharded over a mesh, or with learned sink tokens.
     """
     if llm.mesh is not None:
         raise UserError(
             "the engine runs on one device, got a model over a mesh; load it without mesh"
         )
-    if SINK_TOKENS in llm.weights or SINK_KEYS in llm.weights:
-        kind = "sink tokens" if SINK_TOKENS in llm.weights else "keys and values"
+    if SINK_TOKENS in llm.weights:
         raise UserError(
-            f"the engine takes constant sinks and sink logits, got learned {kind} from a file; "
+            "the engine takes constant sinks and sink logits, got learned sink tokens from a file; "
             "give --sinks constant, or a model trained with --train all"
         )
     policies = llm.policies(policy)

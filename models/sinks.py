@@ -3,8 +3,8 @@
 A window without its first tokens breaks a model, because many heads put most of their attention
 there (StreamingLLM, section 3.1). A sink gives them a place that no text depends on. A constant
 sink is a token that begins every stream, so the first cached key and value are the same for all
-texts. A learned sink is a vector in place of an embedding, a logit per head in its softmax, or
-pairs of keys and values per layer that stand for no token.
+texts. A learned sink is a vector in place of an embedding, or a logit per head in its
+softmax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, SINK_VALUES
+from jaxkv.models.decoder import SINK_TOKENS
 from jaxkv.models.hf.weights import read, read_header, read_metadata
 from jaxkv.models.published import Published
 from jaxkv.models.tokenizer import END_TEXT, Tokenizer
@@ -27,7 +27,6 @@ from jaxkv.models.tokenizer import END_TEXT, Tokenizer
 FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
 FILE = "sinks.safetensors"  # its name in the folder of a run
 LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
-KV = {"keys": SINK_KEYS, "values": SINK_VALUES}  # [L, K, P, H], the names in a file and of weights
 CONSTANT = "constant"
 
 
@@ -44,9 +43,6 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
     logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
     if logits:
         tensors[LOGITS] = np.stack([np.asarray(row, np.float32) for row in logits])
-    for name, of_model in KV.items():
-        if of_model in weights:
-            tensors[name] = np.asarray(weights[of_model], np.float32)
     files.write({path: save(tensors, metadata={FORMAT: fingerprint})})
     return path
 
@@ -98,7 +94,7 @@ def _learned(
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """As `with_sinks`, for a file."""
     config = published.config
-    remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote, or a file of `jaxkv compact`"
+    remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote"
     tensors, fingerprint = _read(path, remedy)
     model_fingerprint = published.fingerprint()
     if fingerprint != model_fingerprint:
@@ -108,10 +104,6 @@ def _learned(
         )
     shapes = {SINK_TOKENS: (len(tensors.get(SINK_TOKENS, ())), config.width),
               LOGITS: (config.layers, config.heads)}  # fmt: skip
-    if KV.keys() <= tensors.keys():
-        count = tensors["keys"].shape[2] if tensors["keys"].ndim == 4 else 0
-        pairs = (config.layers, config.kv_heads, max(1, count), config.head_dim)
-        shapes |= dict.fromkeys(KV, pairs)
     for name, value in tensors.items():
         if name not in shapes or value.shape != shapes[name]:
             raise UserError(f"{path} has {name} {list(value.shape)}, which is no sink; {remedy}")
@@ -123,7 +115,6 @@ def _learned(
     if LOGITS in tensors:
         config = dataclasses.replace(config, sink_logit="learned")
         sink_weights |= {f"layers.{i}.sinks": row for i, row in enumerate(tensors[LOGITS])}
-    sink_weights |= {of_model: tensors[name] for name, of_model in KV.items() if name in tensors}
     return config, tokenizer, sink_weights
 
 

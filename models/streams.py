@@ -26,7 +26,6 @@ from jaxkv.models.decoding import (
     init_layer,
     prefill_chunk,
     prefill_programs,
-    put_in_front,
 )
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
@@ -67,7 +66,7 @@ class Stream:
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
-        self._batch, self._checked, self._final = batch, -1, tokens + llm.sink_pairs
+        self._batch, self._checked, self._final = batch, -1, tokens
         self.ahead, self._usable = Ahead(), True
         self._check_length(self._final, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
@@ -84,9 +83,6 @@ class Stream:
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
         self.decoding = self._begin(seeds, start)
-        if llm.sink_pairs:
-            self.reserve(llm.sink_pairs)
-            self.decoding = put_in_front(self.static, llm.spec, llm.weights, self.decoding)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -238,7 +234,6 @@ class Stream:
                 return state
             return jax.eval_shape(partial(policy.reserve, self.llm.spec, tokens=tokens), state)
 
-        length += self.llm.sink_pairs
         prompt, later, final = [], [], self._room(length + 1)
         for policy, state in zip(self.policies, self.decoding.states, strict=True):
             prompt.append(shapes(policy, state, length))

@@ -25,7 +25,7 @@ from jaxkv.errors import UserError
 from jaxkv.models import device, uncached
 from jaxkv.models.config import Config
 from jaxkv.models.cross_entropy import cross_entropy
-from jaxkv.models.decoder import SINK_KEYS, SINK_TOKENS, SINK_VALUES, Weights
+from jaxkv.models.decoder import SINK_TOKENS, Weights
 from jaxkv.models.hf.names import shapes
 from jaxkv.models.recipes import Recipe
 from jaxkv.typing import Array, Float32, Int32
@@ -33,7 +33,7 @@ from jaxkv.typing import Array, Float32, Int32
 DEVIATION = 0.02  # standard deviation of initial weights
 INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon updates
 # What `Recipe.train` updates, by the last part of the name; `sinks` are the logits of the heads.
-SINKS = (SINK_TOKENS, "sinks", SINK_KEYS, SINK_VALUES)
+SINKS = (SINK_TOKENS, "sinks")
 ATTENTION = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", *SINKS)
 
 
@@ -85,9 +85,6 @@ class TrainingSetting:
         """The shape of every weight, frozen ones included."""
         weight_shapes = {name: shape for name, (_, shape) in shapes(self.config).items()}
         rows = sum(token >= self.config.vocab for token in self.front)
-        if self.recipe.sinks == "kv":
-            pair = (self.config.layers, self.config.kv_heads, 1, self.config.head_dim)
-            weight_shapes |= {SINK_KEYS: pair, SINK_VALUES: pair}
         return weight_shapes | ({SINK_TOKENS: (rows, self.config.width)} if rows else {})
 
     def trains(self, name: str) -> bool:
@@ -117,7 +114,7 @@ class TrainingSetting:
 
         Every process has the whole batch and passes on the samples of its own devices.
         """
-        parts = runs.reshape(self.recipe.accumulate, -1, runs.shape[1])
+        parts = runs.reshape(self.recipe.grad_accum_steps, -1, runs.shape[1])
         return self._place(parts, PartitionSpec(None, "data"))
 
     def _place(self, samples: Int32[np.ndarray, "..."], by: PartitionSpec) -> Int32[Array, "..."]:
@@ -142,11 +139,12 @@ def check_mesh(mesh: Mesh | None, recipe: Recipe) -> None:
             f"training splits samples and weights over one mesh axis, data, got "
             f"{', '.join(mesh.axis_names)}; write --mesh data={mesh.size}"
         )
-    together = recipe.rows // recipe.accumulate
+    together = recipe.batch_size // recipe.grad_accum_steps
     if together % mesh.size:
         raise UserError(
-            f"the mesh must divide the samples of one part: {together} (rows={recipe.rows} in "
-            f"{recipe.accumulate} parts) over {mesh.size} devices; change rows or accumulate"
+            f"the mesh must divide the samples of one part: {together} "
+            f"(batch_size={recipe.batch_size} in {recipe.grad_accum_steps} parts) over {mesh.size} "
+            "devices; change batch_size or grad_accum_steps"
         )
 
 
@@ -208,12 +206,12 @@ def places(setting: TrainingSetting, training: Training) -> Training:
 
 def rate(recipe: Recipe) -> optax.Schedule:
     """The learning-rate schedule: a warm-up, then a cosine, or constant with a cooldown (WSD)."""
-    last = recipe.lr * recipe.last_lr
+    last = recipe.lr * recipe.final_lr_ratio
     warm = max(1, round(recipe.warmup * recipe.steps))
     rest = max(1, recipe.steps - warm)
     up = optax.linear_schedule(recipe.lr / warm, recipe.lr, max(1, warm - 1))
     if recipe.decay == "cosine":
-        down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.last_lr)
+        down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.final_lr_ratio)
     else:
         cooling = min(rest, max(1, round(recipe.cooldown * recipe.steps)))
         down = optax.linear_schedule(recipe.lr, last, cooling, max(0, rest - cooling))

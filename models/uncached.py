@@ -1,9 +1,8 @@
 """Causal attention within whole samples, without a cache: for training and for its analysis.
 
 `attend` and `attend_with_probabilities` have the signature of `jaxkv.step` and replace it in
-`forward`. The layer's own window (`config.windows`) takes the place of the policy. The state is
-None, or the learned keys and values [K,P,H] that are in front of every sample (SINK_KEYS).
-`attend_with_probabilities` returns its probabilities in place of the state. Samples begin at
+`forward`. The layer's own window (`config.windows`) takes the place of the policy, and the state is
+None. `attend_with_probabilities` returns its probabilities in place of the state. Samples begin at
 position 0 and have no padding, so `positions` and `valid` are ignored.
 """
 
@@ -24,7 +23,7 @@ from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
 from jaxkv.models import xla_cpu
 from jaxkv.models.config import Config
-from jaxkv.models.decoder import SINK_KEYS, SINK_VALUES, Decoder, Weights
+from jaxkv.models.decoder import Decoder, Weights
 from jaxkv.models.device import cuda_capability
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
@@ -49,10 +48,7 @@ def forward(
     each layer. remat: the backward pass keeps only the input of each layer.
     """
     decoder = Decoder(config, weights, run=run or attend, remat=remat)
-    states: tuple = (None,) * config.layers
-    if SINK_KEYS in weights:
-        states = tuple(zip(weights[SINK_KEYS], weights[SINK_VALUES], strict=True))
-    hidden, of_layers = decoder(inputs, None, None, config.windows, states)
+    hidden, of_layers = decoder(inputs, None, None, config.windows, (None,) * config.layers)
     return decoder, hidden, of_layers
 
 
@@ -74,7 +70,6 @@ def attend(
     runs anywhere; None takes cuDNN where it is available.
     Raises UserError for `cudnn` where it cannot run.
     """
-    q, k, v, count = _put_in_front(state, q, k, v)
     lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink_logits)
     if implementation is None:
         implementation = "xla" if lacks else "cudnn"
@@ -83,11 +78,11 @@ def attend(
     if implementation == "cudnn":
         if lacks:
             raise UserError(f"cudnn attends {lacks}; use implementation='xla'")
-        return fused_attention(q, k, v, spec.scale, window, sink_logits, "cudnn")[:, count:], state
+        return fused_attention(q, k, v, spec.scale, window, sink_logits, "cudnn"), state
     out, lse = _attend_in_blocks(q, k, v, spec, window)
     if sink_logits is not None:  # equals `merge` with a sink logit
         out = out * jax.nn.sigmoid(lse - sink_logits.astype(jnp.float32)[None, None])[..., None]
-    return out[:, count:], state
+    return out, state
 
 
 def cudnn_lacks(
@@ -113,20 +108,6 @@ def cudnn_lacks(
             f"with a head dim of eights, up to {max_dim} (256 from capability 9.0), got {head_dim}"
         )
     return ""
-
-
-def _put_in_front(
-    pairs: tuple[Array, Array] | None, q: Array, k: Array, v: Array
-) -> tuple[Array, Array, Array, int]:
-    """q, k and v with learned pairs as first tokens, whose queries are 0, and their number."""
-    if pairs is None:
-        return q, k, v, 0
-    count = pairs[0].shape[1]
-    wide = (jnp.broadcast_to(a.swapaxes(0, 1)[None], (len(q), count, *k.shape[2:])) for a in pairs)
-    k, v = (
-        jnp.concatenate([a.astype(b.dtype), b], axis=1) for a, b in zip(wide, (k, v), strict=True)
-    )
-    return jnp.pad(q, ((0, 0), (count, 0), (0, 0), (0, 0))), k, v, count
 
 
 def is_learned(sink_logits: object) -> bool:
@@ -347,7 +328,6 @@ def attend_with_probabilities(
 
     With a sink logit the probabilities of a query add up to less than 1.
     """
-    q, k, v, count = _put_in_front(state, q, k, v)
     tokens = q.shape[1]
     at = jnp.arange(tokens, dtype=jnp.uint32)[None]
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
@@ -358,7 +338,7 @@ def attend_with_probabilities(
         attention = merge(attention, sink_logit(sink_logits, attention))
     logits = logits.reshape(logits.shape[0], -1, tokens, tokens)
     probabilities = jnp.exp(logits - attention.lse.transpose(0, 2, 1)[..., None])
-    return attention.out[:, count:], probabilities[:, :, count:]
+    return attention.out, probabilities
 
 
 def _visible(

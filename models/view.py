@@ -69,7 +69,6 @@ def check(
     llm: Llm, policy: str, tokens: int, prompt: int, layers: Sequence[int] | None
 ) -> tuple[int, ...]:
     """The layers to show; raises UserError for what cannot be shown, before any work."""
-    llm.check_without_pairs("a page of attention")
     config, policies = llm.config, llm.policies(policy)
     shown = tuple(range(config.layers)) if layers is None else tuple(dict.fromkeys(layers))
     if shown and max(shown) >= config.layers:

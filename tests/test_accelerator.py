@@ -22,9 +22,11 @@ from tests.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTION = "## Training"
-SHORT = "rows=8 accumulate=1 steps=2 look_every=2 save_every=2 valid_samples=8 context=16"
+SHORT = (
+    "batch_size=8 grad_accum_steps=1 steps=2 eval_every=2 save_every=2 valid_samples=8 context=16"
+)
 SMALL = f"{SHORT} layers=1 width=32 heads=4 kv_heads=2 mlp=48"
-REHEARSED = "steps=400 save_every=20 look_every=400"
+REHEARSED = "steps=400 save_every=20 eval_every=400"
 NOT_RUN = ("tests/models/test_cudnn.py",)  # a test, which needs a GPU
 # Words of a command -> words that end it sooner; the last of a repeated flag counts.
 SOONER = {

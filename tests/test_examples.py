@@ -51,19 +51,16 @@ NOT_RUN = {
             "jaxkv perplexity --model smollm2-135m --sinks",
             "jaxkv advise --model smollm2-135m",
             "jaxkv view --model smollm2-135m",
-            "jaxkv compact --model smollm2-135m",
-            'jaxkv generate "What happened?" --model smollm2-135m --sinks',
         ),
         "takes minutes; tests/cli runs the command with a small model",
     ),
-    "python -m jaxkv.evals.comparison.learned_memory": "trains for three documents, for minutes",
     "python -m jaxkv.evals.training.sinks_in_front": "reads a novel 32 times, for hours",
 }
 # The beginning of a command -> words that end it sooner.
 SOONER = {
     'jaxkv generate "Once upon a time" --max-new-tokens 20000': " --max-new-tokens 3000",
     "jaxkv advise --text": " --max-tokens 1500",
-    "jaxkv pretrain": " --set steps=2 --set look_every=2 --set save_every=2 --set valid_samples=2",
+    "jaxkv pretrain": " --set steps=2 --set eval_every=2 --set save_every=2 --set valid_samples=2",
 }
 # The beginning of a command -> what a person types.
 TYPED = {

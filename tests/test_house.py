@@ -39,6 +39,7 @@ MAY_IMPORT = {
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
         "safetensors",
     },
+    "evals/training/distilled_logits.py": {"models", "jaxkv", "jax", "numpy", "optax"},
     "docs/site": {"mkdocs"},
     "tests": None,
     "colab": None,

@@ -30,7 +30,6 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "sink_tables": "training.sink_tables",
     **dict.fromkeys(("sinks_in_front", "sinks_distilled"), "training.sinks_in_front"),
     **{name: f"training.{name}" for name in ("emergence", "default_model")},
-    "learned_memory": "comparison.learned_memory",
     "known_answers": "correctness.known_answers",
     **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
     "attention_error": "reservoir.attention_error",

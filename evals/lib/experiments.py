@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
-from jaxkv.evals.comparison import learned_memory, side_by_side_tables
+from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import gallery, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
@@ -50,7 +50,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
      "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
      "as no difference.",
-     (*sink_tables.CLAIMS, *backcopy.CLAIMS, *sinks_in_front.CLAIMS, *learned_memory.CLAIMS)),
+     (*sink_tables.CLAIMS, *backcopy.CLAIMS, *sinks_in_front.CLAIMS)),
     ("### Long-context tasks on a real model",
      "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
      "budget is a share of the context. The question follows the end of prefill. A task is scored "
@@ -78,7 +78,7 @@ STATEMENTS: tuple[Statement, ...] = tuple(
     for experiment in (
         tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
         attention_error, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
-        sinks_in_front, learned_memory, remat, training_peers, latency, report, rates, mfu,
+        sinks_in_front, remat, training_peers, latency, report, rates, mfu,
         host_time, chat, kernels, compare, llama_cpp, transformers_rates, servers, prefix_tables,
         operations, quantised_weights, serving, startup,
     )
@@ -92,7 +92,7 @@ TABLES: dict[str, Callable[[], str]] = {
 for experiment in (
     tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error,
     sampled, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
-    sinks_in_front, learned_memory, report, rates, chat, compare, llama_cpp, transformers_rates,
+    sinks_in_front, report, rates, chat, compare, llama_cpp, transformers_rates,
     servers, prefix_tables, operations, quantised_weights,
 ):  # fmt: skip
     TABLES |= experiment.TABLES

@@ -58,7 +58,7 @@ def measure(
     Raises SystemExit where their losses differ.
     """
     base = open_base(llm.path)
-    sizes = [f"rows={rows}", f"context={context}", f"steps={rounds + 1}", "dtype=float32"]
+    sizes = [f"batch_size={rows}", f"context={context}", f"steps={rounds + 1}", "dtype=float32"]
     recipe = recipe_from(base.config, [*sizes, *settings])
     batches = samples(base, recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def samples(base: Base, recipe: Recipe) -> Int32[np.ndarray, "S B X"]:
     ids = np.array(base.tokenizer.encode(PASSAGE.read_text("utf-8")), np.int32)
     length = recipe.context + 1
     starts = np.random.default_rng(recipe.seed).integers(
-        0, len(ids) - length, (recipe.steps, recipe.rows)
+        0, len(ids) - length, (recipe.steps, recipe.batch_size)
     )
     return ids[starts[..., None] + np.arange(length)]
 

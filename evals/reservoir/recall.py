@@ -109,7 +109,8 @@ def main() -> None:
 def recipe_of(seed: int, steps: int) -> Recipe:
     return read_recipe("tiny", [
         "layers=2", "width=128", "heads=2", "kv_heads=2", "mlp=256", f"context={CONTEXT}",
-        "sinks=token", f"steps={steps}", "rows=16", "optimizer=muon", "lr=1e-2", f"seed={seed}",
+        "sinks=token", f"steps={steps}", "batch_size=16", "optimizer=muon", "lr=1e-2",
+        f"seed={seed}",
     ])  # fmt: skip
 
 

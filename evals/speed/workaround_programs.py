@@ -249,12 +249,13 @@ def train(_: LoadModel, sizes: Sizes) -> Program:
     recipe = sizes.recipe
     setting: TrainingSetting = setting_for(recipe, sizes.vocab, (), 0)
     random = np.random.default_rng(0)
-    runs = random.integers(3, sizes.vocab, (recipe.rows, recipe.context + 1)).astype(np.int32)
+    runs = random.integers(3, sizes.vocab, (recipe.batch_size, recipe.context + 1)).astype(np.int32)
     args = training.begin(setting), setting.split(runs)
     # Without its jit, whose trace would outlive the form.
     step = lambda *args: training.update.__wrapped__(setting, *args)  # noqa: E731
     about = (f"training step, {recipe.layers} layers of width {recipe.width}, vocabulary of "
-             f"{sizes.vocab:,}, {recipe.rows} samples of {recipe.context} tokens")  # fmt: skip
+             f"{sizes.vocab:,}, {recipe.batch_size} samples of {recipe.context} "
+             "tokens")  # fmt: skip
     return Program(about, step, lambda: args, donate=0)
 
 

@@ -35,7 +35,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, plain, read, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
-from jaxkv.evals.training.sink_tables import logged
+from jaxkv.evals.training.sink_tables import logged, recipe_of_record
 from jaxkv.models import data
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import DEFAULT, Llm
@@ -67,7 +67,7 @@ evals/training/default_model.py, which wrote this page from evals/results/defaul
 | --- | --- |
 | data | {documents} English novels, public domain in the United States (the record names them) |
 | tokens | {tokens:,}, drawn from texts of {tokens_there:,}; a byte-level BPE of {vocab:,} |
-| step | {rows} samples of {context} tokens; {steps:,} steps; seed {seed} |
+| step | {batch_size} samples of {context} tokens; {steps:,} steps; seed {seed} |
 | recipe | {recipe} |
 | hardware | {device}, {dtype}, {minutes:.0f} minutes; jax {jax} |
 | training loss | {loss:.3f} nats per token in the last {last_steps} steps |
@@ -177,7 +177,7 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     if last["step"] < recipe["steps"]:
         raise UserError(f"{run} has come to step {last['step']} of {recipe['steps']}; finish it")
     return about | {
-        "tokens": recipe["steps"] * recipe["rows"] * recipe["context"],
+        "tokens": recipe["steps"] * recipe["batch_size"] * recipe["context"],
         "tokens_there": tokens.count("train"),
         "removed": tokens.manifest["removed"],
         "documents": {
@@ -306,16 +306,16 @@ def card(record: dict[str, Any]) -> str:
     """The model card, with every number from the record."""
     results = record["results"]
     training, writing = results["training"], results["writing"]
-    recipe, summary = training["recipe"], results["reading"]["summary"]
+    recipe, summary = recipe_of_record(training["recipe"]), results["reading"]["summary"]
     run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax", "first_token")
-    reported = ("steps", "rows", "context", "seed", "dtype")
+    reported = ("steps", "batch_size", "context", "seed", "dtype")
     texts, colder = writing[f"{TEMPERATURE:g}"], writing[f"{COLDER:g}"]
     known_shares = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]
     of_books = [100 * book["known"] for book in writing["books"]]
     return PAGE.format(
         **{key: training[key] for key in run},
         **{key: results["model"][key] for key in ("weights", "vocab")},
-        **{key: recipe[key] for key in ("steps", "rows", "context", "seed")},
+        **{key: recipe[key] for key in ("steps", "batch_size", "context", "seed")},
         documents=len(training["documents"]["train"]),
         held_back=len(training["documents"]["valid"]),
         tested=len(writing["books"]),

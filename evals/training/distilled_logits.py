@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxkv import models
 from jaxkv.evals.lib.record import make_parser, run_command
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models import sinks, uncached
-from jaxkv.models.compaction import optimizer
 from jaxkv.models.config import Config
 from jaxkv.models.decoder import Weights
 from jaxkv.models.divergence import divergence
@@ -37,6 +37,7 @@ from jaxkv.typing import Array, Float32, Int32
 
 LOG = "distilled.json"  # beside the file of sinks
 EVERY = 5  # steps between two lines
+FINAL_LR_RATIO = 0.05  # the final learning rate over the first
 
 
 def main() -> None:
@@ -97,7 +98,8 @@ def distil(
     config: Config, weights: Weights, batches: Int32[np.ndarray, "S B T"], window: int, lr: float
 ) -> tuple[Float32[np.ndarray, "L N"], list[float], float]:
     """The logits after a step per batch, the divergence before each step, and the seconds."""
-    adam = optimizer(lr, len(batches))
+    schedule = optax.cosine_decay_schedule(lr, len(batches), FINAL_LR_RATIO)
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
     logits = jnp.zeros((config.layers, config.heads), jnp.float32)
     moments, losses, start = adam.init(logits), [], perf_counter()
     for number, batch in enumerate(batches):

@@ -33,7 +33,7 @@ def curve(folder: Path) -> dict[str, Any]:
     """A run's loss and attention on the first token, by million tokens of training."""
     about, looks = settings(folder), evaluations(folder)
     recipe = about["recipe"]
-    million = recipe["rows"] * recipe["context"] / 1e6
+    million = recipe["batch_size"] * recipe["context"] / 1e6
     return {
         "recipe": recipe,
         "data": about["data"],

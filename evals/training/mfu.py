@@ -47,7 +47,7 @@ def main() -> None:
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[options.preset or preset]
     if options.rows:
-        recipe = dataclasses.replace(recipe, rows=options.rows, accumulate=1)
+        recipe = dataclasses.replace(recipe, batch_size=options.rows, grad_accum_steps=1)
     name = "mfu" if jax.default_backend() == "cpu" else f"mfu_{jax.default_backend()}"
     record = Record(name, [], [0], quick=options.quick)
     results = {"preset": options.preset or preset, "vocab": options.vocab}
@@ -66,9 +66,9 @@ def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, A
     if on_cpu:
         product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
         variants["peak"] = timed(lambda: product().block_until_ready())
-    seconds = time_rounds(variants, count, f"{recipe.rows} x {recipe.context} tokens a step")
+    seconds = time_rounds(variants, count, f"{recipe.batch_size} x {recipe.context} tokens a step")
     config = setting_for(recipe, vocab, (), 0).config
-    tokens = recipe.rows * recipe.context
+    tokens = recipe.batch_size * recipe.context
     flops = training.flops_per_token(config, recipe.context) * tokens
     if on_cpu:
         at_peak = flops / (2 * SIDE**3) * np.array(seconds["peak"])  # seconds a step would take
@@ -113,7 +113,7 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
     setting = setting_for(recipe, vocab, front, 0)
     held = [training.begin(setting)]
     random = np.random.default_rng(0)
-    runs = random.integers(3, vocab, (recipe.rows, recipe.context + 1)).astype(np.int32)
+    runs = random.integers(3, vocab, (recipe.batch_size, recipe.context + 1)).astype(np.int32)
     parts = setting.split(runs)
 
     def step() -> None:

@@ -51,13 +51,13 @@ def main() -> None:
     parser.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
     parser.add_argument("--set", action="append", default=[], dest="settings",
                         metavar="FIELD=VALUE",
-                        help="a field of the recipe, such as rows or steps")  # fmt: skip
+                        help="a field of the recipe, such as batch_size or steps")  # fmt: skip
     parser.add_argument("--kill", type=int, default=10, help="kill the run after this step")
     parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     options = parser.parse_args()
     settings = [*options.settings, "log_every=1"]
     recipe, tokens = read_recipe(options.preset, settings), data.read(options.data)
-    every = (recipe.save_every, recipe.look_every)
+    every = (recipe.save_every, recipe.eval_every)
     if not min(every) < options.kill < recipe.steps or not all(options.kill % n for n in every):
         parser.error(
             "--kill must be between the first and the last checkpoint, and not at one (every "
@@ -118,7 +118,7 @@ def rehearse(
 
 def saved_every(recipe: Recipe) -> int:
     """Steps between checkpoints; evaluations save one too."""
-    return min(recipe.save_every, recipe.look_every)
+    return min(recipe.save_every, recipe.eval_every)
 
 
 def newest(out: Path) -> int:

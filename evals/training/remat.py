@@ -49,8 +49,8 @@ def measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
     recipes = {form: dataclasses.replace(recipe, remat=form) for form in FORMS}
     programs = {form: compiled(form_recipe) for form, form_recipe in recipes.items()}
     steps = {form: stepping(form_recipe, VOCAB) for form, form_recipe in recipes.items()}
-    seconds = time_rounds(steps, rounds, f"{recipe.rows} x {recipe.context} tokens a step")
-    tokens = recipe.rows * recipe.context
+    seconds = time_rounds(steps, rounds, f"{recipe.batch_size} x {recipe.context} tokens a step")
+    tokens = recipe.batch_size * recipe.context
     return {
         "recipe": dataclasses.asdict(recipe),
         "programs": programs,
@@ -62,7 +62,8 @@ def measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
 def compiled(recipe: Recipe) -> dict[str, float]:
     """Bytes of temporaries of a step, and the seconds until it is compiled."""
     setting = setting_for(recipe, VOCAB, (), 0)
-    shape = (recipe.accumulate, recipe.rows // recipe.accumulate, recipe.context + 1)
+    parts = recipe.grad_accum_steps
+    shape = (parts, recipe.batch_size // parts, recipe.context + 1)
     runs = jax.ShapeDtypeStruct(shape, np.int32)
     seconds, program = compile_timed(training.update, setting, training.shape(setting), runs, {})
     named = dict(zip(("trace", "lower", "compile"), seconds, strict=True))
@@ -79,7 +80,7 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
     mesh, plans = Mesh(np.array(chips), ("data",)), {}
     for form in FORMS:
         recipe = dataclasses.replace(
-            PRESETS["160m"], accumulate=parts, remat=form, dtype="bfloat16"
+            PRESETS["160m"], grad_accum_steps=parts, remat=form, dtype="bfloat16"
         )
         # Some forms of the step depend on the platform of the run.
         with mock.patch.object(jax, "default_backend", lambda: "tpu"):

@@ -43,7 +43,6 @@ COMMANDS = {
     "policies": "list the cache policies with their fields and memory, or describe one of them",
     "data": "tokenize texts into shards for `jaxkv pretrain`",
     "pretrain": "train a model, with or without attention sinks",
-    "compact": "train a few keys and values per layer that replace a document",
     "serve": "start an HTTP server with OpenAI's API",
 }
 CLOSED = 141

@@ -86,8 +86,8 @@ def origins(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def add_model(parser: argparse.ArgumentParser, mesh: bool = True, sinks: bool = True) -> None:
-    """Flags of every command that runs a model. mesh, sinks: whether that is a flag of it."""
+def add_model(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """Flags of every command that runs a model. mesh: whether that is a flag of it."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
@@ -104,13 +104,12 @@ def add_model(parser: argparse.ArgumentParser, mesh: bool = True, sinks: bool = 
         metavar="FORMAT",
         help="quantise the matrices to int8 or int4 while they are loaded (default: keep --dtype)",
     )
-    if sinks:
-        group.add_argument(
-            "--sinks", metavar="FILE_OR_CONSTANT",
-            help="what begins every stream: sinks that `jaxkv pretrain --from` trained for this "
-            "model (a file), constant or constant:TOKEN, one neutral token (default: nothing more "
-            "than the model's own)",
-        )  # fmt: skip
+    group.add_argument(
+        "--sinks", metavar="FILE_OR_CONSTANT",
+        help="what begins every stream: sinks that `jaxkv pretrain --from` trained for this "
+        "model (a file), constant or constant:TOKEN, one neutral token (default: nothing more "
+        "than the model's own)",
+    )  # fmt: skip
     parser.set_defaults(mesh=None)
     if mesh:
         group.add_argument(
@@ -320,8 +319,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        sinks = getattr(args, "sinks", None)
-        llm = without_weights(published, args.dtype, mesh, args.weights, sinks)
+        llm = without_weights(published, args.dtype, mesh, args.weights, args.sinks)
 
     def load() -> None:
         with Progress("loading", unit="bytes") as progress:

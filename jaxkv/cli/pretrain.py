@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="change a field of the recipe, such as steps, lr or "
-        "sinks=none|zero|token|two_tokens|logit|kv; may be repeated (models/recipes.py lists all)",
+        "sinks=none|zero|token|two_tokens|logit; may be repeated (models/recipes.py lists all)",
     )  # fmt: skip
     parser.add_argument(
         "--data", required=True, metavar="DIR", help="output folder of `jaxkv data`"

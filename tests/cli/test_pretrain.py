@@ -54,7 +54,7 @@ def test_sinks_in_front_of_a_model(run, model, texts, tmp_path):
     tokens, out = tmp_path / "tokens", tmp_path / "run"
     data = ("data", "--text", texts, "--valid", texts / "5.txt", "--out", tokens)
     assert run(*data, "--tokenizer", model).code == 0
-    few = ("context=16", "rows=8", "steps=2", "valid_samples=8", "sinks=token")
+    few = ("context=16", "batch_size=8", "steps=2", "valid_samples=8", "sinks=token")
     chosen = [word for setting in few for word in ("--set", setting)]
     start = ("pretrain", "--data", tokens, "--out", out, "--from", model)
     with jax.numpy_dtype_promotion("standard"):
@@ -107,9 +107,9 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     refused(pretrain(run, tmp_path / "nowhere", out), "a folder that `jaxkv data` made")
     refused(pretrain(run, texts, out), "is not a data folder", "jaxkv data")
     refused(pretrain(run, folder, out, preset="large"), "tiny, default, small, 160m", "'large'")
-    refused(pretrain(run, folder, out, "sink=token"), "field=value", "'sink=token'")
+    refused(pretrain(run, folder, out, "sink=token"), "got 'sink'; did you mean 'sinks'?")
     refused(pretrain(run, folder, out, "context=4096"), "a batch of 8 samples", "give more text")
-    refused(pretrain(run, folder, out, "rows=4", flags=("--mesh", "data=8")), "must divide")
+    refused(pretrain(run, folder, out, "batch_size=4", flags=("--mesh", "data=8")), "must divide")
     refused(pretrain(run, folder, out, flags=("--mesh", "model=2")), "data", "--mesh data=2")
     refused(pretrain(run, folder, out, flags=("--distributed=x",)), "HOST:PORT,PROCESSES,NUMBER")
     assert not out.exists()

@@ -21,7 +21,6 @@ from jaxkv.errors import UserError
 from jaxkv.models import compilation
 from jaxkv.models.compilation import VARIABLE
 from jaxkv.state import memory
-from tests.seldom import seldom
 from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
@@ -56,14 +55,14 @@ STARTS = {
     "policies": ("policies streaming",),
     "data": (f"data --text TMP/text.txt --valid {TEXT} --vocab-size 300 --out NEW",),
     "pretrain": (
-        f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set rows=2 --set steps=1",
+        f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set batch_size=2 "
+        "--set steps=1",
         r"[\d,]+ weights, sinks=none, 2 x 32 tokens a step, float32, \d+ cores of .*",
         "compiling; a line every 10 steps",
         "  .*",
         "step 1/1  loss .*",
         "  valid .*",
     ),
-    "compact": ("compact --text TMP/short.txt --slots 2 --steps 1 --out NEW/x.safetensors",),
     "serve": (
         "serve --port 0 --max-batch 1 --max-len 64 --policy window:window=16 --model TMP/model "
         "--chunk 16",
@@ -83,7 +82,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("starts")
     text = TEXT.read_text("utf-8")
     (folder / "text.txt").write_text(text[:3000], "utf-8")
-    (folder / "short.txt").write_text(text[:300], "utf-8")
     write_tiny(folder / "model")
     words = f"data --text TMP/text.txt --valid {TEXT} --vocab-size 300 --out TMP/tokens"
     assert start(words, folder, folder) == ""
@@ -128,7 +126,7 @@ def of_jaxkv(lines: str) -> list[str]:
     return [line for line in lines.splitlines() if not re.fullmatch(PROGRESS, line)]
 
 
-@pytest.mark.parametrize("name", [seldom(name) if name == "compact" else name for name in STARTS])
+@pytest.mark.parametrize("name", STARTS)
 def test_a_start_prints_its_own_lines_alone(name, folder, tmp_path):
     words, *patterns = STARTS[name]
     for number in (1,) if name in STARTED_ONCE else (1, 2):

@@ -156,7 +156,7 @@ def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tm
 @pytest.mark.slow
 def test_ctrl_c_writes_a_checkpoint(start, tmp_path):
     out = tmp_path / "run"
-    process = start(out, "steps=100000", "save_every=100000", "look_every=100000")
+    process = start(out, "steps=100000", "save_every=100000", "eval_every=100000")
     while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -195,7 +195,7 @@ def two(start, out: Path, *settings: str) -> list[subprocess.Popen]:
 def test_ctrl_c_in_two_processes(start, tmp_path):
     """One process is interrupted. Both stop at the same step and write its checkpoint."""
     out = tmp_path / "run"
-    both = two(start, out, "steps=100000", "save_every=100000", "look_every=100000")
+    both = two(start, out, "steps=100000", "save_every=100000", "eval_every=100000")
     while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
         assert both[0].poll() is None, both[0].communicate()
         time.sleep(0.05)

@@ -11,8 +11,8 @@ from jaxkv.models.recipes import Recipe, read_recipe
 
 TEXT = "the cat sat on a mat and saw the dog run over the hill to see what was there in the sun"
 WORDS = f"{TEXT} of that long day when nobody had come home".split()
-SMALL = ("layers=1", "width=32", "heads=4", "kv_heads=2", "mlp=48", "context=16", "rows=8",
-         "steps=12", "lr=1e-2", "log_every=1", "look_every=6", "save_every=2",
+SMALL = ("layers=1", "width=32", "heads=4", "kv_heads=2", "mlp=48", "context=16", "batch_size=8",
+         "steps=12", "lr=1e-2", "log_every=1", "eval_every=6", "save_every=2",
          "valid_samples=8")  # fmt: skip
 VOCAB = 300
 

@@ -16,7 +16,7 @@ from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
 from tests.seldom import seldom
 
 RECIPE = replace(
-    PRESETS["tiny"], layers=1, width=32, heads=2, kv_heads=1, mlp=64, context=32, rows=2
+    PRESETS["tiny"], layers=1, width=32, heads=2, kv_heads=1, mlp=64, context=32, batch_size=2
 )
 SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip

@@ -9,7 +9,7 @@ from jaxkv.evals.training import rehearsal
 from tests.models.training_data import SMALL, small, write_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optax_promotes_dtypes")]
-SETTINGS = [*SMALL, "sinks=token", "steps=400", "save_every=20", "look_every=400"]
+SETTINGS = [*SMALL, "sinks=token", "steps=400", "save_every=20", "eval_every=400"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_rehearsal_kills_resumes_and_reads(tokens, tmp_path):
 
 
 def test_a_failed_run_ends_the_rehearsal(tokens, tmp_path):
-    wrong = words(tokens, tmp_path / "run", "rows=3", "accumulate=2")
+    wrong = words(tokens, tmp_path / "run", "batch_size=3", "grad_accum_steps=2")
     with pytest.raises(SystemExit, match="ended with 2"):
         rehearsal.rehearse(small(*SETTINGS), tokens, wrong, tmp_path / "run", kill=30)
 

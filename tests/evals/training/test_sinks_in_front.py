@@ -71,7 +71,7 @@ def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
 def test_the_attention_on_the_first_token_by_step(tmp_path):
     """A record of emergence has the evaluations of a run's log, by million tokens."""
     (tmp_path / "run.json").write_text(json.dumps({
-        "recipe": {"rows": 50, "context": 2_000}, "data": "d", "dtype": "float32"
+        "recipe": {"batch_size": 50, "context": 2_000}, "data": "d", "dtype": "float32"
     }))  # fmt: skip
     look = {"valid_loss": 3.0, "first_token": 0.1, "first_token_most": 0.4, "sink_heads": 0.25,
             "device": "1 x cpu", "jax": "0"}  # fmt: skip
