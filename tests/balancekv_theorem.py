@@ -39,14 +39,14 @@ def softmax_balance(
     keys: Float[Array, "... S H"],
     values: Float[Array, "... S X"],
     uniforms: Float32[Array, "... S"],
-    there: Bool[Array, "... S"],
+    valid: Bool[Array, "... S"],
     r_key: float,
     r_value: Float32[Array, "..."],
     delta: float,
     walks: float = 30.0,
     n: int | None = None,
 ) -> Class:
-    """Algorithm 2 over the tokens that are `there`.
+    """Algorithm 2 over the tokens that are `valid`.
 
     r_key, r_value: the radii, upper bounds of the lengths of keys and values. delta: probability of
     failure. walks: the constant 30 of c = 30 log(n / delta); a smaller one balances more strongly
@@ -60,14 +60,14 @@ def softmax_balance(
     units = values.astype(jnp.float32) / r_value[..., None, None]
     shift = jnp.full(r_value.shape, r_key**2 / head_dim**0.5, jnp.float32)
     gain = jnp.full(r_value.shape, 1 / (2 * c), jnp.float32)
-    thresholds = jnp.where(there, np.float32(0.5) - uniforms, NO_STEP)
-    one = lambda a: a[..., None, :, :]  # noqa: E731
-    walk = balance_walk(one(scaled), one(units), thresholds, shift, gain, 0.0)
+    thresholds = jnp.where(valid, np.float32(0.5) - uniforms, NO_STEP)
+    as_query = lambda a: a[..., None, :, :]  # noqa: E731
+    walk = balance_walk(as_query(scaled), as_query(units), thresholds, shift, gain, 0.0)
     count = lambda sign: jnp.sum(walk.signs == sign, axis=-1, keepdims=True)  # noqa: E731
     chosen = walk.signs == jnp.where(count(1) <= count(-1), 1, -1).astype(jnp.int8)
-    beyond = jnp.any(there & certain(walk.inner), axis=-1)
-    far = jnp.any(there & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
-    return Class(chosen, beyond | far)
+    beyond = jnp.any(valid & certain(walk.inner), axis=-1)
+    outside = jnp.any(valid & ~(_inside(keys, r_key) & _inside(units, 1.0)), axis=-1)
+    return Class(chosen, beyond | outside)
 
 
 def _length(vectors: Float[Array, "... H"]) -> Float32[Array, "..."]:
@@ -100,7 +100,7 @@ class Instances(NamedTuple):
 
     k: Float32[Array, "I L S H"]
     v: Float32[Array, "I L S X"]
-    there: Bool[Array, "I L S"]
+    valid: Bool[Array, "I L S"]
     tokens: UInt32[Array, " I"]
     failures: Int32[Array, " I"]
     longest: Float32[Array, " 1"]  # length of the longest value so far
@@ -118,10 +118,11 @@ class BalanceKV:
     longer than the last bucket's is a failure. walks: the constant of Algorithm 2; 30 in the
     theorem.
 
-    The stream's length n is `most`, the tokens that fit. The paper leaves open which power of 1/n
-    the delta of Algorithm 2 is. Here delta is n^-3 over the dimension of values. Each token enters
-    two instances, so there are at most 4n/t halvings, and each must serve n queries: all succeed
-    with probability at least 1 - 4/(nt). The proof of Algorithm 2 treats each dimension separately.
+    The stream's length n is `max_tokens`, the tokens that fit. The paper leaves open which power of
+    1/n the delta of Algorithm 2 is. Here delta is n^-3 over the dimension of values. Each token
+    enters two instances, so there are at most 4n/t halvings, and each must serve n queries: all
+    succeed with probability at least 1 - 4/(nt). The proof of Algorithm 2 treats each dimension
+    separately.
     """
 
     batch: int
@@ -158,7 +159,7 @@ class BalanceKV:
             )
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens that fit: one fewer than produce a fifth half in the last level.
 
         2^(rounds-1) batches produce one half. With 0 rounds all tokens stay in level 0.
@@ -199,18 +200,18 @@ class BalanceKV:
         ones = jnp.zeros_like(v).at[0].set(1)
         values = jnp.where((number == self.buckets)[:, None], ones[None], v[None])
         slot = state.tokens % np.uint32(self.batch) if self.rounds else state.tokens
-        here = goes[:, None] & (jnp.arange(2 * self.batch, dtype=jnp.uint32)[None] == slot[:, None])
+        mask = goes[:, None] & (jnp.arange(2 * self.batch, dtype=jnp.uint32)[None] == slot[:, None])
 
         def first(leaf: Array, new: Array) -> Array:
-            return leaf.at[:, 0].set(jnp.where(here[..., None], new[:, None], leaf[:, 0]))
+            return leaf.at[:, 0].set(jnp.where(mask[..., None], new[:, None], leaf[:, 0]))
 
         state = Instances(
             k=first(state.k, jnp.broadcast_to(k[None], (len(number), len(k)))),
             v=first(state.v, values),
-            there=state.there.at[:, 0].set(here | state.there[:, 0]),
+            valid=state.valid.at[:, 0].set(mask | state.valid[:, 0]),
             tokens=state.tokens + goes.astype(jnp.uint32),
             failures=state.failures
-            + (goes & ((state.tokens >= self.most) | ~inside)).astype(jnp.int32),
+            + (goes & ((state.tokens >= self.max_tokens) | ~inside)).astype(jnp.int32),
             longest=jnp.where(length < jnp.inf, jnp.maximum(state.longest, length), state.longest),
         )
         state = self._erase(state)
@@ -227,9 +228,9 @@ class BalanceKV:
         self, level: int, does: Array, halvings: Array, rng: jax.Array, state: Instances
     ) -> Instances:
         """Move the smaller class of a level up one level, in the instances that `does` marks."""
-        uniforms = jax.random.uniform(rng, state.there.shape[::2])
+        uniforms = jax.random.uniform(rng, state.valid.shape[::2])
         halved = softmax_balance(
-            state.k[:, level], state.v[:, level], uniforms, state.there[:, level], self.r,
+            state.k[:, level], state.v[:, level], uniforms, state.valid[:, level], self.r,
             jnp.asarray(self.radii), self._delta(state), self.walks, self.batch,
         )  # fmt: skip
         half = self.batch // 2
@@ -247,23 +248,23 @@ class BalanceKV:
                 jnp.where(takes.reshape(*takes.shape, *wide), new, leaf[:, level + 1])
             )
 
-        there = up(state.there.at[:, level].set(state.there[:, level] & halved.chosen))
-        emptied = state.there[:, level] & ~does[:, None]
+        new_valid = up(state.valid.at[:, level].set(state.valid[:, level] & halved.chosen))
+        emptied = state.valid[:, level] & ~does[:, None]
         return state._replace(
-            k=up(state.k), v=up(state.v), there=there.at[:, level].set(emptied),
+            k=up(state.k), v=up(state.v), valid=new_valid.at[:, level].set(emptied),
             failures=state.failures + (does & halved.failed).astype(jnp.int32),
         )  # fmt: skip
 
     def _delta(self, state: Instances) -> float:
-        return 1 / (self.most**3 * state.v.shape[-1])
+        return 1 / (self.max_tokens**3 * state.v.shape[-1])
 
     def _erase(self, state: Instances) -> Instances:
         """The state without buckets whose values are negligible relative to the longest value."""
         head_dim = state.k.shape[-1]
-        share = self.epsilon / (2 * self.most) * math.exp(-(self.r**2) / head_dim**0.5)
+        share = self.epsilon / (2 * self.max_tokens) * math.exp(-(self.r**2) / head_dim**0.5)
         small = jnp.asarray(self.radii[:-1] / 2) <= np.float32(share) * state.longest
         keep = jnp.append(~small, True)
-        return state._replace(there=state.there & keep[:, None, None])
+        return state._replace(valid=state.valid & keep[:, None, None])
 
     def sums(self, state: Instances, q: Float[Array, "T H"]) -> Sums:
         """Estimates of numerator and denominator for queries q."""
@@ -271,7 +272,7 @@ class BalanceKV:
             "th,ilsh->tils", q, state.k, precision=jax.lax.Precision.HIGHEST
         ) / np.float32(state.k.shape[-1] ** 0.5)
         times = 2.0 ** np.arange(self.rounds + 1, dtype=np.float32)
-        weights = jnp.where(state.there[None], jnp.exp(logits), 0) * times[None, None, :, None]
+        weights = jnp.where(state.valid[None], jnp.exp(logits), 0) * times[None, None, :, None]
         of_values = jnp.einsum(
             "tils,ilsx->tx", weights[:, :-1], state.v[:-1], precision=jax.lax.Precision.HIGHEST
         )

@@ -33,9 +33,9 @@ class CachesInnerPadding(Broken):
     """Padding is cached, except in chunks without tokens."""
 
     def update(self, spec, state, chunk):
-        some = jnp.any(chunk.valid, axis=1, keepdims=True) & jnp.ones_like(chunk.valid)
+        valid_if_any = jnp.any(chunk.valid, axis=1, keepdims=True) & jnp.ones_like(chunk.valid)
         partial, _ = super().update(spec, state, chunk)
-        return partial, super().update(spec, state, chunk._replace(valid=some))[1]
+        return partial, super().update(spec, state, chunk._replace(valid=valid_if_any))[1]
 
 
 class SharesBuffers(Broken):
@@ -70,8 +70,8 @@ class OtherDtype(Broken):
     """The returned state has another dtype."""
 
     def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial, made._replace(count=made.count.astype(jnp.float32))
+        partial, new_state = super().update(spec, state, chunk)
+        return partial, new_state._replace(count=new_state.count.astype(jnp.float32))
 
 
 class SeesEvicted(Broken):
@@ -129,8 +129,8 @@ class WrongPositions(Broken):
     """`cached` gives positions that are one too large."""
 
     def cached(self, spec, state):
-        found = super().cached(spec, state)
-        return found._replace(positions=found.positions + 1)
+        cached_tokens = super().cached(spec, state)
+        return cached_tokens._replace(positions=cached_tokens.positions + 1)
 
 
 class QueryLetter(Broken):
@@ -159,8 +159,8 @@ class TooFewLetters(Broken):
 
 class OtherStructure(Broken):
     def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial, (made, made.count)
+        partial, new_state = super().update(spec, state, chunk)
+        return partial, (new_state, new_state.count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +182,8 @@ class InfiniteGradient(BrokenCompression):
     """The end of prefill has no finite derivative."""
 
     def finish_prefill(self, spec, state):
-        made = super().finish_prefill(spec, state)
-        return made._replace(sample=jax.tree.map(rooted, made.sample))
+        finished = super().finish_prefill(spec, state)
+        return finished._replace(sample=jax.tree.map(rooted, finished.sample))
 
 
 def rooted(array):
@@ -195,8 +195,8 @@ class Shrinks(Broken):
     """Keys in int8 become smaller with each token."""
 
     def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial, made._replace(k=made.k._replace(scale=made.k.scale * 0.99))
+        partial, new_state = super().update(spec, state, chunk)
+        return partial, new_state._replace(k=new_state.k._replace(scale=new_state.k.scale * 0.99))
 
 
 class LatePages(jaxkv.BalanceStream):
@@ -218,14 +218,14 @@ class DropsTokens(Broken):
     """The log-sum-exp has no token axis."""
 
     def update(self, spec, state, chunk):
-        partial, made = super().update(spec, state, chunk)
-        return partial._replace(lse=partial.lse[:, 0]), made
+        partial, new_state = super().update(spec, state, chunk)
+        return partial._replace(lse=partial.lse[:, 0]), new_state
 
 
 class SignedPositions(Broken):
     def cached(self, spec, state):
-        found = super().cached(spec, state)
-        return found._replace(positions=found.positions.astype(jnp.int32))
+        cached_tokens = super().cached(spec, state)
+        return cached_tokens._replace(positions=cached_tokens.positions.astype(jnp.int32))
 
 
 class CachesNothing(Broken):

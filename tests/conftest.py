@@ -51,7 +51,7 @@ def set_environment():
     # evals.correctness.agreement sets the default optimization level itself. libtpu does not know
     # flags of XLA:CPU.
     if cpu and "backend_optimization_level" not in flags:
-        flags += "".join(f" --{flag}" for flag in COMPILE_FAST if known(flag))
+        flags += "".join(f" --{flag}" for flag in COMPILE_FAST if xla_has_flag(flag))
     os.environ["XLA_FLAGS"] = flags.strip()
     # Several processes share a GPU, and commands print nothing about its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -66,7 +66,7 @@ def set_environment():
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
-def known(flag):
+def xla_has_flag(flag):
     """Whether this jaxlib has that flag of XLA; an unknown flag would end the process.
 
     The name must be a whole string of the library: a removed flag may be part of another name.
@@ -102,11 +102,11 @@ def check_memory_maps() -> Iterator[None]:
     """
     from jaxkv.evals.lib import memory_maps
 
-    most = 40_000
+    max_maps = 40_000
     while True:
-        memory_maps.release(most)
+        memory_maps.release(max_maps)
         held = memory_maps.count()
-        most = min(max(40_000, held + 4_000), 56_000)
+        max_maps = min(max(40_000, held + 4_000), 56_000)
         for _ in range(max(1, (55_000 - held) // 3_000)):
             yield
 
@@ -186,9 +186,9 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from tests import schedule
 
-    made = schedule.LongestFirst(config, log)
-    made.seconds = schedule.read_durations(DURATIONS)
-    return made
+    scheduler = schedule.LongestFirst(config, log)
+    scheduler.seconds = schedule.read_durations(DURATIONS)
+    return scheduler
 
 
 def pytest_collection_modifyitems(items):

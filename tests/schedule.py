@@ -47,15 +47,15 @@ class LongestFirst(LoadScopeScheduling):
         process waits forever.
         """
         groups = self.assigned_work.pop(node)
-        left = [test for tests in groups.values() for test, done in tests.items() if not done]
-        if not left:
+        unfinished = [test for tests in groups.values() for test, done in tests.items() if not done]
+        if not unfinished:
             return None
-        crashed, *left = left
-        for test in left:
+        crashed, *unfinished = unfinished
+        for test in unfinished:
             self.workqueue.setdefault(group_of(test), {})[test] = False
-        for other in self.nodes:
-            if other in self.registered_collections:  # not another's successor that still collects
-                self._reschedule(other)
+        for peer in self.nodes:
+            if peer in self.registered_collections:  # not another's successor that still collects
+                self._reschedule(peer)
         return crashed
 
     def _time_of(self, group: str) -> float:

@@ -57,7 +57,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """The current folder, with the files that the commands read."""
     for part in ("train", "train_more", "valid", "test"):
         write_texts(tmp_path / "books" / part, documents=4, words=1200)
@@ -81,14 +81,14 @@ def calls(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "calls").read_text("utf-8").splitlines()]
 
 
-def test_every_training_command_runs(here, monkeypatch, capsys):
-    found = calls(here)
-    assert len(found) > 15
-    for words in found:
+def test_every_training_command_runs(workdir, monkeypatch, capsys):
+    commands = calls(workdir)
+    assert len(commands) > 15
+    for words in commands:
         line = " ".join(words)
         if any(text in line for text in NOT_RUN):
             continue
-        sooner = [more for text, more in SOONER.items() if text in line]
+        sooner = [flags for text, flags in SOONER.items() if text in line]
         assert sooner, f"no small form of {line!r}"
         words = [*words[1 if words[0] == "jaxkv" else 2 :], *sooner[0].split()]
         if "NUMBER" in line:
@@ -98,7 +98,7 @@ def test_every_training_command_runs(here, monkeypatch, capsys):
         else:
             monkeypatch.setattr(sys, "argv", words)
             importlib.import_module(words[0]).main()
-    assert {path.parent.name for path in here.glob("out/runs/*/hf")} >= {"none", "v5e", "hosts"}
+    assert {path.parent.name for path in workdir.glob("out/runs/*/hf")} >= {"none", "v5e", "hosts"}
 
 
 def run_both(words: list[str]) -> None:
@@ -109,10 +109,10 @@ def run_both(words: list[str]) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     with contextlib.ExitStack() as stack:
-        both = []
+        processes = []
         for number in "01":
             its = [word.replace("1234", port).replace("NUMBER", number) for word in words]
             process = subprocess.Popen([sys.executable, "-m", *its], env=environment)
-            both.append(process)
+            processes.append(process)
             stack.callback(process.kill)  # the other one fails, if one does
-        assert [process.wait(timeout=300) for process in both] == [0, 0]
+        assert [process.wait(timeout=300) for process in processes] == [0, 0]

@@ -28,30 +28,30 @@ def problem(rng, batch=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, 
 attend = jax.jit(slot_attention, static_argnums=(4, 5, 6))
 
 
-def assert_partial(found, wanted, tolerance=3e-6):
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+def assert_partial(actual, expected, tolerance=3e-6):
+    for actual_leaf, expected_leaf in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("group", [1, 3])
 def test_slot_attention_is_softmax(rng, softcap, group):
     q, k, v, bias = problem(rng, group=group)
-    found = attend(q, k, v, bias, 0.5, softcap)
-    assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5, softcap))
+    actual = attend(q, k, v, bias, 0.5, softcap)
+    assert_partial(actual, oracle.softmax_attention(q, k, v, bias, 0.5, softcap))
 
 
 @pytest.mark.parametrize("slots", [10, 2100])  # the second is read in blocks without weights
 def test_slot_attention_returns_the_softmax_weights(rng, slots):
     q, k, v, bias = problem(rng, queries=3, slots=slots)
     bias = bias.at[0, 0, 0, 0].set(-jnp.inf)  # a query that sees no slot
-    found, weights = attend(q, k, v, bias, 0.5, 1.5, True)
-    assert_partial(found, attend(q, k, v, bias, 0.5, 1.5))
+    actual, weights = attend(q, k, v, bias, 0.5, 1.5, True)
+    assert_partial(actual, attend(q, k, v, bias, 0.5, 1.5))
     logits = np.einsum("btkgh,bksh->bkgts", np.reshape(q, (2, 3, 2, 3, 8)), k, dtype=np.float64)
     exponentials = np.exp(1.5 * np.tanh(logits * 0.5 / 1.5) + np.asarray(bias, np.float64))
     totals = exponentials.sum(axis=-1, keepdims=True)
-    wanted = exponentials / np.where(totals == 0, 1, totals)
-    np.testing.assert_allclose(weights, wanted, rtol=1e-5, atol=1e-7)
+    expected = exponentials / np.where(totals == 0, 1, totals)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_masked_bias_may_differ_by_kv_head(rng):
@@ -62,8 +62,8 @@ def test_a_masked_bias_may_differ_by_kv_head(rng):
     bias = masked_bias(spec, jnp.asarray(visible), jnp.asarray(queries), jnp.asarray(keys), 2)
     distance = (queries[:, None, :, None] - keys[:, :, None]).astype(np.int32)
     slopes = np.asarray(spec.encoding.slopes).reshape(1, 2, 2, 1, 1)
-    wanted = np.where(visible[:, :, None], -slopes * distance[:, :, None], -np.inf)
-    np.testing.assert_allclose(bias, wanted, rtol=1e-6)
+    expected = np.where(visible[:, :, None], -slopes * distance[:, :, None], -np.inf)
+    np.testing.assert_allclose(bias, expected, rtol=1e-6)
     # The same slots in all heads.
     of_all = map(jnp.asarray, (visible[:, 0], queries, keys[:, 0]))
     alike = masked_bias(spec, *of_all, 2)
@@ -74,8 +74,8 @@ def test_a_masked_bias_may_differ_by_kv_head(rng):
 def test_bias_is_broadcast(rng, shape):
     q, k, v, _ = problem(rng)
     bias = None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.float32)
-    wanted = oracle.softmax_attention(q, k, v, 0.0 if bias is None else bias)
-    assert_partial(attend(q, k, v, bias, 1.0), wanted)
+    expected = oracle.softmax_attention(q, k, v, 0.0 if bias is None else bias)
+    assert_partial(attend(q, k, v, bias, 1.0), expected)
 
 
 @pytest.mark.parametrize("slots", [2049, 2560, 3072])
@@ -106,13 +106,13 @@ def test_attention_by_head_equals_attention_at_once(rng, monkeypatch, slots, lik
 
     (_, together), gradients = run()
     monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
-    (_, apart), same = run()
+    (_, apart), gradients_by_head = run()
     assert "platform_index" in str(jax.make_jaxpr(loss)(q, k, v))
     assert_partial(apart, together)
-    for one, other in zip(gradients, same, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-    both = jax.vmap(lambda q: slot_attention(q, k, v, bias, 0.5))(jnp.stack([q, 2 * q]))
-    assert_partial([leaf[0] for leaf in both], together)
+    for actual, expected in zip(gradients, gradients_by_head, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    batched = jax.vmap(lambda q: slot_attention(q, k, v, bias, 0.5))(jnp.stack([q, 2 * q]))
+    assert_partial([leaf[0] for leaf in batched], together)
 
 
 def test_a_bias_may_be_a_function_of_the_block(rng):
@@ -130,13 +130,13 @@ def test_a_bias_may_be_a_function_of_the_block(rng):
 def test_without_visible_keys_out_is_0_and_lse_is_minus_infinity(rng):
     q, k, v, bias = problem(rng)
     bias = bias.at[0].set(-jnp.inf)
-    found = attend(q, k, v, bias, 1.0)
-    assert not np.asarray(found.out)[0].any() and (np.asarray(found.lse)[0] == -np.inf).all()
-    assert_partial(found, oracle.softmax_attention(q, k, v, bias))
+    empty = attend(q, k, v, bias, 1.0)
+    assert not np.asarray(empty.out)[0].any() and (np.asarray(empty.lse)[0] == -np.inf).all()
+    assert_partial(empty, oracle.softmax_attention(q, k, v, bias))
     none = attend(q, k[:, :, :0], v[:, :, :0], bias[..., :0], 1.0)
     assert not np.asarray(none.out).any() and (np.asarray(none.lse) == -np.inf).all()
-    for one, other in zip(merge(none, found, none), found, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(merge(none, empty, none), empty, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_large_logits_stay_finite(rng):
@@ -150,32 +150,32 @@ def test_large_logits_stay_finite(rng):
 
 def test_bfloat16_inputs_give_float32_outputs(rng):
     q, k, v, bias = problem(rng, dtype=jnp.bfloat16)
-    found = attend(q, k, v, bias, 0.5)
-    assert found.out.dtype == found.lse.dtype == jnp.float32
-    assert_partial(found, oracle.softmax_attention(q, k, v, bias, 0.5), tolerance=2e-2)
+    actual = attend(q, k, v, bias, 0.5)
+    assert actual.out.dtype == actual.lse.dtype == jnp.float32
+    assert_partial(actual, oracle.softmax_attention(q, k, v, bias, 0.5), tolerance=2e-2)
 
 
 def test_parts_merge_to_the_whole(rng):
     q, k, v, bias = problem(rng)
     cuts = [(0, 3), (3, 4), (4, 4), (4, 10)]
     parts = [slot_attention(q, k[:, :, a:b], v[:, :, a:b], bias[..., a:b], 1.0) for a, b in cuts]
-    whole = attend(q, k, v, bias, 1.0)
-    assert_partial(merge(*parts), whole, 1e-6)
-    assert_partial(merge(*reversed(parts)), whole, 1e-6)
-    assert_partial(merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])), whole, 1e-6)
-    assert_partial(merge(parts[0], merge(parts[1], merge(parts[2], parts[3]))), whole, 1e-6)
-    assert merge(whole) is whole
+    expected = attend(q, k, v, bias, 1.0)
+    assert_partial(merge(*parts), expected, 1e-6)
+    assert_partial(merge(*reversed(parts)), expected, 1e-6)
+    assert_partial(merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])), expected, 1e-6)
+    assert_partial(merge(parts[0], merge(parts[1], merge(parts[2], parts[3]))), expected, 1e-6)
+    assert merge(expected) is expected
 
 
 def test_sink_logit_is_a_sigmoid_gate(rng):
     q, k, v, bias = problem(rng)
     logits = jnp.asarray(rng.normal(size=6), jnp.float32)
     plain = attend(q, k, v, bias, 1.0)
-    found = merge(plain, sink_logit(logits, plain))
+    gated = merge(plain, sink_logit(logits, plain))
     lse = np.asarray(plain.lse, np.float64)
     gate = 1 / (1 + np.exp(np.asarray(logits) - lse))
-    np.testing.assert_allclose(found.out, np.asarray(plain.out) * gate[..., None], atol=1e-6)
-    np.testing.assert_allclose(found.lse, np.logaddexp(lse, logits), atol=1e-6)
+    np.testing.assert_allclose(gated.out, np.asarray(plain.out) * gate[..., None], atol=1e-6)
+    np.testing.assert_allclose(gated.lse, np.logaddexp(lse, logits), atol=1e-6)
     zero = merge(plain, sink_logit(jnp.zeros(6), plain))
     np.testing.assert_allclose(
         zero.out, np.asarray(plain.out) * (np.exp(lse) / (1 + np.exp(lse)))[..., None], atol=1e-6
@@ -220,7 +220,7 @@ def test_local_attention_equals_numpy(rng, tokens, window, encoding):
     spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=encoding)
     chunk = chunk_of(rng, tokens)
     hidden = jnp.asarray(rng.random((1, tokens)) < 0.2)
-    found = jax.jit(lambda c, h: local_attention(spec, c, window, h))(chunk, hidden)
+    actual = jax.jit(lambda c, h: local_attention(spec, c, window, h))(chunk, hidden)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)[None]
     seen = (distance >= 0) & ~np.asarray(hidden)
     if window is not None:
@@ -229,7 +229,7 @@ def test_local_attention_equals_numpy(rng, tokens, window, encoding):
     if isinstance(encoding, Alibi):
         bias = bias - np.reshape(encoding.slopes, (1, 1, 2, 1, 1)) * distance
     k, v = (np.asarray(x).transpose(0, 2, 1, 3) for x in (chunk.k, chunk.v))
-    assert_partial(found, oracle.softmax_attention(chunk.q, k, v, bias, 0.5))
+    assert_partial(actual, oracle.softmax_attention(chunk.q, k, v, bias, 0.5))
 
 
 def test_memory_of_local_attention_is_linear_in_the_chunk(rng):

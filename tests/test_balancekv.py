@@ -24,12 +24,12 @@ def unit(seed, *shape):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def algorithm_2(keys, values, uniforms, there, r_key, r_value, delta, walks, n):
+def algorithm_2(keys, values, uniforms, valid, r_key, r_value, delta, walks, n):
     """The paper's listing, token by token in float64: the smaller class, or None for FAIL."""
     root = np.sqrt(keys.shape[-1])
     bound = walks * np.log(n / delta) * np.exp(r_key**2 / root) * r_value**2  # c R^2
     eta = np.zeros(len(keys))
-    for j in np.flatnonzero(there):
+    for j in np.flatnonzero(valid):
         s = (np.exp(keys @ keys[j] / root) * (values @ values[j])) @ eta
         if abs(s) > bound:
             return None
@@ -40,21 +40,21 @@ def algorithm_2(keys, values, uniforms, there, r_key, r_value, delta, walks, n):
 def test_algorithm_2_equals_the_listing():
     """300 blocks of different radii, with absent tokens, and a c at which some walks fail."""
     random, r_key, n, delta, walks = np.random.default_rng(8), 1.5, 40, 1e-3, 0.05
-    there = random.random((300, 24)) < 0.8
+    valid = random.random((300, 24)) < 0.8
     k = unit(9, 300, 24) * random.uniform(1.2, 1.5, (300, 24, 1))
     r_value = 2.0 ** random.integers(-20, 20, 300)
     v = (unit(10, 300, 24) + unit(11, 300, 1)) / 2 * r_value[:, None, None]
     k, v, uniforms = (x.astype(np.float32) for x in (k, v, random.random((300, 24))))
-    found = softmax_balance(
-        *map(jnp.asarray, (k, v, uniforms, there)), r_key, jnp.asarray(r_value, jnp.float32),
+    halved = softmax_balance(
+        *map(jnp.asarray, (k, v, uniforms, valid)), r_key, jnp.asarray(r_value, jnp.float32),
         delta, walks, n,
     )  # fmt: skip
-    chosen, failed = map(np.asarray, found)
+    chosen, failed = map(np.asarray, halved)
     for i in range(300):
-        given = (np.float64(x[i]) for x in (k, v, uniforms))
-        wanted = algorithm_2(*given, there[i], r_key, r_value[i], delta, walks, n)
-        assert failed[i] == (wanted is None)
-        assert failed[i] or (chosen[i] == wanted).all()
+        tokens = (np.float64(x[i]) for x in (k, v, uniforms))
+        expected = algorithm_2(*tokens, valid[i], r_key, r_value[i], delta, walks, n)
+        assert failed[i] == (expected is None)
+        assert failed[i] or (chosen[i] == expected).all()
     assert 0.1 < failed.mean() < 0.9
 
 
@@ -62,10 +62,10 @@ def test_algorithm_2_equals_the_listing():
 def test_a_walk_fails_beyond_c_times_R_squared(length):
     """A token that comes twice has s = R^2 the second time: c above 1 passes, c below 1 fails."""
     k = jnp.broadcast_to(length * jnp.asarray(unit(12), jnp.float32), (1, 2, DIM))
-    ones, given = jnp.ones((1, 2)), (length, jnp.full(1, length), 0.01)
-    one = 1 / np.log(2 / 0.01)  # the constant at which c is 1
+    ones, bounds = jnp.ones((1, 2)), (length, jnp.full(1, length), 0.01)
+    unit_constant = 1 / np.log(2 / 0.01)  # the constant at which c is 1
     for times, fails in ((1.001, False), (0.999, True)):
-        done = softmax_balance(k, k, 0.5 * ones, ones > 0, *given, times * one)
+        done = softmax_balance(k, k, 0.5 * ones, ones > 0, *bounds, times * unit_constant)
         assert bool(done.failed[0]) == fails
 
 
@@ -73,15 +73,15 @@ def insert_all(algorithm, k, v):
     """The final state, and after each token the sums for some queries and the failures."""
     q = jnp.asarray(unit(7, QUERIES), jnp.float32)
 
-    def one(state, token):
+    def insert_token(state, token):
         state = algorithm.insert(state, *token)
         return state, (*algorithm.sums(state, q)[:2], state.failures)
 
-    given = jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
+    tokens = jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
     rngs = jax.random.split(jax.random.key(1), len(k))
     empty = algorithm.init(DIM, v.shape[1])
-    state, found = jax.jit(lambda *x: jax.lax.scan(one, *x))(empty, (*given, rngs))
-    return state, *map(np.asarray, found)
+    state, outputs = jax.jit(lambda *x: jax.lax.scan(insert_token, *x))(empty, (*tokens, rngs))
+    return state, *map(np.asarray, outputs)
 
 
 @functools.cache
@@ -94,12 +94,12 @@ def theorem(n, **how):
     algorithm = BalanceKV(r=1.0, **{"batch": 32, "rounds": 4, "lowest": -2, "buckets": 4, **how})
     k, v = unit(5, n), unit(6, n) * np.random.default_rng(0).uniform(0.3, 3, (n, 1))
     state, numerator, denominator, _ = insert_all(algorithm, k, v)
-    each = np.exp(k @ unit(7, QUERIES).T / np.sqrt(DIM))  # [n,Q]
-    off = numerator - np.cumsum(each[..., None] * v[:, None], axis=0)
+    weights = np.exp(k @ unit(7, QUERIES).T / np.sqrt(DIM))  # [n,Q]
+    off = numerator - np.cumsum(weights[..., None] * v[:, None], axis=0)
     bound = np.arange(1, n + 1)[:, None] * np.exp(-1 / np.sqrt(DIM))
     longest = np.maximum.accumulate(np.linalg.norm(v, axis=1))[:, None]
     numerator = np.linalg.norm(off, axis=2) / bound / longest
-    denominator = np.abs(denominator - np.cumsum(each, axis=0)) / bound
+    denominator = np.abs(denominator - np.cumsum(weights, axis=0)) / bound
     return algorithm, state, numerator.max(axis=1), denominator.max(axis=1)
 
 
@@ -107,9 +107,9 @@ def test_every_halving_gets_the_radii_and_the_delta_of_the_proof(monkeypatch):
     """delta is n^-3 over the values' dimension for the n = 79 that fit; Algorithm 2 gets t."""
     calls = []
 
-    def watched(*given):
-        calls.append(given[4:])
-        return softmax_balance(*given)
+    def watched(*arguments):
+        calls.append(arguments[4:])
+        return softmax_balance(*arguments)
 
     monkeypatch.setattr(balancekv_theorem, "softmax_balance", watched)
     algorithm = BalanceKV(batch=8, rounds=2, r=1.5, lowest=-1, buckets=2)
@@ -130,11 +130,11 @@ def test_the_theorem_streams_in_fixed_shapes(record_property):
     algorithm, state, *_ = theorem(512)
     assert int(state.tokens[-1]) == 512 == int(state.tokens[:-1].sum())
     assert not np.asarray(state.failures).any()
-    there = np.asarray(state.there[-1]).sum(axis=1)
-    assert (there[:4] == 0).all() and 8 <= there[4] <= algorithm.batch // 2
+    num_valid = np.asarray(state.valid[-1]).sum(axis=1)
+    assert (num_valid[:4] == 0).all() and 8 <= num_valid[4] <= algorithm.batch // 2
     record_property("tokens", 512)
-    record_property("denominator_lost", float(1 - there[4] * 2**algorithm.rounds / 512))
-    assert there[4] * 2**algorithm.rounds / 512 < 0.75
+    record_property("denominator_lost", float(1 - num_valid[4] * 2**algorithm.rounds / 512))
+    assert num_valid[4] * 2**algorithm.rounds / 512 < 0.75
 
 
 def test_the_bound_of_the_theorem_holds_at_every_step(record_property):
@@ -159,7 +159,7 @@ def test_small_buckets_are_erased_and_a_zero_value_is_in_none():
     k, v = unit(13, 23), lengths * unit(14, 23)
     first, *_ = insert_all(algorithm, k[:1], v[:1])
     state, numerator, denominator, _ = insert_all(algorithm, k, v)
-    before, present = (np.asarray(s.there[:-1]).any(axis=(1, 2)) for s in (first, state))
+    before, present = (np.asarray(s.valid[:-1]).any(axis=(1, 2)) for s in (first, state))
     power = 2.0 ** np.arange(-28, 2)
     assert (before == (power == 2.0**-27)).all()
     share = 0.1 / (2 * 79) * np.exp(-(1.8**2) / np.sqrt(DIM)) * 1.5
@@ -183,10 +183,10 @@ def test_a_stream_fits_until_a_fifth_half_reaches_the_last_level():
     assert not failures[78].any()
     assert (failures[79:] == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]).all()
     # With so small a constant a walk keeps one of two equal tokens, although it fails.
-    *_, found, _ = insert_all(BalanceKV(**settings, walks=1e-9), k, v)
+    *_, denominators, _ = insert_all(BalanceKV(**settings, walks=1e-9), k, v)
     truth = np.cumsum(np.exp(k @ unit(7, QUERIES).T / np.sqrt(DIM)), axis=0)
-    assert np.abs(found[78] / truth[78] - 1).max() < 0.04
-    assert (found[79] / truth[79]).max() < 7 / 8
+    assert np.abs(denominators[78] / truth[78] - 1).max() < 0.04
+    assert (denominators[79] / truth[79]).max() < 7 / 8
 
 
 def test_failures_are_reported():
@@ -194,13 +194,13 @@ def test_failures_are_reported():
     _, state, *_ = theorem(512, walks=1e-4)
     assert np.asarray(state.failures).all()
     k = jnp.asarray(unit(5, 16), jnp.float32)[None]
-    ones, there = jnp.ones((1, 16)), jnp.ones((1, 16), bool)
+    ones, valid = jnp.ones((1, 16)), jnp.ones((1, 16), bool)
     for factor in (5.0, jnp.nan):
         done = softmax_balance(
-            k.at[0, 3].multiply(factor), k, 0.5 * ones, there, 1.0, jnp.ones(1), 0.1
+            k.at[0, 3].multiply(factor), k, 0.5 * ones, valid, 1.0, jnp.ones(1), 0.1
         )
         assert bool(done.failed[0])
-    fine = softmax_balance(k, k, 0.5 * ones, there, 1.0, jnp.ones(1), 0.1)
+    fine = softmax_balance(k, k, 0.5 * ones, valid, 1.0, jnp.ones(1), 0.1)
     assert not bool(fine.failed[0])
     assert int(fine.chosen.sum()) <= 8
 
@@ -222,8 +222,8 @@ SMALL = BalanceKV(batch=2, rounds=0, r=1.0, lowest=-1, buckets=2)  # values of u
 )
 def test_tokens_beyond_a_radius_or_not_finite_are_reported(key, value, failures):
     k, v = (np.r_[length, np.zeros(DIM - 1)][None] for length in (key, value))
-    state, numerator, denominator, found = insert_all(SMALL, k, v)
-    assert found.tolist() == [failures] == [state.failures.tolist()]
+    state, numerator, denominator, failed = insert_all(SMALL, k, v)
+    assert failed.tolist() == [failures] == [state.failures.tolist()]
     assert np.isfinite(denominator).all() == np.isfinite(key)
     assert np.isfinite(numerator).all() == (value == 0 or np.isfinite(key * value))
 

@@ -110,8 +110,8 @@ def test_every_block_of_code_has_a_language_that_is_run():
     """But for settings of systemd, Docker and Kubernetes (tests/server/test_serving_page.py)."""
     for page in PAGES:
         tokens = MarkdownIt("commonmark").parse((ROOT / page).read_text("utf-8"))
-        found = {token.info for token in tokens if token.type in ("fence", "code_block")}
-        assert found <= {"bash", "python", "ini", "dockerfile", "yaml"}, page
+        languages = {token.info for token in tokens if token.type in ("fence", "code_block")}
+        assert languages <= {"bash", "python", "ini", "dockerfile", "yaml"}, page
 
 
 def test_the_tables_of_commands_are_current():
@@ -121,13 +121,13 @@ def test_the_tables_of_commands_are_current():
 
 def test_every_policy_string_of_the_pages_is_one():
     """`name:field=value,...`, with or without the layers that it is for."""
-    found = set()
+    policies = set()
     for page in PAGES:
-        found |= set(re.findall(r"`([\w=*]*[a-z-]+:\w+=[^`\s]+|[\d*]=[a-z-]+;[^`\s]+)`",
+        policies |= set(re.findall(r"`([\w=*]*[a-z-]+:\w+=[^`\s]+|[\d*]=[a-z-]+;[^`\s]+)`",
                                 (ROOT / page).read_text("utf-8")))  # fmt: skip
-    found -= {"name:field=value,..."}
-    assert len(found) > 5
-    for text in found:
+    policies -= {"name:field=value,..."}
+    assert len(policies) > 5
+    for text in policies:
         jaxkv.by_layer(text, 30)
 
 
@@ -156,7 +156,7 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def of(table: dict[str, str], command: str) -> str:
+def text_of(table: dict[str, str], command: str) -> str:
     return next((value for line, value in table.items() if command.startswith(line)), "")
 
 
@@ -171,8 +171,8 @@ def test_a_command_runs_as_printed(command, folder, request):
     if REAL_MODEL in command:
         request.getfixturevalue("smollm2_file")
     done = subprocess.run(
-        ["bash", "-c", command + of(SOONER, command)], cwd=folder, env=environment(folder),
-        input=of(TYPED, command), capture_output=True, text=True, timeout=600,
+        ["bash", "-c", command + text_of(SOONER, command)], cwd=folder, env=environment(folder),
+        input=text_of(TYPED, command), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr

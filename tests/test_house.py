@@ -135,12 +135,12 @@ def allowed(path):
 def broken_imports(path, text):
     package = path.split("/")[0]
     may = allowed(path)
-    for found in imports(ast.parse(text), package):
-        known = found.package in sys.stdlib_module_names or found.package == package
-        if may is not None and not known and found.package not in may:
-            yield f"{path}:{found.line} imports {found.package}"
-        if found.package in COMPARED_WITH and not found.lazy:
-            yield f"{path}:{found.line} imports {found.package} outside a function"
+    for module in imports(ast.parse(text), package):
+        own_or_stdlib = module.package in sys.stdlib_module_names or module.package == package
+        if may is not None and not own_or_stdlib and module.package not in may:
+            yield f"{path}:{module.line} imports {module.package}"
+        if module.package in COMPARED_WITH and not module.lazy:
+            yield f"{path}:{module.line} imports {module.package} outside a function"
 
 
 def test_imports_follow_the_import_direction():
@@ -175,27 +175,27 @@ def file_of(module):
     return path if (ROOT / path).is_file() else None
 
 
-def files_to_read(path, found):
+def files_to_read(path, files):
     """The files that a module of the library reaches by imports, itself included."""
-    if path is None or path in found or Path(path).stem in KNOWN | ASIDE:
-        return found
-    found.add(path)
+    if path is None or path in files or Path(path).stem in KNOWN | ASIDE:
+        return files
+    files.add(path)
     for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 module = f"{node.module}.{alias.name}"
-                files_to_read(file_of(module) or file_of(node.module), found)
-    return found
+                files_to_read(file_of(module) or file_of(node.module), files)
+    return files
 
 
 def test_few_files_explain_a_policy():
-    folder, most = "jaxkv/policies/", {}
+    folder, counts = "jaxkv/policies/", {}
     for path in python_files():
         if path.startswith(folder) and not path.endswith("__init__.py"):
             module = path.removeprefix(folder).removesuffix(".py")
-            own = module if module in FILES_OF_A_POLICY else module.split("/")[0]
-            most[own] = max(most.get(own, 0), len(files_to_read(path, set())))
-    assert most == FILES_OF_A_POLICY  # fewer: lower the number
+            part = module if module in FILES_OF_A_POLICY else module.split("/")[0]
+            counts[part] = max(counts.get(part, 0), len(files_to_read(path, set())))
+    assert counts == FILES_OF_A_POLICY  # fewer: lower the number
 
 
 def test_every_package_is_installed():
@@ -273,8 +273,8 @@ def test_no_two_public_types_share_a_name():
     where = defaultdict(list)
     for path, text in python_files().items():
         if not path.startswith("tests/"):
-            for found in public_types(text):
-                where[found].append(path)
+            for type_name in public_types(text):
+                where[type_name].append(path)
     assert not {n: paths for n, paths in where.items() if len(paths) > 1 and n[0] != "_"}
 
 
@@ -284,17 +284,17 @@ def test_shared_names_are_found():
 
 
 def test_no_file_is_large_or_names_a_local_path():
-    found = []
+    problems = []
     for path in tracked():
         data = path.read_bytes()
         if len(data) > FILE_BYTES:
-            found.append(f"{name(path)}: {len(data)} bytes, limit {FILE_BYTES}")
+            problems.append(f"{name(path)}: {len(data)} bytes, limit {FILE_BYTES}")
         if b"\0" in data:  # not text
             continue
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             if MACHINE_PATH.search(line):
-                found.append(f"{name(path)}:{number} names a path of one machine: {line[:100]}")
-    assert not found, "\n".join(found)
+                problems.append(f"{name(path)}:{number} names a path of one machine: {line[:100]}")
+    assert not problems, "\n".join(problems)
 
 
 def test_warnings_name_the_line_of_the_caller():
@@ -344,9 +344,9 @@ def test_an_import_starts_no_backend():
 
 def test_the_extra_models_is_enough_to_load_a_model():
     """README's first install; a package of another extra must not be imported by the way."""
-    others = "safetensors matplotlib gguf starlette uvicorn h11 prometheus_client"
+    packages = "safetensors matplotlib gguf starlette uvicorn h11 prometheus_client"
     code = (
-        f"import sys; sys.modules |= dict.fromkeys({others.split()})\n"
+        f"import sys; sys.modules |= dict.fromkeys({packages.split()})\n"
         "from jaxkv import models; import jaxkv.cli.generate, jaxkv.cli.chat, jaxkv.cli.view\n"
         "models.Stream(models.load())"
     )
@@ -358,7 +358,7 @@ def test_parity_tests_have_their_mark():
     """Without the mark they would fail, instead of being skipped, where torch is absent."""
     bare = []
     for path, text in python_files().items():
-        uses = {found.package for found in imports(ast.parse(text), "tests")} & COMPARED_WITH
+        uses = {module.package for module in imports(ast.parse(text), "tests")} & COMPARED_WITH
         if re.match(r"tests/(.*/)?test_", path) and uses and "mark.parity" not in text:
             bare.append(path)
     assert not bare

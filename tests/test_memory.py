@@ -78,20 +78,20 @@ def test_free_bytes_of_a_container(device, monkeypatch, tmp_path):
     """Its limit applies; its file cache counts as free."""
     device("cpu")
     host = memory.available()
-    for _, most, used, prefix in memory._GROUPS:
+    for _, limit_file, used, prefix in memory._GROUPS:
         group = tmp_path / prefix
         group.mkdir(exist_ok=True)
-        monkeypatch.setattr(memory, "_GROUPS", [(group, most, used, prefix)])
+        monkeypatch.setattr(memory, "_GROUPS", [(group, limit_file, used, prefix)])
         assert memory.available() == pytest.approx(host, rel=0.5)
-        (group / most).write_text("max\n")
+        (group / limit_file).write_text("max\n")
         (group / used).write_text("9000\n")
         (group / "memory.stat").write_text(
             f"anon 1\n{prefix}inactive_file 3000\n{prefix}active_file 500\n"
         )
         assert memory.available() == pytest.approx(host, rel=0.5)
-        (group / most).write_text(f"{2**63 - 4096}\n")
+        (group / limit_file).write_text(f"{2**63 - 4096}\n")
         assert memory.available() == pytest.approx(host, rel=0.5)
-        (group / most).write_text("10000\n")
+        (group / limit_file).write_text("10000\n")
         assert memory.available() == 4500
 
 

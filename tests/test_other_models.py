@@ -92,8 +92,8 @@ def test_linen(weights, chunks):
         out, changed = apply(variables, x, positions)
         cache = changed["cache"]
         outs.append(out)
-    wanted = outputs_of_plain_jax(weights, chunks)
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), wanted, atol=1e-5)
+    expected = outputs_of_plain_jax(weights, chunks)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
 def test_equinox(weights, chunks):
@@ -108,11 +108,11 @@ def test_equinox(weights, chunks):
         o: eqx.nn.Linear
 
         def __call__(self, x, positions, state):
-            each = lambda layer, y: jax.vmap(jax.vmap(layer))(y)  # noqa: E731
-            q, k, v = (heads(each(layer, x)) for layer in (self.q, self.k, self.v))
+            per_token = lambda layer, y: jax.vmap(jax.vmap(layer))(y)  # noqa: E731
+            q, k, v = (heads(per_token(layer, x)) for layer in (self.q, self.k, self.v))
             valid = jnp.ones(x.shape[:2], bool)
             out, state = jaxkv.step(POLICY, SPEC, state, q, k, v, positions, valid)
-            return each(self.o, out.reshape(*x.shape[:2], -1)), state
+            return per_token(self.o, out.reshape(*x.shape[:2], -1)), state
 
     def linear(weight):
         blank = eqx.nn.Linear(*weight.shape, use_bias=False, key=jax.random.key(0))
@@ -124,5 +124,5 @@ def test_equinox(weights, chunks):
     for x, positions in chunks:
         out, state = apply(x, positions, state)
         outs.append(out)
-    wanted = outputs_of_plain_jax(weights, chunks)
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), wanted, atol=1e-5)
+    expected = outputs_of_plain_jax(weights, chunks)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)

@@ -80,13 +80,13 @@ def test_readme_is_short():
 
 def test_the_repository_address_is_in_one_place():
     """Only notebooks repeat the address, to install jaxkv. Other pages assume a clone."""
-    found = {
+    pages = {
         path.relative_to(ROOT).as_posix()
         for path in tracked("*.md", "*.py", "*.toml", "*.ipynb", ".ci/*")
         if re.search(r"github(usercontent)?\.com/jaxkv", path.read_text("utf-8"))
     }
     allowed = {"pyproject.toml", "tests/test_pages.py", "tests/colab/test_notebooks.py"}
-    assert not [path for path in found - allowed if not path.startswith("colab/")]
+    assert not [path for path in pages - allowed if not path.startswith("colab/")]
     for path in tracked("colab/*.py"):
         addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", path.read_text("utf-8")))
         assert {address for address in addresses if "/jaxkv/" in address} <= {URL}, path

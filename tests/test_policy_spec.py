@@ -77,8 +77,8 @@ def test_parse_and_format_are_inverse(rng, odd):
 
 def test_parse_and_format_are_inverse_for_layers(rng, odd):
     for _ in range(300):
-        few = [random_policy(rng) for _ in range(rng.integers(1, 4))]
-        layers = tuple(few[i] for i in rng.integers(0, len(few), rng.integers(1, 12)))
+        choices = [random_policy(rng) for _ in range(rng.integers(1, 4))]
+        layers = tuple(choices[i] for i in rng.integers(0, len(choices), rng.integers(1, 12)))
         assert by_layer(format_policy(layers), len(layers)) == layers
         assert format_policy(by_layer(format_policy(layers), len(layers))) == format_policy(layers)
 
@@ -166,21 +166,21 @@ def test_layer_numbers_may_have_leading_zeros():
 
 
 def test_the_models_own_windows(pytestconfig):
-    own = (None, 24, None, 24)
-    assert by_layer("full", 4, own) == (Full(), Window(24), Full(), Window(24))
-    assert by_layer(Window(24), 4, own) == (Window(24),) * 4
-    assert by_layer("window:window=10", 4, own) == (Window(10),) * 4
-    assert by_layer("streaming:sinks=4,window=20", 4, own) == (Streaming(4, 20),) * 4
+    windows = (None, 24, None, 24)
+    assert by_layer("full", 4, windows) == (Full(), Window(24), Full(), Window(24))
+    assert by_layer(Window(24), 4, windows) == (Window(24),) * 4
+    assert by_layer("window:window=10", 4, windows) == (Window(10),) * 4
+    assert by_layer("streaming:sinks=4,window=20", 4, windows) == (Streaming(4, 20),) * 4
     with pytest.warns(
         UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"
     ) as caught:
-        found = by_layer("streaming:sinks=4,window=21", 4, own)
-    assert found == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
+        policies = by_layer("streaming:sinks=4,window=21", 4, windows)
+    assert policies == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
     # The wrappers of the check of types are callers, too.
     assert pytestconfig.option.typecheck or caught[0].filename == __file__
     # Named layers, and policies given one per layer, override the model's windows.
-    assert by_layer("1=window:window=99;*=full", 4, own) == (Full(), Window(99), Full(), Full())
-    assert by_layer([Full()] * 4, 4, own) == (Full(),) * 4
+    assert by_layer("1=window:window=99;*=full", 4, windows) == (Full(), Window(99), Full(), Full())
+    assert by_layer([Full()] * 4, 4, windows) == (Full(),) * 4
     assert by_layer("full", 3) == (Full(),) * 3
 
 
@@ -241,9 +241,9 @@ def test_the_formula_is_the_bytes_of_a_new_state(name, dtype):
     letters = {"K": heads, "H": head_dim, "G": spec.group, "itemsize": size}
     letters |= {"t": 2 * heads * head_dim * size + 4, "u": 2 * head_dim * size + 4}
     formula = policy.bytes_formula.partition(", doubling")[0]
-    wanted = eval(formula, {"min": min} | dataclasses.asdict(policy) | letters)
+    expected = eval(formula, {"min": min} | dataclasses.asdict(policy) | letters)
     state = jax.eval_shape(lambda: policy.init(spec, 1, jax.random.key(0)))
-    assert nbytes(state) == wanted
+    assert nbytes(state) == expected
 
 
 def test_every_policy_has_a_name_at_the_top():

@@ -38,7 +38,7 @@ KINDS = [{"kind": "default"}, {"kind": "linear", "factor": 4.0}, LLAMA3, YARN, L
 def frequencies_of(head_dim, theta, scaling):
     """Frequencies and amplitude, pair by pair, from the papers and model cards."""
     kind = scaling["kind"]
-    found = []
+    frequencies = []
     for i in range(head_dim // 2):
         f = theta ** (-2 * i / head_dim) / scaling.get("factors", np.ones(head_dim // 2))[i]
         if kind == "linear":
@@ -60,9 +60,9 @@ def frequencies_of(head_dim, theta, scaling):
             low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
             stretched = min(max((i - low) / (high - low), 0), 1)
             f = f / scaling["factor"] * stretched + f * (1 - stretched)
-        found.append(f)
+        frequencies.append(f)
     amplitude = 0.1 * math.log(scaling["factor"]) + 1 if kind == "yarn" else 1.0
-    return np.array(found), amplitude
+    return np.array(frequencies), amplitude
 
 
 @pytest.mark.parametrize("scaling", KINDS)
@@ -71,41 +71,41 @@ def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     frequencies, amplitude = frequencies_of(head_dim, theta, scaling)
     x = rng.normal(size=(1, 40, 2, head_dim)).astype(np.float32)
     positions = np.sort(rng.choice(4096, 40, replace=False))[None].astype(np.uint32)
-    found = rotary(head_dim, theta, scaling).rotate(jnp.asarray(x), jnp.asarray(positions))
+    actual = rotary(head_dim, theta, scaling).rotate(jnp.asarray(x), jnp.asarray(positions))
     angles = positions[0][:, None, None] * frequencies
     first, second = np.split(x[0].astype(np.float64), 2, axis=-1)
     cos, sin = np.cos(angles) * amplitude, np.sin(angles) * amplitude
-    wanted = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     # Frequencies are rounded to 2^-32 rotations: an angle error of at most 3e-6 at position 4,096.
-    np.testing.assert_allclose(found[0], wanted, atol=2e-5)
+    np.testing.assert_allclose(actual[0], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("scaling", KINDS)
 def test_factors_divide_the_frequencies_under_every_kind(rng, scaling):
     scaling = scaling | {"factors": FACTORS}
     x = jnp.asarray(rng.normal(size=(1, 1, 1, 64)), jnp.float32)
-    found = rotary(64, 1e4, scaling).rotate(x, jnp.full((1, 1), 700, jnp.uint32))
-    wanted = oracle.rotate(np.float64(x[0, :, 0]), [700], frequencies_of(64, 1e4, scaling))
-    np.testing.assert_allclose(found[0, :, 0], wanted, atol=2e-5)
+    actual = rotary(64, 1e4, scaling).rotate(x, jnp.full((1, 1), 700, jnp.uint32))
+    expected = oracle.rotate(np.float64(x[0, :, 0]), [700], frequencies_of(64, 1e4, scaling))
+    np.testing.assert_allclose(actual[0, :, 0], expected, atol=2e-5)
 
 
 def test_frequencies_are_rounded_to_32_bits():
     scheme = rotary(8, 100.0)
-    wanted = [round(100.0 ** (-i / 4) / (2 * math.pi) * 2**32) for i in range(4)]
-    assert scheme == Rotary(tuple(wanted)) and hash(scheme) == hash(rotary(8, 100.0))
+    expected = [round(100.0 ** (-i / 4) / (2 * math.pi) * 2**32) for i in range(4)]
+    assert scheme == Rotary(tuple(expected)) and hash(scheme) == hash(rotary(8, 100.0))
 
 
 def worst_logit(rotate, position, distance=250, head_dim=64, vectors=200):
     """The largest error of q.k / sqrt(H) for a query at `position`, against float64 angles."""
     rng = np.random.default_rng(1)
     q, k = (rng.normal(size=(1, vectors, 1, head_dim)).astype(np.float32) for _ in range(2))
-    here = np.full((1, vectors), position % 2**32, np.uint32)
-    there = np.full((1, vectors), (position - distance) % 2**32, np.uint32)
-    rotated = [np.asarray(rotate(x, p), np.float64) for x, p in ((q, here), (k, there))]
-    found = (rotated[0] * rotated[1]).sum(axis=-1)[0, :, 0]
+    q_at = np.full((1, vectors), position % 2**32, np.uint32)
+    k_at = np.full((1, vectors), (position - distance) % 2**32, np.uint32)
+    rotated = [np.asarray(rotate(x, p), np.float64) for x, p in ((q, q_at), (k, k_at))]
+    actual = (rotated[0] * rotated[1]).sum(axis=-1)[0, :, 0]
     relative = np.full(vectors, distance)
-    wanted = (oracle.rotate(q[0, :, 0].astype(np.float64), relative, 1e4) * k[0, :, 0]).sum(-1)
-    return np.abs(found - wanted).max() / math.sqrt(head_dim)
+    expected = (oracle.rotate(q[0, :, 0].astype(np.float64), relative, 1e4) * k[0, :, 0]).sum(-1)
+    return np.abs(actual - expected).max() / math.sqrt(head_dim)
 
 
 @jax.jit
@@ -133,8 +133,8 @@ def test_sines_of_integer_phases():
     around = [n * 2**30 + d for n in range(4) for d in (-1, 0, 1)]
     drawn = np.random.default_rng(0).integers(0, 2**32, 200_000)
     phase = (np.concatenate([around, drawn]) % 2**32).astype(np.uint32)
-    wanted = np.sin(phase * (2 * np.pi / 2**32))
-    np.testing.assert_allclose(_sine(jnp.asarray(phase)), wanted, rtol=0, atol=2.5e-7)
+    expected = np.sin(phase * (2 * np.pi / 2**32))
+    np.testing.assert_allclose(_sine(jnp.asarray(phase)), expected, rtol=0, atol=2.5e-7)
 
 
 def test_position_0_rotates_nothing(rng):
@@ -169,8 +169,8 @@ def test_rotation_keeps_the_dtype(rng):
 
 def test_alibi_slopes():
     assert Alibi.of(8).slopes == tuple(2.0**-i for i in range(1, 9))
-    more = (2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
-    np.testing.assert_allclose(Alibi.of(12).slopes, Alibi.of(8).slopes + more)
+    later_slopes = (2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
+    np.testing.assert_allclose(Alibi.of(12).slopes, Alibi.of(8).slopes + later_slopes)
 
 
 def test_alibi_falls_with_distance_across_the_wrap():

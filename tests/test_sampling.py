@@ -33,7 +33,7 @@ jitted_draw = jax.jit(lambda *args: draw(*args)[0], static_argnums=0)
 
 def reference(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The probability of each token, computed by sequence and by filter."""
-    found = []
+    probabilities_of_rows = []
     for row, old in zip(logits.astype(np.float64), seen, strict=True):
         penalty = np.where(row > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
         row = np.where(old, row * penalty, row) / sampling.temperature
@@ -47,8 +47,8 @@ def reference(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.nd
             total += share[token]
         share = np.where(share >= share[chosen].min(), share, 0.0)
         share[share < sampling.min_p * share.max()] = 0.0
-        found.append(share / share.sum())
-    return np.stack(found)
+        probabilities_of_rows.append(share / share.sum())
+    return np.stack(probabilities_of_rows)
 
 
 def probabilities(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
@@ -56,10 +56,11 @@ def probabilities(sampling: Sampling, logits: np.ndarray, seen: np.ndarray) -> n
     return np.asarray(jax.nn.softmax(shaped, axis=-1))
 
 
-def agree(found: np.ndarray, wanted: np.ndarray, sampling: Sampling) -> None:
-    assert (found[wanted > 1e-30] > 0).all(), f"{sampling} lost a token"  # less may be 0 in float32
-    assert (wanted[found > 1e-30] > 0).all(), f"{sampling} kept a filtered token"
-    np.testing.assert_allclose(found, wanted, atol=2e-6, err_msg=str(sampling))
+def agree(actual: np.ndarray, expected: np.ndarray, sampling: Sampling) -> None:
+    # Probabilities below 1e-30 may be 0 in float32.
+    assert (actual[expected > 1e-30] > 0).all(), f"{sampling} lost a token"
+    assert (expected[actual > 1e-30] > 0).all(), f"{sampling} kept a filtered token"
+    np.testing.assert_allclose(actual, expected, atol=2e-6, err_msg=str(sampling))
 
 
 def example(rng, batch: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +118,8 @@ def test_every_combination_equals_transformers(rng):
             logits_processor=LogitsProcessorList(),
             device="cpu",
         )
-        wanted = processors(torch.tensor(ids), torch.tensor(logits)).softmax(-1).numpy()
-        agree(probabilities(sampling, logits, seen), wanted, sampling)
+        expected = processors(torch.tensor(ids), torch.tensor(logits)).softmax(-1).numpy()
+        agree(probabilities(sampling, logits, seen), expected, sampling)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,11 @@ def test_every_combination_equals_transformers(rng):
 )
 def test_draws_have_the_stated_frequencies(sampling, rng):
     logits, count = rng.normal(size=8) * 1.5, 40_000
-    wanted = reference(sampling, logits[None], np.zeros((1, 8), bool))[0]
-    found = np.bincount(draws(sampling, logits, count), minlength=8) / count
-    assert (found[wanted == 0] == 0).all()
-    error = np.sqrt(wanted * (1 - wanted) / count)
-    assert (np.abs(found - wanted) <= 4 * error).all()
+    expected = reference(sampling, logits[None], np.zeros((1, 8), bool))[0]
+    actual = np.bincount(draws(sampling, logits, count), minlength=8) / count
+    assert (actual[expected == 0] == 0).all()
+    error = np.sqrt(expected * (1 - expected) / count)
+    assert (np.abs(actual - expected) <= 4 * error).all()
 
 
 def test_a_draw_depends_on_rng_and_position_alone(rng):
@@ -200,8 +201,8 @@ def test_tokens_that_tie_with_the_last_one_stay():
 def test_extreme_settings_allow_only_valid_tokens(sampling, scale, allowed):
     """No NaN, no token that was filtered out, no token with a logit of -inf."""
     logits = np.array([1.0, 3.0, -2.0, 2.9, -np.inf]) * scale
-    found = probabilities(sampling, logits[None], np.zeros((1, 5), bool))[0]
-    assert set(np.flatnonzero(found)) == allowed and not np.isnan(found).any()
+    shares = probabilities(sampling, logits[None], np.zeros((1, 5), bool))[0]
+    assert set(np.flatnonzero(shares)) == allowed and not np.isnan(shares).any()
     drawn = set(draws(sampling, logits, 300).tolist())
     assert drawn <= allowed and (len(drawn) > 1 or len(allowed) == 1)
 
@@ -244,36 +245,36 @@ def test_settings_per_sequence_draw_the_same_as_alone(rng):
     logits, seen = example(rng, batch)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), batch)))
     at = np.arange(batch, dtype=np.uint32)
-    each = jax.jit(draw_each)
+    draw_all = jax.jit(draw_each)
     args = logits, seen, keys, at
     alone = [
-        int(jitted_draw(one.filters, one.knobs, *(x[n : n + 1] for x in args))[0])
-        for n, one in enumerate(settings)
+        int(jitted_draw(sampling.filters, sampling.knobs, *(x[n : n + 1] for x in args))[0])
+        for n, sampling in enumerate(settings)
     ]
-    uncut = [n for n, one in enumerate(settings) if not one.top_k and one.top_p == 1]
+    uncut = [n for n, sampling in enumerate(settings) if not sampling.top_k and sampling.top_p == 1]
     for group in (list(range(batch)), uncut, [0, 1], [0], [1, 4, 9]):
         knobs = [knobs_of_sequence(settings[n]) for n in group]
         stacked = Knobs(*map(np.stack, zip(*knobs, strict=True)))
-        found, chosen_by = each(stacked, *(x[group] for x in args))
-        assert found.tolist() == [alone[n] for n in group]
+        drawn, chosen_by = draw_all(stacked, *(x[group] for x in args))
+        assert drawn.tolist() == [alone[n] for n in group]
         assert np.isfinite(chosen_by).all()
     assert len(set(alone)) > 3
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["one setting", "one per sequence"])
-def test_tokens_stay_until_those_before_reach_top_p(each):
+@pytest.mark.parametrize("batched", [False, True], ids=["one setting", "one per sequence"])
+def test_tokens_stay_until_those_before_reach_top_p(batched):
     """Probabilities 1/2, 1/4, 1/4 and top_p 0.5: the first token reaches it alone."""
     logits, seen = np.log([[0.5, 0.25, 0.25]]).astype(np.float32), np.zeros((1, 3), bool)
     sampling = Sampling(temperature=1.0, top_p=0.5)
-    knobs = knobs_of_sequence(sampling) if each else sampling.knobs
-    kept = jitted_filter_logits(ALL_FILTERS if each else sampling.filters, knobs, logits, seen)
+    knobs = knobs_of_sequence(sampling) if batched else sampling.knobs
+    kept = jitted_filter_logits(ALL_FILTERS if batched else sampling.filters, knobs, logits, seen)
     assert np.isfinite(np.asarray(kept)).tolist() == [[True, False, False]]
 
 
 def test_nothing_is_sorted():
     """A sort of the vocabulary takes longer than a decode step of a small model."""
-    one = Sampling(temperature=1.0, top_k=3, top_p=0.5)
-    knobs = Knobs(*(np.full(2, knob) for knob in knobs_of_sequence(one)))
+    sampling = Sampling(temperature=1.0, top_k=3, top_p=0.5)
+    knobs = Knobs(*(np.full(2, knob) for knob in knobs_of_sequence(sampling)))
     arguments = (np.zeros((2, V), np.float32), np.zeros((2, V), bool))
     rng, positions = np.zeros((2, 2), np.uint32), np.zeros(2, np.uint32)
     text = jax.jit(draw_each).lower(knobs, *arguments, rng, positions).as_text()
@@ -290,8 +291,8 @@ def test_without_top_p_no_token_of_a_large_vocabulary_is_lost(top_p):
     for used in (sampling, Sampling(temperature=1.0, top_p=0.5)):  # only one looks for a threshold
         jaxpr = jax.make_jaxpr(partial(filter_logits, used.filters))(used.knobs, logits, seen)
         assert ("scan" in str(jaxpr)) == (used is not sampling)
-    one = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
-    knobs = Knobs(*map(np.stack, zip(*one, strict=True)))
+    pair = knobs_of_sequence(sampling), knobs_of_sequence(Sampling(temperature=1.0, top_p=0.5))
+    knobs = Knobs(*map(np.stack, zip(*pair, strict=True)))
     kept = np.isfinite(np.asarray(jitted_filter_logits(ALL_FILTERS, knobs, logits, seen)))
     assert kept[0].all()
     assert np.isfinite(

@@ -24,8 +24,8 @@ def test_a_group_is_a_file_or_a_policy(test, group):
 
 def test_the_longest_group_begins_first(monkeypatch):
     """A test that no earlier run has measured counts as one second."""
-    begun = []
-    take = lambda self, node: begun.append(self.workqueue.popitem(last=False)[0])  # noqa: E731
+    started = []
+    take = lambda self, node: started.append(self.workqueue.popitem(last=False)[0])  # noqa: E731
     monkeypatch.setattr(LoadScopeScheduling, "_assign_work_unit", take)
     queue = object.__new__(schedule.LongestFirst)
     queue.seconds = {"short": 0.1, "long": 3.0}
@@ -33,7 +33,7 @@ def test_the_longest_group_begins_first(monkeypatch):
     queue.workqueue = OrderedDict((name, dict.fromkeys(x, False)) for name, x in groups.items())
     for _ in groups:
         queue._assign_work_unit(None)
-    assert begun == ["c", "b", "a"]
+    assert started == ["c", "b", "a"]
 
 
 def test_a_run_continues_after_a_process_crashed(tmp_path):

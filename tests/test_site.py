@@ -23,9 +23,9 @@ class Loads(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag in LOADED and given.get("rel") != "canonical" and LOADED[tag] in given:
-            self.found.append(given[LOADED[tag]] or "")
+        attributes = dict(attrs)
+        if tag in LOADED and attributes.get("rel") != "canonical" and LOADED[tag] in attributes:
+            self.found.append(attributes[LOADED[tag]] or "")
 
 
 @pytest.fixture(scope="module")

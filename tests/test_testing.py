@@ -175,8 +175,8 @@ def test_a_policy_without_a_member_breaks_law_1(name):
     policy = type("Idle", (jaxkv.Policy,), kept | {"window": 6})
     if name in members:
         policy = dataclasses.dataclass(frozen=True)(policy)
-    what = f"it lacks `{name}`" if name in members else "it is not a frozen dataclass"
-    with pytest.raises(LawError, match=rf"law 1 .*{what}"):
+    problem = f"it lacks `{name}`" if name in members else "it is not a frozen dataclass"
+    with pytest.raises(LawError, match=rf"law 1 .*{problem}"):
         check_policy(policy())
 
 

@@ -152,8 +152,8 @@ def report(
     matrices = {n: shape for n, (_, shape) in shapes(config).items() if quantised.is_matrix(n)}
     weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
     if weight_format == INT8:
-        found = {name: quantised.shapes(name, shape, INT8) for name, shape in matrices.items()}
-        weights |= jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), found)
+        structs = {name: quantised.shapes(name, shape, INT8) for name, shape in matrices.items()}
+        weights |= jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), structs)
     static, settings = Static(config, policies, None), Sampling()
     write = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))

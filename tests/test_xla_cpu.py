@@ -18,8 +18,8 @@ def test_cumsum_is_the_running_sum(rng, size):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_map_sequences_is_vmap(rng, batch):
     x, at = rng.normal(size=(batch, 5, 2)), rng.integers(0, 5, batch)
-    found = xla_cpu.map_sequences(lambda x, at: x[at], jnp.asarray(x, jnp.float32), jnp.asarray(at))
-    np.testing.assert_array_equal(found, x.astype(np.float32)[np.arange(batch), at])
+    rows = xla_cpu.map_sequences(lambda x, at: x[at], jnp.asarray(x, jnp.float32), jnp.asarray(at))
+    np.testing.assert_array_equal(rows, x.astype(np.float32)[np.arange(batch), at])
 
 
 def test_order_after_changes_no_bit_whatever_was_read(rng):

@@ -31,16 +31,16 @@ def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, fill
     numbers = (np.asarray(sample.positions, np.int64) - start) % 2**32
     shape = (BATCH, KV_HEADS, slots)
     everywhere = np.broadcast_to(filled, shape)
-    wanted = np.zeros(shape, np.int32)
+    expected = np.zeros(shape, np.int32)
     for at in np.ndindex(BATCH, KV_HEADS):
         for slot in range(slots):
-            wanted[at][slot] = (everywhere[at] & (numbers[at] < numbers[at][slot])).sum()
+            expected[at][slot] = (everywhere[at] & (numbers[at] < numbers[at][slot])).sum()
     for compared in (per_head._COMPARED, 0, slots):
         monkeypatch.setattr(per_head, "_COMPARED", compared)
-        found = jax.jit(lambda s, f: per_head.ranks(s, f))(sample, jnp.asarray(filled))
-        assert found.dtype == jnp.int32
+        actual = jax.jit(lambda s, f: per_head.ranks(s, f))(sample, jnp.asarray(filled))
+        assert actual.dtype == jnp.int32
         # The rank of an empty slot is not used.
-        np.testing.assert_array_equal(np.asarray(found)[everywhere], wanted[everywhere])
+        np.testing.assert_array_equal(np.asarray(actual)[everywhere], expected[everywhere])
 
 
 def test_more_than_256_slots_are_sorted():

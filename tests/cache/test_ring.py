@@ -24,11 +24,11 @@ def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encod
     state = policy.init(spec, 2, jax.random.key(0))
     _, state = jax.jit(lambda state: policy.update(spec, state, first))(state)
     update = lambda: jax.jit(lambda state: policy.update(spec, state, then)[0])(state)  # noqa: E731
-    whole = update()
+    expected_leaves = update()
     monkeypatch.setattr(ring, "_WHOLE_MASK", 0)
     monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)
-    for one, other in zip(update(), whole, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(update(), expected_leaves, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_shorter_than_the_ring_is_the_same_in_chunks_and_in_single_tokens(rng):
@@ -36,12 +36,12 @@ def test_a_window_shorter_than_the_ring_is_the_same_in_chunks_and_in_single_toke
     settings = ring.RingSettings(sinks=2, window=6)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 40, n, 8)), jnp.float32) for n in (4, 2, 2))
     tokens = Chunk(q, k, v, jnp.arange(40, dtype=jnp.uint32)[None], jnp.ones((1, 40), bool))
-    found = []
+    outputs = []
     for size in (5, 1):
         state, outs = ring.init(spec, 1, slots=16), []
         for at in range(0, 40, size):
             chunk = jax.tree.map(lambda a, at=at, size=size: a[:, at : at + size], tokens)
             partial, state = ring.update(spec, state, chunk, settings)
             outs.append(partial.out)
-        found.append(np.concatenate(outs, axis=1))
-    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
+        outputs.append(np.concatenate(outs, axis=1))
+    np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-5)

@@ -88,8 +88,8 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
 
     short = advise_with("--max-tokens", 80)
     refused(short, "at least 81 tokens, got 80", "longer text", "--prompt-tokens")
-    few = advise_with("--max-tokens", 200)
-    refused(few, "at least 8 equal blocks of 16", "2 stretches with 16")
+    short_text = advise_with("--max-tokens", 200)
+    refused(short_text, "at least 8 equal blocks of 16", "2 stretches with 16")
     refused(advise_with("--budget", "1KB"), "--budget must be at least", "got 1000 bytes", "raise")
     refused(advise_with("--budget", "lots"), "--budget", "512MiB", "'lots'")
     refused(advise_with("--policy", "streming"), "unknown policy 'streming'", "'streaming'?")

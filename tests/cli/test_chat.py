@@ -184,11 +184,11 @@ def test_ctrl_c_while_a_policy_compiles(chat, monkeypatch):
     """The conversation goes on under the policy it had, and `/policy` can be given again."""
     warm_up = models.Conversation.warm_up
 
-    def interrupted(talk, *given):
+    def interrupted(talk, *arguments):
         if talk.policy.startswith("window"):
             monkeypatch.setattr(models.Conversation, "warm_up", warm_up)
             raise KeyboardInterrupt
-        warm_up(talk, *given)
+        warm_up(talk, *arguments)
 
     monkeypatch.setattr(models.Conversation, "warm_up", interrupted)
     change = "/policy window:window=16"
@@ -214,11 +214,11 @@ def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
         return [(turn["tokens"], turn["position"]) for turn in ran.json["turns"]], ran.err
 
     session = ("--session", str(tmp_path / "talk"))
-    whole, _ = turns("Hello\nAnd?\n")
-    begun, told = turns("Hello\n", *session)
-    assert begun == whole[:1] and "loaded" not in told
+    uninterrupted, _ = turns("Hello\nAnd?\n")
+    first_part, told = turns("Hello\n", *session)
+    assert first_part == uninterrupted[:1] and "loaded" not in told
     resumed, told = turns("And?\n", *session)
-    assert resumed == whole[1:] and "1 message, position 16" in told
+    assert resumed == uninterrupted[1:] and "1 message, position 16" in told
     turns("/reset\n", *session)
     assert "0 messages, position 0" in turns("", *session)[1]
 
@@ -290,7 +290,7 @@ UNUSABLE = {
 
 
 @pytest.fixture(scope="module")
-def begun(model, tmp_path_factory) -> bytes:
+def session_bytes(model, tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("begun") / "talk"
     talk = models.Conversation(models.load(model), "window:window=17")
     assert "".join(talk.say("Hello", max_new_tokens=5))
@@ -300,17 +300,17 @@ def begun(model, tmp_path_factory) -> bytes:
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_an_unusable_session_is_refused_before_weights_are_loaded(
-    case, begun, run, model, stdin, tmp_path, monkeypatch
+    case, session_bytes, run, model, stdin, tmp_path, monkeypatch
 ):
     change, words, message = UNUSABLE[case]
-    (path := tmp_path / "talk").write_bytes(change(begun))
+    (path := tmp_path / "talk").write_bytes(change(session_bytes))
     monkeypatch.setattr("jaxkv.models.llm.load_weights", None)
     stdin(b"Hello\n")
     ran = run("chat", "--model", model, "--session", path, *words)
     (line,) = ran.err.splitlines()
     assert (ran.code, ran.out) == (2, "") and line.startswith("jaxkv: error: ")
     assert str(path) in line and re.search(message, line), line
-    assert path.read_bytes() == change(begun)
+    assert path.read_bytes() == change(session_bytes)
 
 
 @pytest.mark.parametrize("name, words", [
@@ -331,9 +331,9 @@ def test_a_session_with_a_bad_scale_ends_with_one_line(run, model, stdin, tmp_pa
     path, policy = tmp_path / "talk", "window:window=64,storage=int8"
     talk = models.Conversation(models.load(model), policy)
     assert "".join(talk.say("Hello", max_new_tokens=9))
-    first, *others = talk.stream.decoding.states
+    first, *later_layers = talk.stream.decoding.states
     first = first._replace(v=first.v._replace(scale=first.v.scale.at[0, 0, 2].set(-1)))
-    talk.stream.decoding = talk.stream.decoding._replace(states=(first, *others))
+    talk.stream.decoding = talk.stream.decoding._replace(states=(first, *later_layers))
     session.save(path, talk)
     stdin(b"And?\n")
     ran = run("chat", "--model", model, "--session", path, "--policy", policy)

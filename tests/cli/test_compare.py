@@ -53,14 +53,14 @@ def test_policies_after_prompts(run, model, text):
     chosen = ("full", "snapkv:capacity=12,window=5", "window:window=16", "recompute:window=16")
     flags = [word for policy in chosen for word in ("--policy", policy)]
     sizes = ("--prompt-tokens", 40, "--stretches", 3, "--block", 7)
-    found = run("compare", "--model", model, "--text", text, *sizes, *flags, "--json").json
+    record = run("compare", "--model", model, "--text", text, *sizes, *flags, "--json").json
     scored = 211 // 3 - 41
-    assert (found["stretches"], found["prompt"], found["tokens"]) == (3, 40, 3 * (41 + scored))
-    full, snapkv, *_ = found["policies"]
-    assert [row["predictions"] for row in found["policies"]] == [3 * scored] * 4
+    assert (record["stretches"], record["prompt"], record["tokens"]) == (3, 40, 3 * (41 + scored))
+    full, snapkv, *_ = record["policies"]
+    assert [row["predictions"] for row in record["policies"]] == [3 * scored] * 4
     assert full["blocks"][0]["start"] == 41 and full["blocks"][-1]["end"] == 41 + scored
     assert full["over_first"]["mean"] == 0
-    for row in found["policies"][1:]:
+    for row in record["policies"][1:]:
         assert math.isclose(row["loss"] - full["loss"], row["over_first"]["mean"], abs_tol=1e-6)
         assert row["over_first"]["two_errors"] > 0
     assert snapkv["over_first"]["mean"] != 0

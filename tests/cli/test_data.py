@@ -72,8 +72,8 @@ def test_bad_json_lines(data, tmp_path):
     refused(data(a_jsonl=b'{"text": "\xe9"}'), "line 1: not UTF-8 (byte 10 of the line)")
     refused(data(a_jsonl=b'{"text": "\\ud800"}'), "line 1: a lone surrogate at character 0")
     refused(data(a_jsonl=b"[" * 100_000), "line 1: JSON that is nested too deeply")
-    whole = gzip.compress(LINE * 1000)
-    refused(data(a_jsonl_gz=whole[:-20]), "a.jsonl.gz is not a whole gzip file", "download it")
+    compressed = gzip.compress(LINE * 1000)
+    refused(data(a_jsonl_gz=compressed[:-20]), "a.jsonl.gz is not a whole gzip file", "download it")
     refused(data(a_jsonl_gz=LINE), "a.jsonl.gz is not a whole gzip file")
     broken = gzip.compress(LINE * 7 + b"{\n")
     refused(data(a_jsonl_gz=broken), "a.jsonl.gz, line 8: not valid JSON")
@@ -100,9 +100,9 @@ def test_bad_texts(data, run, tmp_path):
             ".txt, .jsonl, .jsonl.gz, .parquet", "name files, or another folder")  # fmt: skip
     refused(data(a_csv=b"text\n"), "a.csv must end with .txt, .jsonl", "convert it, or rename it")
     refused(data(a_gz=b"text\n"), "a.gz must end with")
-    whole = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
+    arguments = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
     for share in (0, 1, -0.5, 2):
-        refused(run(*whole, share), "--valid-share must be above 0 and below 1", f"got {share}")
+        refused(run(*arguments, share), "--valid-share must be above 0 and below 1", f"got {share}")
     refused(data("--processes", 0, a_txt=b"text"), "--processes", "at least 1", "'0'")
     refused(data(a_txt=b"text \xe9"), "a.txt is not UTF-8 (byte 5)")
     assert not (tmp_path / "out").exists()

@@ -29,12 +29,12 @@ def test_text_equals_that_of_the_library(run, model):
 
 
 def test_json(run, model):
-    found = run("generate", "Hello", "--model", model, "--max-new-tokens", 40, "--json").json
-    assert set(found) == FIELDS
-    assert found["prompt_tokens"] == 6 and len(found["tokens"]) == 40
-    assert found["finish_reason"] == "length" and found["policy"].startswith("streaming:sinks=4")
-    assert found["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
-    assert found["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
+    record = run("generate", "Hello", "--model", model, "--max-new-tokens", 40, "--json").json
+    assert set(record) == FIELDS
+    assert record["prompt_tokens"] == 6 and len(record["tokens"]) == 40
+    assert record["finish_reason"] == "length" and record["policy"].startswith("streaming:sinks=4")
+    assert record["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
+    assert record["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
 def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):
@@ -56,13 +56,13 @@ def test_several_prompts_give_the_texts_of_each_alone(run, model, tmp_path):
         for number, prompt in enumerate(prompts)
     ]
     file = ("--prompts", tmp_path / "prompts")
-    found = run("generate", *file, *flags, "--seed", 4, "--batch", 2, "--json").json
-    assert set(found) == {"answers", "sampling", "seed", "versions"}
-    assert [answer["prompt"] for answer in found["answers"]] == prompts
-    assert [answer["seed"] for answer in found["answers"]] == [4, 5, 6]
-    assert [answer["text"] for answer in found["answers"]] == [each["text"] for each in alone]
+    record = run("generate", *file, *flags, "--seed", 4, "--batch", 2, "--json").json
+    assert set(record) == {"answers", "sampling", "seed", "versions"}
+    assert [answer["prompt"] for answer in record["answers"]] == prompts
+    assert [answer["seed"] for answer in record["answers"]] == [4, 5, 6]
+    assert [answer["text"] for answer in record["answers"]] == [answer["text"] for answer in alone]
     ran = run("generate", *prompts, *flags, "--seed", 4)
-    expected = [f"> {p}\n{each['text']}" for p, each in zip(prompts, alone, strict=True)]
+    expected = [f"> {p}\n{answer['text']}" for p, answer in zip(prompts, alone, strict=True)]
     assert ran.out == "".join(text + "\n" * (text[-1] != "\n") + "\n" for text in expected)
     assert "jaxkv: 90 tokens (3 of 3 prompts), " in ran.err
     (tmp_path / "prompts").write_text("Hello", encoding="utf-8")
@@ -120,7 +120,7 @@ def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, mo
     """In the first of its chunks; the handler that ends the process at once must not be called."""
     from jaxkv.models.streams import Stream
 
-    prefill, calls, done, left = Stream.prefill, [], [], []
+    prefill, calls, done, leaves = Stream.prefill, [], [], []
 
     def pressing(self, prompts, chunk, progress):
         calls.append(prompts)
@@ -135,10 +135,10 @@ def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, mo
         return prefill(self, prompts, 64, at)
 
     monkeypatch.setattr(Stream, "prefill", pressing)
-    monkeypatch.setattr("jaxkv.cli.leave", lambda: left.append(True))
+    monkeypatch.setattr("jaxkv.cli.leave", lambda: leaves.append(True))
     flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1, "--json")
     ran = run("generate", "Hello", "Good day " * 20, "Third", *flags)
-    assert ran.code == 130 and done == [(64, 181)] and len(calls) == 2 and not left
+    assert ran.code == 130 and done == [(64, 181)] and len(calls) == 2 and not leaves
     (answer,) = json.loads(ran.out)["answers"]
     assert (answer["prompt"], len(answer["tokens"])) == ("Hello", 5)
 
@@ -147,16 +147,16 @@ def test_only_line_ends_separate_prompts(run, model, tmp_path):
     """str.splitlines would also split at a form feed, a vertical tab or U+2028."""
     (tmp_path / "prompts").write_bytes("one\x0cpage\r\n\r\na\u2028b\x0bc\n".encode())
     flags = ("--model", model, "--max-new-tokens", 2, "--json")
-    found = run("generate", "--prompts", tmp_path / "prompts", *flags).json
-    assert [answer["prompt"] for answer in found["answers"]] == ["one\x0cpage", "a\u2028b\x0bc"]
+    record = run("generate", "--prompts", tmp_path / "prompts", *flags).json
+    assert [answer["prompt"] for answer in record["answers"]] == ["one\x0cpage", "a\u2028b\x0bc"]
 
 
 def test_the_text_ends_before_a_stop_string(run, model):
     flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
-    whole = run(*flags, "--json").json["text"]
-    stop = whole[10:12]
+    text = run(*flags, "--json").json["text"]
+    stop = text[10:12]
     cut = run(*flags, "--json", "--stop", "not there", stop).json
-    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert (cut["text"], cut["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
 def test_the_seed_determines_the_tokens(run, model):
@@ -216,18 +216,18 @@ def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
     assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n")
     assert ran.err.count("\n") == 1 and "tokens (interrupted)" in ran.err
     ran = run(*flags, "--json")
-    found = json.loads(ran.out)
+    record = json.loads(ran.out)
     assert ran.code == 130
-    assert found["finish_reason"] == "interrupted" and 0 < len(found["tokens"]) < 10000
+    assert record["finish_reason"] == "interrupted" and 0 < len(record["tokens"]) < 10000
 
 
 def test_the_default_model_is_the_shipped_one(run):
     words = ("Once upon a time", "--max-new-tokens", 20, "--json")
-    found = run("generate", *words).json
-    assert found["text"] == models.generate(
+    record = run("generate", *words).json
+    assert record["text"] == models.generate(
         models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
-    assert found["sampling"]["temperature"] == 0.8
+    assert record["sampling"]["temperature"] == 0.8
 
 
 def test_a_constant_sink_without_a_token(run, model):

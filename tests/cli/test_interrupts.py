@@ -23,23 +23,23 @@ def wait_for_input(seconds: float) -> None:
 def missed():
     """Sends a Ctrl-C that does not end the main thread's wait: another thread receives it."""
     over = threading.Event()
-    other = threading.Thread(target=over.wait)
-    other.start()
-    yield lambda: signal.pthread_kill(other.ident, signal.SIGINT)
+    waiter = threading.Thread(target=over.wait)
+    waiter.start()
+    yield lambda: signal.pthread_kill(waiter.ident, signal.SIGINT)
     over.set()
-    other.join()
+    waiter.join()
 
 
 def pressed_during_a_wait(missed, seconds: float) -> float:
     """Seconds until KeyboardInterrupt."""
     presses = threading.Timer(0.2, missed)
     presses.start()
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), on_interrupt(stop), send_again():
         wait_for_input(seconds)
         raise AssertionError("the wait ended, and no handler ran")
     presses.join()
-    return time.monotonic() - begun
+    return time.monotonic() - start
 
 
 def test_a_missed_ctrl_c_is_sent_again(missed):
@@ -51,11 +51,11 @@ def test_a_missed_ctrl_c_is_sent_again(missed):
 
 def test_the_control_waits_to_the_end(missed):
     """Without sending again, the wait lasts to its end."""
-    presses, begun = threading.Timer(0.2, missed), time.monotonic()
+    presses, start = threading.Timer(0.2, missed), time.monotonic()
     presses.start()
     with pytest.raises(KeyboardInterrupt), on_interrupt(stop):
         wait_for_input(1.5)
-    assert time.monotonic() - begun > 1.4
+    assert time.monotonic() - start > 1.4
 
 
 def test_a_ctrl_c_that_was_handled_is_not_sent_again():

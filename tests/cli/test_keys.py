@@ -20,10 +20,10 @@ PROMPT = "a prompt that two requests share|x"
 def args(tmp_path, monkeypatch):
     for name in ("JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"):
         monkeypatch.delenv(name, raising=False)
-    own, admin = tmp_path / "keys", tmp_path / "admins"
-    own.write_text("stays\nsalted pepper\nleaves\n")
+    api_keys, admin = tmp_path / "keys", tmp_path / "admins"
+    api_keys.write_text("stays\nsalted pepper\nleaves\n")
     admin.write_text("root\n")
-    return argparse.Namespace(api_key_file=str(own), admin_key_file=str(admin))
+    return argparse.Namespace(api_key_file=str(api_keys), admin_key_file=str(admin))
 
 
 def cached(served, key: str) -> int:
@@ -78,6 +78,6 @@ def test_a_closed_terminal_does_not_end_the_server(args, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", [None, "-"])
 def test_sighup_is_left_alone_without_key_files(args, path):
     before, keys = signal.getsignal(signal.SIGHUP), read_keys(args)
-    given = argparse.Namespace(api_key_file=path, admin_key_file=None)
-    with reload_at_hangup(given, keys):
+    without_admins = argparse.Namespace(api_key_file=path, admin_key_file=None)
+    with reload_at_hangup(without_admins, keys):
         assert signal.getsignal(signal.SIGHUP) == before

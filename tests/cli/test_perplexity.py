@@ -19,14 +19,14 @@ FIELDS = {
 
 def test_json(run, model, text):
     flags = ("--policy", "window:window=32", "--chunk", 64, "--max-tokens", 150, "--block", 60)
-    found = run("perplexity", "--model", model, "--text", text, *flags, "--json").json
-    assert set(found) == FIELDS
-    assert (found["tokens"], found["predictions"]) == (150, 149)
-    assert math.isclose(found["perplexity"], math.exp(found["loss"]))
-    assert [(b["start"], b["end"]) for b in found["blocks"]] == [(1, 61), (61, 121), (121, 150)]
-    weights = [b["end"] - b["start"] for b in found["blocks"]]
-    mean = np.average([b["loss"] for b in found["blocks"]], weights=weights)
-    assert math.isclose(mean, found["loss"], rel_tol=1e-6)
+    record = run("perplexity", "--model", model, "--text", text, *flags, "--json").json
+    assert set(record) == FIELDS
+    assert (record["tokens"], record["predictions"]) == (150, 149)
+    assert math.isclose(record["perplexity"], math.exp(record["loss"]))
+    assert [(b["start"], b["end"]) for b in record["blocks"]] == [(1, 61), (61, 121), (121, 150)]
+    weights = [b["end"] - b["start"] for b in record["blocks"]]
+    mean = np.average([b["loss"] for b in record["blocks"]], weights=weights)
+    assert math.isclose(mean, record["loss"], rel_tol=1e-6)
 
 
 def test_tokens_after_a_prompt(run, model, text):
@@ -35,18 +35,18 @@ def test_tokens_after_a_prompt(run, model, text):
         policy: run("perplexity", "--model", model, "--text", text, *flags, policy).json
         for policy in ("full", "topk:share=1", "keydiff:capacity=8")
     }
-    full, every, few = by_policy.values()
+    full, every, some_tokens = by_policy.values()
     assert (full["prompt"], full["predictions"]) == (60, 39)
     assert (full["blocks"][0]["start"], full["blocks"][-1]["end"]) == (61, 100)
     assert math.isclose(full["loss"], every["loss"], abs_tol=1e-5)
-    assert abs(full["loss"] - few["loss"]) > 1e-4
+    assert abs(full["loss"] - some_tokens["loss"]) > 1e-4
 
 
 def test_about_twenty_blocks(run, model, text):
     flags = ("--policy", "window:window=32", "--chunk", 64, "--json")
-    found = run("perplexity", "--model", model, "--text", text, *flags).json
-    assert found["tokens"] == 1 + len(text.read_bytes())  # one token per byte, after a BOS
-    assert len(found["blocks"]) == 20
+    record = run("perplexity", "--model", model, "--text", text, *flags).json
+    assert record["tokens"] == 1 + len(text.read_bytes())  # one token per byte, after a BOS
+    assert len(record["blocks"]) == 20
 
 
 def test_table(run, model, text):
@@ -58,8 +58,8 @@ def test_table(run, model, text):
 def test_the_reference_perplexity(run, stories, shared):
     file = shared / "text" / "tinystories" / "valid.txt"
     flags = ("--policy", "full", "--max-tokens", 512, "--chunk", 256, "--json")
-    found = run("perplexity", "--model", stories, "--text", file, *flags).json
-    assert math.isclose(found["perplexity"], 3.7107, rel_tol=1e-3)
+    record = run("perplexity", "--model", stories, "--text", file, *flags).json
+    assert math.isclose(record["perplexity"], 3.7107, rel_tol=1e-3)
 
 
 @pytest.fixture
@@ -85,14 +85,14 @@ def pressed_at(monkeypatch):
 
 def test_ctrl_c_keeps_what_was_scored(run, model, text, pressed_at):
     flags = ("--policy", "window:window=32", "--chunk", 20, "--json")
-    whole = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20).json
+    uninterrupted = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20).json
     pressed_at(2)
     ran = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20)
-    found = json.loads(ran.out)
-    assert ran.code == 130 and found["predictions"] == 60
-    assert found["interrupted"] and not whole["interrupted"]
-    assert found["blocks"] == whole["blocks"][:3]
-    total = whole["predictions"]
+    record = json.loads(ran.out)
+    assert ran.code == 130 and record["predictions"] == 60
+    assert record["interrupted"] and not uninterrupted["interrupted"]
+    assert record["blocks"] == uninterrupted["blocks"][:3]
+    total = uninterrupted["predictions"]
     said = f"window:window=32 is scored on the first 60 of {total} predictions"
     assert ran.err == f"jaxkv: interrupted: {said}\n"
 

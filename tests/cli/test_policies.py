@@ -36,18 +36,18 @@ def test_the_policy_strings_of_the_docs_parse():
     text = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/policies.md"))
     names = "|".join(POLICIES)
     strings = set(re.findall(rf"(?<![\w-])(?:{names}):\w+=[\w,=-]+(?:\.\d[\w,=-]*)*", text))
-    assert {one.partition(":")[0] for one in strings} >= {"reservoir", "stratified", "balance"}
-    for one in strings:
-        parse_policy(one)
+    assert {spec.partition(":")[0] for spec in strings} >= {"reservoir", "stratified", "balance"}
+    for spec in strings:
+        parse_policy(spec)
 
 
 def test_json(run):
-    found = {policy["name"]: policy for policy in run("policies", "--json").json["policies"]}
-    assert set(found) == set(POLICIES)
-    assert found["window"]["fields"] == {
+    policies = {policy["name"]: policy for policy in run("policies", "--json").json["policies"]}
+    assert set(policies) == set(POLICIES)
+    assert policies["window"]["fields"] == {
         "window": {"type": "int", "default": 256},
         "storage": {"type": "float|int8", "default": "float"},
     }
     fields = {"summary", "bytes_formula", "source", "about"}
-    assert all(fields <= set(p) for p in found.values())
-    assert run("policies", "window", "--json").json == {"policies": [found["window"]]}
+    assert all(fields <= set(p) for p in policies.values())
+    assert run("policies", "window", "--json").json == {"policies": [policies["window"]]}

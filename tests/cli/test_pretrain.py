@@ -54,8 +54,8 @@ def test_sinks_in_front_of_a_model(run, model, texts, tmp_path):
     tokens, out = tmp_path / "tokens", tmp_path / "run"
     data = ("data", "--text", texts, "--valid", texts / "5.txt", "--out", tokens)
     assert run(*data, "--tokenizer", model).code == 0
-    few = ("context=16", "batch_size=8", "steps=2", "valid_samples=8", "sinks=token")
-    chosen = [word for setting in few for word in ("--set", setting)]
+    recipe = ("context=16", "batch_size=8", "steps=2", "valid_samples=8", "sinks=token")
+    chosen = [word for setting in recipe for word in ("--set", setting)]
     start = ("pretrain", "--data", tokens, "--out", out, "--from", model)
     with jax.numpy_dtype_promotion("standard"):
         ran = run(*start, "--train", "sinks", *chosen)

@@ -154,9 +154,9 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(model):
 
 def test_help_does_not_import_jax():
     def seconds(*words: str) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     assert min(seconds("-m", "jaxkv.cli", "--help") for _ in range(5)) < 0.3
     assert min(seconds("-m", "jaxkv.cli", "generate", "--help") for _ in range(5)) < 0.3

@@ -48,22 +48,25 @@ def routed(servers: list[str]) -> Iterator[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as found:
-        return found.status == 200
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(f"{url}/health", timeout=5) as response,
+    ):
+        return response.status == 200
     return False
 
 
 def post(url: str, route: str, **fields: object) -> dict:
     body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True} | fields).encode()
     asked = urllib.request.Request(f"{url}/v1/{route}", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=120) as found:
-        return json.load(found)
+    with urllib.request.urlopen(asked, timeout=120) as response:
+        return json.load(response)
 
 
 def prompts() -> list[list[str]]:
@@ -81,16 +84,18 @@ def ask(url: str) -> tuple[list[list[str]], int]:
         return [post(url, "completions", prompt=text, max_tokens=8) for text in texts]
 
     with ThreadPoolExecutor(GROUPS) as pool:
-        found = list(pool.map(group, prompts()))
+        groups = list(pool.map(group, prompts()))
     cached = [
-        one["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found for one in each
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for group in groups
+        for answer in group
     ]
-    return [[one["choices"][0]["text"] for one in each] for each in found], sum(cached)
+    return [[answer["choices"][0]["text"] for answer in group] for group in groups], sum(cached)
 
 
 def counted(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as found:
-        return float(re.search(rf"^vllm:{name} (\S+)$", found.read().decode(), re.MULTILINE)[1])
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        return float(re.search(rf"^vllm:{name} (\S+)$", response.read().decode(), re.MULTILINE)[1])
 
 
 @pytest.mark.router
@@ -112,11 +117,13 @@ def test_render_gives_the_tokens_that_are_answered(servers):
     url = servers[0]
     asked = {"prompt": ["a cache", "another"], "n": 2, "max_tokens": 1}
     rendered = post(url, "completions/render", **asked)
-    tokens = sum(len(one["token_ids"]) for one in rendered)
+    tokens = sum(len(prompt["token_ids"]) for prompt in rendered)
     assert (
         len(rendered) == 2 and tokens == post(url, "completions", **asked)["usage"]["prompt_tokens"]
     )
-    again = post(url, "completions", prompt=[one["token_ids"] for one in rendered], max_tokens=4)
+    again = post(
+        url, "completions", prompt=[prompt["token_ids"] for prompt in rendered], max_tokens=4
+    )
     direct = post(url, "completions", prompt=asked["prompt"], max_tokens=4)
     assert [c["text"] for c in again["choices"]] == [c["text"] for c in direct["choices"]]
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

@@ -149,14 +149,14 @@ def test_the_system_fingerprint(model):
     parser = argparse.ArgumentParser()
     serve.add_flags(parser)
     args, llm = parser.parse_args([]), models.load(model)
-    others = [
+    changed = [
         replace(llm, weights={**llm.weights, "norm": llm.weights["norm"] + 1}),
         replace(llm, tokenizer=replace(llm.tokenizer, front=(5, 0), sinks=(5,))),
         replace(llm, chat=replace(llm.chat, template="{{ messages }}")),
     ]
-    found = {serve.fingerprint_of(args, one, 16) for one in (llm, *others)}
-    found |= {serve.fingerprint_of(args, llm, 8)}  # bits depend on the batch
+    fingerprints = {serve.fingerprint_of(args, loaded, 16) for loaded in (llm, *changed)}
+    fingerprints |= {serve.fingerprint_of(args, llm, 8)}  # bits depend on the batch
     fixed = parser.parse_args(["--fixed-batch"])
-    assert len(found | {serve.fingerprint_of(fixed, llm, 16)}) == 6
+    assert len(fingerprints | {serve.fingerprint_of(fixed, llm, 16)}) == 6
     moved = replace(llm, path=llm.path / "elsewhere")
     assert serve.fingerprint_of(args, moved, 16) == serve.fingerprint_of(args, llm, 16)

@@ -40,8 +40,8 @@ sys.exit(program())
 """
 
 
-def broken(what: str) -> tuple[str, str]:
-    return "-c", BROKEN.format(what=what)
+def broken(action: str) -> tuple[str, str]:
+    return "-c", BROKEN.format(what=action)
 
 
 def post(url: str, **fields) -> tuple[int, bytes]:
@@ -91,8 +91,8 @@ def test_two_sigterms_of_an_idle_server(model, gap):
 def in_container() -> list[str]:
     """The words before a command that make it the first process, or a skip."""
     for words in (["unshare", "-fp"], ["unshare", "-Ur", "-fp"]):
-        made = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True)
-        if made and made.returncode == 0:
+        unshared = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True)
+        if unshared and unshared.returncode == 0:
             return words
     pytest.skip("no unshare, which makes a process the first one of a container")
 
@@ -141,10 +141,10 @@ def test_a_second_server_on_a_port_is_refused_before_it_loads(model):
 
 
 def is_bound(port: int) -> bool:
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            other.bind(("127.0.0.1", port))
+            listener.bind(("127.0.0.1", port))
         except OSError:
             return True
     return False

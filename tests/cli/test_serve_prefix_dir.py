@@ -95,7 +95,7 @@ def test_prefixes_survive_restarts_and_belong_to_their_key(model, tmp_path):
 
 
 def test_other_weights_under_the_same_name_are_another_model(tmp_path):
-    found = []
+    answers = []
     for seed in (0, 1, 0):
         shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
         llm = models.load(write_tiny(tmp_path / "tiny", seed))
@@ -105,7 +105,7 @@ def test_other_weights_under_the_same_name_are_another_model(tmp_path):
         )
         tokens = tuple(llm.tokenizer.encode(PROMPT))
         (collected,) = answer(engine, [Request(tokens, 4)])
-        found.append((collected.tokens, collected.outcome.cached_tokens))
+        answers.append((collected.tokens, collected.outcome.cached_tokens))
         engine.stop()
-    assert found[0][1] == found[1][1] == 0 < found[2][1]
-    assert found[0][0] == found[2][0]
+    assert answers[0][1] == answers[1][1] == 0 < answers[2][1]
+    assert answers[0][0] == answers[2][0]

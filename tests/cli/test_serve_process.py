@@ -46,9 +46,9 @@ def process(model, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(model, *more, program=("-m", "jaxkv.cli")):
+def started(model, *flags, program=("-m", "jaxkv.cli")):
     words = ["--model", model, "--port", "0", "--max-batch", "3", "--chunk", "16",
-             "--policy", POLICY, "--max-len", "2000000", *more]  # fmt: skip
+             "--policy", POLICY, "--max-len", "2000000", *flags]  # fmt: skip
     command = [sys.executable, *program, "serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -112,9 +112,9 @@ def test_echoed_scores_equal_those_of_the_model(client, model):
             model="tiny", prompt=text, max_tokens=count, echo=True, logprobs=1, temperature=0
         )
         assert answer.choices[0].text.startswith(text)
-        first, *others = answer.choices[0].logprobs.token_logprobs
-        assert first is None and len(others) == len(losses) + count
-        assert np.allclose(others[: len(losses)], -losses, atol=1e-4)
+        first, *logprobs = answer.choices[0].logprobs.token_logprobs
+        assert first is None and len(logprobs) == len(losses) + count
+        assert np.allclose(logprobs[: len(losses)], -losses, atol=1e-4)
 
 
 def head_of(length: int) -> bytes:
@@ -202,8 +202,8 @@ def test_the_template_of_a_flag_and_the_second_name(client):
 
     def size(text: str | None = None, messages=said, **fields) -> int:
         create = client.completions.create if text else client.chat.completions.create
-        given = {"prompt": text} if text else {"messages": messages}
-        return create(model="gpt", max_tokens=1, extra_body=fields, **given).usage.prompt_tokens
+        prompt = {"prompt": text} if text else {"messages": messages}
+        return create(model="gpt", max_tokens=1, extra_body=fields, **prompt).usage.prompt_tokens
 
     begin = size("x") - 1  # the BOS, which this template leaves out
     assert size() == size("[system]Be.[assistant]I am [assistant]") - begin
@@ -243,8 +243,8 @@ def test_sighup_reads_the_keys_again(process, client):
     keys.write_text("secret team\nnew team\n")
     running.send_signal(signal.SIGHUP)
     assert running.stderr.readline() == "jaxkv: read the keys again: API keys 2, admin 1\n"
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as other:
-        assert other.models.list().data[0].id == client.models.list().data[0].id == "tiny"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as new_client:
+        assert new_client.models.list().data[0].id == client.models.list().data[0].id == "tiny"
     assert read_prompt().usage.prompt_tokens_details.cached_tokens >= 16  # prefixes stay
 
 
@@ -261,11 +261,11 @@ def test_ctrl_c(process, client):
         with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.5)
         running.send_signal(signal.SIGINT)
-        begun = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(openai.APIError, match="stopping"):
             for _ in stream:
                 pass
-        assert time.monotonic() - begun < GRACE - 0.5
+        assert time.monotonic() - start < GRACE - 0.5
         assert running.wait(20) == 130
     assert running.stderr.read() == ""
 
@@ -285,13 +285,13 @@ def test_sigterm(model, signals):
         ) as stream,
     ):  # fmt: skip
         next(iter(stream))
-        begun = time.monotonic()
+        start = time.monotonic()
         for _ in range(signals):
             running.send_signal(signal.SIGTERM)
             time.sleep(0.2)  # the system may join two signals
         with pytest.raises(openai.APIError, match="stopping"):
             for _ in stream:
                 pass
-        assert (time.monotonic() - begun < GRACE - 0.5) == (signals == 2)
+        assert (time.monotonic() - start < GRACE - 0.5) == (signals == 2)
         assert running.wait(20) == 0
         assert running.stderr.read() == ""

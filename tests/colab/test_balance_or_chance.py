@@ -35,17 +35,17 @@ def test_lengths_are_norms_of_the_signed_sums():
     ]  # fmt: skip
     vectors = np.stack(terms, axis=1)
     sums = np.cumsum(signs[:, :, None] * vectors, axis=1)
-    wanted = np.linalg.norm(sums, axis=2) / np.sqrt((vectors**2).sum(axis=1).mean())
-    np.testing.assert_allclose(compression.signed_lengths(points, signs), wanted, rtol=1e-6)
+    expected = np.linalg.norm(sums, axis=2) / np.sqrt((vectors**2).sum(axis=1).mean())
+    np.testing.assert_allclose(compression.signed_lengths(points, signs), expected, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_balanced_signs_leave_a_shorter_sum_than_random_ones():
-    found = compression.halve_points(draws=20)
-    assert found.points.shape == (sum(compression.SIZES), 2)
-    assert (np.bincount(found.group) == compression.SIZES).all()
-    assert all(set(signs.tolist()) == {-1, 1} for signs in found.signs.values())
-    chance, balanced = (np.median(each[:, -1]) for each in found.lengths.values())
+    halved = compression.halve_points(draws=20)
+    assert halved.points.shape == (sum(compression.SIZES), 2)
+    assert (np.bincount(halved.group) == compression.SIZES).all()
+    assert all(set(signs.tolist()) == {-1, 1} for signs in halved.signs.values())
+    chance, balanced = (np.median(lengths[:, -1]) for lengths in halved.lengths.values())
     assert 1.5 * balanced < chance
 
 
@@ -64,9 +64,9 @@ def test_a_weighted_sample_of_equal_tokens_is_exact_and_an_unweighted_one_is_not
     q, k, v = drawn(64 + 32 + QUERIES)
     k[:64], v[:64] = k[0], v[0]
     names = ("uniform, weighted", "uniform")
-    found = compression.compare(SPEC, q, k, v, (0, 32), 1, [0, 1], names)
-    assert max(found["uniform, weighted"]) < 1e-5
-    assert min(found["uniform"]) > 0.01 and len(found["uniform"]) == 2
+    errors = compression.compare(SPEC, q, k, v, (0, 32), 1, [0, 1], names)
+    assert max(errors["uniform, weighted"]) < 1e-5
+    assert min(errors["uniform"]) > 0.01 and len(errors["uniform"]) == 2
 
 
 def test_attention_on_the_heaviest_keys_equals_numpy():
@@ -75,9 +75,9 @@ def test_attention_on_the_heaviest_keys_equals_numpy():
     assert compression.attention_on_heaviest(SPEC, 0 * q, k, v, between, 0.1) == pytest.approx(0.1)
     logits = np.einsum("tnh,snh->nts", q[-QUERIES:], k[between]).astype(np.float64) * SPEC.scale
     weights = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
-    wanted = np.sort(weights, axis=2)[..., -5:].sum(axis=2).mean()
+    expected = np.sort(weights, axis=2)[..., -5:].sum(axis=2).mean()
     assert compression.attention_on_heaviest(SPEC, q, k, v, between, 0.1) == pytest.approx(
-        wanted, rel=1e-5
+        expected, rel=1e-5
     )
 
 
@@ -100,8 +100,8 @@ def test_synthetic_prompts_have_their_described_properties(name):
 
 
 def test_the_table_shows_the_errors_of_balance_over_others():
-    made = [[1.0, 2.0, 3.0], [8.0], [4.0], [2.0], [1.0]]
-    errors = dict(zip(compression.COMPARED, made, strict=True))
+    errors_by_policy = [[1.0, 2.0, 3.0], [8.0], [4.0], [2.0], [1.0]]
+    errors = dict(zip(compression.COMPARED, errors_by_policy, strict=True))
     *_, line = compression.error_table(
         {5: {"errors": {2: errors}, "tenth": 0.25, "sink": 0.5}}, rounds=2
     ).splitlines()
@@ -111,12 +111,12 @@ def test_the_table_shows_the_errors_of_balance_over_others():
 def test_errors_of_a_layer_are_means_over_its_stretches():
     q, k, v = (np.stack([drawn(320, seed)[i] for seed in (0, 1)]) for i in range(3))
     layer = CapturedLayer(*map(jnp.asarray, (q, k, v)))
-    found = compression.measure_layers(SPEC, {4: layer}, [1], 2, ["uniform"])[4]
+    means = compression.measure_layers(SPEC, {4: layer}, [1], 2, ["uniform"])[4]
     seeds = (range(2), range(2, 4))
-    each = [
+    errors = [
         compression.compare(SPEC, q[i], k[i], v[i], (64, 64), 1, seeds[i], ["uniform"])["uniform"]
         for i in (0, 1)
     ]
-    np.testing.assert_allclose(found["errors"][1]["uniform"], np.mean(each, axis=0), rtol=1e-6)
-    assert found["errors"][1]["ends alone"][0] > 0
-    assert found["sink"] == pytest.approx(1 / 290, rel=0.5) and 0.1 < found["tenth"] < 0.5
+    np.testing.assert_allclose(means["errors"][1]["uniform"], np.mean(errors, axis=0), rtol=1e-6)
+    assert means["errors"][1]["ends alone"][0] > 0
+    assert means["sink"] == pytest.approx(1 / 290, rel=0.5) and 0.1 < means["tenth"] < 0.5

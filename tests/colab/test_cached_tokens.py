@@ -30,29 +30,29 @@ def test_a_phrase_is_located_in_its_tokens(llm, capsys):
         text, fewer = (llm.tokenizer.decode(ids[place.start + n : place.stop]) for n in (0, 1))
         assert words in text and words not in fewer
         assert place == cached_tokens.find_tokens(llm, ids, words.upper().replace(" ", "  "))
-    there = cached_tokens.locate_phrases(
+    located = cached_tokens.locate_phrases(
         llm, ids, {"here": "Baskervilles", "gone": "nowhere to be found"}
     )
-    assert list(there) == ["here"] and "gone: not among the first 200" in capsys.readouterr().out
+    assert list(located) == ["here"] and "gone: not among the first 200" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_window_caches_only_the_end(llm):
     ids = runtime.passage(llm, 20)
     settings = {"window": "window:window=5", "full": "full"}
-    found = cached_tokens.measure_coverage(llm, ids, settings)
-    np.testing.assert_array_equal(found["window"].mean, np.arange(20) >= 15)
+    coverage = cached_tokens.measure_coverage(llm, ids, settings)
+    np.testing.assert_array_equal(coverage["window"].mean, np.arange(20) >= 15)
     lines = cached_tokens.share_table(
-        found, {"there": slice(15, 20), "gone": slice(0, 15)}
+        coverage, {"there": slice(15, 20), "gone": slice(0, 15)}
     ).text.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
         ["window", "100%", "0%"], ["full", "100%", "100%"]
     ]  # fmt: skip
-    lines = cached_tokens.size_table(found, settings).text.splitlines()
+    lines = cached_tokens.size_table(coverage, settings).text.splitlines()
     assert lines[1].split()[:4] == ["window", "5", "5", "5"]
     assert lines[1].endswith("window:window=5") and lines[2].split()[:2] == ["full", "20"]
-    page = cached_tokens.highlight(llm, ids, found, ["window"])._repr_html_()
+    page = cached_tokens.highlight(llm, ids, coverage, ["window"])._repr_html_()
     assert page.count("<i class=s") == 5
-    beginning = cached_tokens.highlight(llm, ids[:16], found, ["window"])._repr_html_()
+    beginning = cached_tokens.highlight(llm, ids[:16], coverage, ["window"])._repr_html_()
     assert beginning.count("<i class=s") == 1
-    assert cached_tokens.draw_strips(found).png.startswith(b"\x89PNG")
+    assert cached_tokens.draw_strips(coverage).png.startswith(b"\x89PNG")

@@ -32,31 +32,31 @@ def test_users_share_only_their_instructions(llm):
 
 @pytest.mark.slow
 def test_hit_rates_are_those_of_the_report():
-    found = conversations.measure_hit_rates((4, 8), requests=60, seeds=2)
+    rates = conversations.measure_hit_rates((4, 8), requests=60, seeds=2)
     setting = replace(report.ONE_PROMPT, mode="rekey", concurrent=8, requests=60)
     alone = [report.hits(setting, seed) for seed in (0, 1)]
-    assert (found["rekey"][1]["min"], found["rekey"][1]["max"]) == (min(alone), max(alone))
-    assert [one["max"] for one in found["full"]] == [0, 0]
-    assert found["formula"][1]["median"] == report.closed_form(8, setting)
+    assert (rates["rekey"][1]["min"], rates["rekey"][1]["max"]) == (min(alone), max(alone))
+    assert [rate["max"] for rate in rates["full"]] == [0, 0]
+    assert rates["formula"][1]["median"] == report.closed_form(8, setting)
 
 
 def test_an_index_with_room_for_all_blocks_finds_every_repeated_prefix():
     """Counted a second way: leading ids of a request that an earlier one had."""
     trace = traces.read(conversations.TRACE)
-    seen, blocks, found = set(), 0, 0
-    for one in trace.requests:
-        found += len(list(takewhile(seen.__contains__, one.keys)))
-        seen |= set(one.keys)
-        blocks += len(one.keys)
-    few, all_of_them = conversations.hit_rate_by_capacity(trace, (0.1, 1.0))
-    assert all_of_them == pytest.approx(100 * found / blocks)
-    assert few < all_of_them and len(trace.requests) == 400
+    seen, blocks, hits = set(), 0, 0
+    for request in trace.requests:
+        hits += len(list(takewhile(seen.__contains__, request.keys)))
+        seen |= set(request.keys)
+        blocks += len(request.keys)
+    small_index, all_of_them = conversations.hit_rate_by_capacity(trace, (0.1, 1.0))
+    assert all_of_them == pytest.approx(100 * hits / blocks)
+    assert small_index < all_of_them and len(trace.requests) == 400
 
 
 def test_the_shipped_requests_are_the_first_of_the_published_trace(shared):
     file = shared / "traces" / "mooncake_conversation_trace.jsonl"
-    with file.open(encoding="utf-8") as whole:
-        assert conversations.TRACE.read_text("utf-8") == "".join(islice(whole, 400))
+    with file.open(encoding="utf-8") as published:
+        assert conversations.TRACE.read_text("utf-8") == "".join(islice(published, 400))
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
         """Both turns of both users; a second turn begins with the first, without its answer."""
         prompts, answers = [(), ()], []
         for new in said:
-            prompts = [(*prompt, *more) for prompt, more in zip(prompts, new, strict=True)]
+            prompts = [(*prompt, *turn) for prompt, turn in zip(prompts, new, strict=True)]
             answers += answer(engine, [Request(prompt, 8) for prompt in prompts])
         return answers
 
@@ -83,8 +83,8 @@ def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
     assert recomputed.bytes == 0 and not recomputed.cached.any()
     assert (kept.read + kept.cached == recomputed.read).all() and kept.cached.sum() >= 64
     first, second = (recomputed.prompts[at : at + 2] for at in (0, 2))
-    more = [len(said[0][user]) + len(said[1][user]) for user in (0, 1)]
-    assert second.tolist() == more and first.tolist() == [len(each) for each in said[0]]
+    cached_tokens = [len(said[0][user]) + len(said[1][user]) for user in (0, 1)]
+    assert second.tolist() == cached_tokens and first.tolist() == [len(turn) for turn in said[0]]
     assert kept.first.shape == (2, 4) and (kept.first > 0).all()
     assert len(conversations.reuse_table({"streaming": served}).splitlines()) == 2
     drawn = conversations.draw_first_token_by_turn({"streaming": served}, 2, "a caption")

@@ -32,25 +32,25 @@ def weights(layer):
     """Attention weights of the last queries [B,Q,N,S], in plain numpy."""
     q, k = (np.asarray(x, np.float64) for x in (layer.q[:, -QUERIES:], layer.k))
     logits = np.einsum("bqnh,bsnh->bqns", q, np.repeat(k, 2, axis=2)) * SPEC.scale
-    own = np.arange(LENGTH - QUERIES, LENGTH)[:, None]
-    logits = np.where((np.arange(LENGTH) <= own)[:, None], logits, -np.inf)
-    found = np.exp(logits - logits.max(-1, keepdims=True))
-    return found / found.sum(-1, keepdims=True)
+    positions = np.arange(LENGTH - QUERIES, LENGTH)[:, None]
+    logits = np.where((np.arange(LENGTH) <= positions)[:, None], logits, -np.inf)
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 def test_cumulative_weights_equal_numpy(layer):
-    found = long_tail.cumulative_weights(SPEC, layer)
-    wanted = np.cumsum(-np.sort(-weights(layer), axis=-1), axis=-1).mean(axis=(0, 1))
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    actual = long_tail.cumulative_weights(SPEC, layer)
+    expected = np.cumsum(-np.sort(-weights(layer), axis=-1), axis=-1).mean(axis=(0, 1))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert captured.sink_weight(SPEC, layer) == pytest.approx(
         weights(layer)[..., 0].mean(), abs=1e-6
     )
 
 
 def test_reading_all_keys_has_no_error(layer):
-    found = long_tail.errors_by_budget(SPEC, layer, [0.1, 1.0], 1)
-    assert found["topk"][1].error < 1e-5 and found["topk"][1].share == pytest.approx(1)
-    assert all(one.error > 0.01 for line in found.values() for one in line[:1])
+    errors = long_tail.errors_by_budget(SPEC, layer, [0.1, 1.0], 1)
+    assert errors["topk"][1].error < 1e-5 and errors["topk"][1].share == pytest.approx(1)
+    assert all(point.error > 0.01 for line in errors.values() for point in line[:1])
 
 
 def test_centred_cosines_ignore_the_mean_key(layer):
@@ -64,48 +64,48 @@ def test_centred_cosines_ignore_the_mean_key(layer):
 
 @pytest.mark.slow
 def test_more_tables_of_fewer_bits_read_more_keys(layer):
-    found = long_tail.measure_tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
-    assert found[6, 10, True].share < found[4, 40, True].share
-    *_, last = long_tail.lsh_table(found).splitlines()
-    own = found[4, 40, True]
-    assert last.split()[:4] == ["4", "40", f"{own.share:.1%}", f"{own.error:.3f}"]
+    tables = long_tail.measure_tables(SPEC, {0: layer}, [(6, 10), (4, 40)], 1)
+    assert tables[6, 10, True].share < tables[4, 40, True].share
+    *_, last = long_tail.lsh_table(tables).splitlines()
+    last_table = tables[4, 40, True]
+    assert last.split()[:4] == ["4", "40", f"{last_table.share:.1%}", f"{last_table.error:.3f}"]
 
 
 def test_errors_by_head_average_to_the_error_of_the_layer(layer):
     layers = {3: layer, 7: layer._replace(v=layer.v + jnp.asarray(1.0, jnp.float32))}
-    found = long_tail.measure_heads(SPEC, layers, 0.1, 2)
-    assert found.layer.tolist() == [3] * 4 + [7] * 4 and found.head.tolist() == [0, 1, 2, 3] * 2
+    by_head = long_tail.measure_heads(SPEC, layers, 0.1, 2)
+    assert by_head.layer.tolist() == [3] * 4 + [7] * 4 and by_head.head.tolist() == [0, 1, 2, 3] * 2
     np.testing.assert_allclose(
-        found.fifth[:4], long_tail.cumulative_weights(SPEC, layer)[:, 36], rtol=1e-6
+        by_head.fifth[:4], long_tail.cumulative_weights(SPEC, layer)[:, 36], rtol=1e-6
     )
-    for number, one in layers.items():
-        line = long_tail.errors_by_budget(SPEC, one, [0.1], 2)
+    for number, recorded in layers.items():
+        line = long_tail.errors_by_budget(SPEC, recorded, [0.1], 2)
         for kind in long_tail.KINDS:
-            of_layer = found.error[kind][found.layer == number]
+            of_layer = by_head.error[kind][by_head.layer == number]
             assert of_layer.mean() == pytest.approx(line[kind][0].error, rel=1e-5)
 
 
 @pytest.mark.parametrize("head", [0, 3])
 def test_a_single_head_has_the_same_output_as_in_its_layer(layer, head):
     together = heads.exact_attention(SPEC, layer, "all heads")[:, :, head]
-    spec, own = long_tail.single_head(SPEC, layer, head)
+    spec, head_layer = long_tail.single_head(SPEC, layer, head)
     np.testing.assert_allclose(
-        heads.exact_attention(spec, own, "one")[:, :, 0], together, atol=1e-6
+        heads.exact_attention(spec, head_layer, "one")[:, :, 0], together, atol=1e-6
     )
 
 
 def test_the_flattest_a_later_well_sampled_and_the_most_peaked_head_are_picked():
     error = {"topk": [9.0, 4.0, 1.0], "oracle": [1.0, 2.0, 3.0], "uniform": [3.0, 4.0, 9.0]}
     error = {kind: np.array(line) for kind, line in error.items()}
-    found = long_tail.Heads(np.arange(3), np.zeros(3, int), np.array([0.2, 0.6, 0.9]), error)
-    assert list(long_tail.pick_heads(found).values()) == [0, 1, 2]
-    np.testing.assert_allclose(long_tail.oracle_over_best(found), [1 / 3, 0.5, 3])
+    by_head = long_tail.Heads(np.arange(3), np.zeros(3, int), np.array([0.2, 0.6, 0.9]), error)
+    assert list(long_tail.pick_heads(by_head).values()) == [0, 1, 2]
+    np.testing.assert_allclose(long_tail.oracle_over_best(by_head), [1 / 3, 0.5, 3])
 
 
 def test_synthetic_attention_has_its_drawn_logits():
     drawing, layer = synthetic.draw(2.0, 5, 200), synthetic.layer(2.0, [5], 200)
-    found = heads.last_queries(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
-    np.testing.assert_allclose(found[0], drawing.logits, atol=1e-5)
+    logits = heads.last_queries(synthetic.SPEC, layer, 0, 0).logits[0, 0, 0]
+    np.testing.assert_allclose(logits[0], drawing.logits, atol=1e-5)
     np.testing.assert_array_equal(layer.v[0, :, 0], drawing.v)
 
 
@@ -136,17 +136,17 @@ def with_sink(layer):
 
 def test_a_sample_is_better_if_the_sink_is_always_read(with_sink):
     assert 0.3 < captured.sink_weight(SPEC, with_sink) < 0.7
-    found = long_tail.measure_with_sink(SPEC, with_sink, 0.1, (4, 20), 1)
-    apart, among = found["always read"], found["selected"]
+    errors = long_tail.measure_with_sink(SPEC, with_sink, 0.1, (4, 20), 1)
+    apart, among = errors["always read"], errors["selected"]
     assert apart["uniform"].error < 0.7 * among["uniform"].error
     assert apart["oracle"].share > 1.2 * among["oracle"].share  # fewer draws of one key
-    row = long_tail.sink_table(found).splitlines()[-1]
+    row = long_tail.sink_table(errors).splitlines()[-1]
     assert row.split()[-1] == f"{apart[long_tail.UNCENTRED].error:.3f}"
 
 
 def test_the_table_of_directions_shows_each_layer(layer, with_sink):
     layers = {0: layer, 3: with_sink}
-    shape = {n: geometry(SPEC, one, "test") for n, one in layers.items()}
+    shape = {n: geometry(SPEC, recorded, "test") for n, recorded in layers.items()}
     *_, first, second = long_tail.geometry_table(SPEC, layers, shape).splitlines()
     assert first.split()[0] == "0" and second.split()[0] == "3"
     assert second.split()[1] == f"{captured.sink_weight(SPEC, with_sink):.0%}"
@@ -162,8 +162,8 @@ def test_losses_are_shown_relative_to_the_first():
 def test_the_first_the_last_and_evenly_spaced_layers_are_recorded():
     llm = models.load()
     ids = list(range(10, 10 + 2 * 96))
-    found = captured.some_layers(llm, ids, 2)
-    assert list(found) == [0, 2, 3, 5] and list(captured.some_layers(llm, ids, 2, 1)) == [0, 5]
+    recorded = captured.some_layers(llm, ids, 2)
+    assert list(recorded) == [0, 2, 3, 5] and list(captured.some_layers(llm, ids, 2, 1)) == [0, 5]
     last = single_layer.capture(llm, ids[96:])[5]
-    for one, same in zip(found[5], last, strict=True):
-        np.testing.assert_array_equal(one[1], same)
+    for actual, expected in zip(recorded[5], last, strict=True):
+        np.testing.assert_array_equal(actual[1], expected)

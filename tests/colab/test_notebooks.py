@@ -82,10 +82,10 @@ def test_relative_links_exist(name):
 def test_the_checks_are_last_and_folded(name):
     """In Colab (a form with its title) and in Jupyter, in the source and in the saved notebook."""
     for kept in (notebooks.load(name), nbformat.read(FOLDER / f"{name}.ipynb", 4)):
-        *others, last = [cell for cell in kept.cells if cell.cell_type == "code"]
+        *code_cells, last = [cell for cell in kept.cells if cell.cell_type == "code"]
         assert "runtime.verify(" in last.source and last.source.startswith("# @title Checks\n")
         assert last.metadata["cellView"] == "form" and last.metadata["jupyter"]["source_hidden"]
-        assert not any("runtime.verify(" in cell.source for cell in others)
+        assert not any("runtime.verify(" in cell.source for cell in code_cells)
 
 
 def test_a_reader_copies_short_cells(name):
@@ -141,8 +141,8 @@ def test_a_wrong_result_ends_the_run(written):
 
 
 def test_an_install_cell_that_changes_packages_ends_the_run(written, monkeypatch):
-    there = iter([{"jax": "0.7.2", "numpy": "2.0.2"}, {"jax": "0.11.0", "numpy": "2.0.2"}])
-    monkeypatch.setattr(notebooks, "packages", lambda: next(there))
+    versions = iter([{"jax": "0.7.2", "numpy": "2.0.2"}, {"jax": "0.11.0", "numpy": "2.0.2"}])
+    monkeypatch.setattr(notebooks, "packages", lambda: next(versions))
     name, installed = written('1\n# %% tags=["install"]\n2'), threading.Event()
     with pytest.raises(RuntimeError, match=r"changed jax$"):
         notebooks.run(name, smoke=True, install=True, installed=installed)
@@ -151,14 +151,14 @@ def test_an_install_cell_that_changes_packages_ends_the_run(written, monkeypatch
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_other_notebooks_run_once_the_first_has_installed(monkeypatch, fails):
-    begun = []
+    started = []
 
     def run(name, installed=None, **_):
-        begun.append(name)
+        started.append(name)
         if fails:
             raise RuntimeError(f"{name} fails")
         if installed:
-            assert begun == NAMES[:1]
+            assert started == NAMES[:1]
             installed.set()
         return None, 0.0
 
@@ -169,7 +169,7 @@ def test_other_notebooks_run_once_the_first_has_installed(monkeypatch, fails):
             notebooks.main()
     else:
         notebooks.main()
-        assert sorted(begun) == NAMES
+        assert sorted(started) == NAMES
 
 
 def test_the_model_field_accepts_another_model(written):
@@ -200,43 +200,43 @@ def test_a_notebook_runs_the_installed_package(written, monkeypatch, tmp_path):
     assert (path, smoke) == ("None", "1") and folder != str(notebooks.ROOT)
 
 
-@pytest.mark.parametrize("found, there, asked", [
+@pytest.mark.parametrize("platform, accelerator, asked", [
     ("gpu", "GPU", ""), ("cpu", "", ""), ("cpu", "GPU", "cpu"), ("tpu", "TPU", ""),
 ])  # fmt: skip
-def test_a_runtime_whose_accelerator_is_used_passes(found, there, asked):
-    runtime.check_platform(found, there, asked)
+def test_a_runtime_whose_accelerator_is_used_passes(platform, accelerator, asked):
+    runtime.check_platform(platform, accelerator, asked)
 
 
-@pytest.mark.parametrize("there", ["GPU", "TPU"])
-def test_an_accelerator_that_jax_does_not_use_raises(there):
-    with pytest.raises(UserError, match=f"the {there} of this runtime"):
-        runtime.check_platform("cpu", there, "")
+@pytest.mark.parametrize("accelerator", ["GPU", "TPU"])
+def test_an_accelerator_that_jax_does_not_use_raises(accelerator):
+    with pytest.raises(UserError, match=f"the {accelerator} of this runtime"):
+        runtime.check_platform("cpu", accelerator, "")
 
 
-@pytest.mark.parametrize("script, found", [
+@pytest.mark.parametrize("script, accelerator", [
     ("echo 'GPU 0: Tesla T4 (UUID: GPU-1)'", "GPU"),
     ("echo 'No devices were found'; exit 6", ""),
     ("exit 9", ""),
 ])  # fmt: skip
-def test_a_gpu_counts_only_if_the_driver_lists_it(tmp_path, monkeypatch, script, found):
+def test_a_gpu_counts_only_if_the_driver_lists_it(tmp_path, monkeypatch, script, accelerator):
     """Some images contain nvidia-smi without a GPU."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert runtime.has_gpu() == (found == "GPU")
-    assert runtime.accelerator() == found
+    assert runtime.has_gpu() == (accelerator == "GPU")
+    assert runtime.accelerator() == accelerator
 
 
-@pytest.mark.parametrize("vendor, device, found", [
+@pytest.mark.parametrize("vendor, device, is_tpu", [
     ("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x10de", "0x0063", False),
 ])  # fmt: skip
-def test_a_google_network_card_is_not_a_tpu(tmp_path, vendor, device, found):
+def test_a_google_network_card_is_not_a_tpu(tmp_path, vendor, device, is_tpu):
     assert not runtime.has_tpu(tmp_path)
     for name, value in (("vendor", vendor), ("device", device)):
         (tmp_path / "0000:00:04.0").mkdir(exist_ok=True)
         (tmp_path / "0000:00:04.0" / name).write_text(f"{value}\n")
-    assert runtime.has_tpu(tmp_path) == found
+    assert runtime.has_tpu(tmp_path) == is_tpu
 
 
 @pytest.mark.parametrize("platform, model, ends", [
@@ -285,18 +285,18 @@ def test_each_kind_of_device_has_its_own_record():
     assert notebooks.record_name("gpu", "Tesla T4") == "notebooks_gpu_tesla_t4"
 
 
-@pytest.mark.parametrize("always, ours, ends, ends_with_another", [
+@pytest.mark.parametrize("always, record, ends, ends_with_another", [
     ({"one": True}, {"two": True}, False, False),
     ({"one": True}, {"two": False}, True, False),
     ({"one": False}, {"two": True}, True, True),
 ])  # fmt: skip
-def test_a_failed_check_ends_a_notebook(capsys, always, ours, ends, ends_with_another):
+def test_a_failed_check_ends_a_notebook(capsys, always, record, ends, ends_with_another):
     for model, fails in (("", ends), ("a/model", ends_with_another)):
         if fails:
             with pytest.raises(AssertionError, match="one" if not always["one"] else "two"):
-                runtime.verify(model, always, ours)
+                runtime.verify(model, always, record)
         else:
-            runtime.verify(model, always, ours)
+            runtime.verify(model, always, record)
         assert ("FAILS" in capsys.readouterr().out) == fails
 
 
@@ -325,8 +325,8 @@ def test_a_compressed_picture_keeps_its_colours():
 
     figure, axes = pictures.begin()
     axes.plot([0, 1], [0, 1], color="#0072b2", lw=9)
-    made = runtime.picture(figure, "a caption")
-    with Image.open(BytesIO(made._repr_png_())) as image:
-        found = [rgb for _, rgb in image.convert("RGB").getcolors(1 << 20)]
-    off = [max(abs(a - b) for a, b in zip(rgb, (0, 0x72, 0xB2), strict=True)) for rgb in found]
-    assert min(off) < 6 and len(made.png) < 20_000
+    picture = runtime.picture(figure, "a caption")
+    with Image.open(BytesIO(picture._repr_png_())) as image:
+        colours = [rgb for _, rgb in image.convert("RGB").getcolors(1 << 20)]
+    off = [max(abs(a - b) for a, b in zip(rgb, (0, 0x72, 0xB2), strict=True)) for rgb in colours]
+    assert min(off) < 6 and len(picture.png) < 20_000

@@ -23,16 +23,16 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_text_begins_with_the_sink_token_of_its_model(trained):
-    found, letters = trained
-    none, token = (sink_variants.held_out(found[name], letters, 9) for name in ("none", "token"))
-    assert token[1:] == none and token[0] == found["token"].config.bos
+    variants, letters = trained
+    none, token = (sink_variants.held_out(variants[name], letters, 9) for name in ("none", "token"))
+    assert token[1:] == none and token[0] == variants["token"].config.bos
 
 
 @pytest.mark.slow
 def test_attention_is_causal_and_sums_to_one(trained):
-    found, letters = trained
+    variants, letters = trained
     (seen,) = sink_variants.attention_maps(
-        found["token"], [sink_variants.held_out(found["token"], letters, 9)]
+        variants["token"], [sink_variants.held_out(variants["token"], letters, 9)]
     )
     assert seen.shape == (10, 10) and not np.triu(seen, 1).any()
     np.testing.assert_allclose(seen.sum(axis=1), 1, atol=1e-5)
@@ -40,8 +40,8 @@ def test_attention_is_causal_and_sums_to_one(trained):
 
 @pytest.mark.slow
 def test_every_letter_that_is_no_trigger_is_idle(trained):
-    found, letters = trained
-    share = sink_variants.first_token_attention(found["token"], letters)
+    variants, letters = trained
+    share = sink_variants.first_token_attention(variants["token"], letters)
     assert len(share) == len(backcopy.LETTERS) - backcopy.TRIGGERS
     assert (np.diff(share) <= 0).all() and 0 <= share[-1] <= share[0] <= 1
 
@@ -49,8 +49,8 @@ def test_every_letter_that_is_no_trigger_is_idle(trained):
 @pytest.mark.slow
 def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained, monkeypatch):
     monkeypatch.setattr(sink_variants, "RUNS", 1)
-    found, letters = trained
-    for variant in found.values():
+    variants, letters = trained
+    for variant in variants.values():
         front, sample = variant.tokenizer.front, letters.run("valid", 0, 49).tolist()
         ids = [*front, *sample[len(front) :]]
         read = np.concatenate(list(models.losses(variant, ids, "full")))
@@ -63,21 +63,21 @@ def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained,
 @pytest.mark.parametrize("at_first, reported", [(False, (1, 1)), (True, (1, 0))])
 def test_mean_attention_of_triggers_and_other_letters(trained, monkeypatch, at_first, reported):
     """Triggers attend to the letter before, others to themselves or the first token."""
-    found, letters = trained
+    variants, letters = trained
     triggers = backcopy.LetterChain(0).triggers
 
     def look(config, weights, inputs, run):
         ids = np.asarray(inputs)
         rows, count = ids.shape
-        own = np.zeros(count, int) if at_first else np.arange(count)
-        places = np.where(np.isin(ids, triggers), np.maximum(np.arange(count) - 1, 0), own)
+        positions = np.zeros(count, int) if at_first else np.arange(count)
+        places = np.where(np.isin(ids, triggers), np.maximum(np.arange(count) - 1, 0), positions)
         seen = np.zeros((rows, 1, count, count))
         np.put_along_axis(seen[:, 0], places[:, :, None], 1, axis=2)
         return None, None, [seen]
 
     monkeypatch.setattr(sink_variants.uncached, "forward", look)
-    assert sink_variants.mean_attention(found["none"], letters) == reported
-    assert sink_variants.mean_attention(found["token"], letters) == (1, 1)
+    assert sink_variants.mean_attention(variants["none"], letters) == reported
+    assert sink_variants.mean_attention(variants["token"], letters) == (1, 1)
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_the_drawn_stretch_attends_most_to_its_first_token(trained, monkeypatch)
 
 @pytest.mark.slow
 def test_a_variant_can_be_compared(trained):
-    found, letters = trained
-    llm, ids = found["token"], sink_variants.held_out(found["token"], letters, 40)
+    variants, letters = trained
+    llm, ids = variants["token"], sink_variants.held_out(variants["token"], letters, 40)
     names = ["full", "window:window=24"]
     scores = compare.compare(llm, ids, names, None, 0, runtime.no_progress)
     results = [compare.result(llm, name, scores[name], 20) for name in names]
@@ -107,9 +107,9 @@ def test_a_variant_can_be_compared(trained):
 
 @pytest.mark.slow
 def test_below_its_capacity_a_window_equals_full_attention(trained):
-    found, letters = trained
-    ids = sink_variants.held_out(found["none"], letters, 20)
-    loss = sink_variants.losses(found["none"], ids, {"all": "full", "new": "window:window=24"})
+    variants, letters = trained
+    ids = sink_variants.held_out(variants["none"], letters, 20)
+    loss = sink_variants.losses(variants["none"], ids, {"all": "full", "new": "window:window=24"})
     assert abs(loss["all"] - loss["new"]) < 1e-4
 
 

@@ -19,13 +19,13 @@ SIZES = {"q": (WIDTH, 32), "k": (WIDTH, 16), "v": (WIDTH, 16), "o": (32, WIDTH)}
 
 def weights(seed: int = 0):
     rng = np.random.default_rng(seed)
-    made = {
+    arrays = {
         f"{layer}.{name}": rng.normal(size=shape) / 3
         for layer in range(LAYERS)
         for name, shape in SIZES.items()
     }
-    made["embed"] = rng.normal(size=(VOCAB, WIDTH))
-    return {name: jnp.asarray(value, jnp.float32) for name, value in made.items()}
+    arrays["embed"] = rng.normal(size=(VOCAB, WIDTH))
+    return {name: jnp.asarray(value, jnp.float32) for name, value in arrays.items()}
 
 
 def new_plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Model:
@@ -34,9 +34,9 @@ def new_plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Mod
     def embed(w, tokens):
         return w["embed"][tokens]
 
-    def layer(one, w, x, state, positions, valid):
+    def layer(policy, w, x, state, positions, valid):
         q, k, v = ((x @ w[name]).reshape(*x.shape[:2], -1, HEAD_DIM) for name in "qkv")
-        out, state = jaxkv.step(one, SPEC, state, q, k, v, positions, valid)
+        out, state = jaxkv.step(policy, SPEC, state, q, k, v, positions, valid)
         return x + out.reshape(*x.shape[:2], -1) @ w["o"], state
 
     def head(w, x, indices):
@@ -102,8 +102,9 @@ def finish(engine: Engine) -> None:
         pass
 
 
-def prompts(count: int, seed: int = 0, most: int = 70) -> list[tuple[int, ...]]:
+def prompts(count: int, seed: int = 0, max_tokens: int = 70) -> list[tuple[int, ...]]:
     rng = np.random.default_rng(seed)
     return [
-        tuple(rng.integers(0, VOCAB, int(rng.integers(1, most))).tolist()) for _ in range(count)
+        tuple(rng.integers(0, VOCAB, int(rng.integers(1, max_tokens))).tolist())
+        for _ in range(count)
     ]

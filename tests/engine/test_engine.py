@@ -36,11 +36,11 @@ def test_a_finished_request_does_not_affect_the_sampling_of_others(monkeypatch):
     engine = Engine(new_plain(), max_batch=2, chunk=16)
     ask(engine, Request((1, 2, 3), 4, WARM), Request((1, 2, 3), 4, WARM))
     jax.effects_barrier()
-    assert any(max(each) > 0 for each in temperatures)
+    assert any(max(step) > 0 for step in temperatures)
     temperatures.clear()
     ask(engine, Request((1, 2, 3), 4))
     jax.effects_barrier()
-    assert temperatures and all(max(each) == 0 for each in temperatures)
+    assert temperatures and all(max(step) == 0 for step in temperatures)
 
 
 def requests(count: int, seed: int = 0, **fields) -> list[Request]:
@@ -144,16 +144,16 @@ def test_eos_stop_and_length_end_an_answer(engine):
 
 
 def test_log_probabilities_equal_those_of_the_model(engine):
-    tokens = prompts(1, 9, most=60)[0] + (4, 4, 4)
+    tokens = prompts(1, 9, max_tokens=60)[0] + (4, 4, 4)
     (listener,) = ask(engine, Request(tokens, 8, logprobs=3, echo=True))
     text = [*tokens, *listener.tokens]
     (again,) = ask(engine, Request(tuple(text), 0, logprobs=3, echo=True))
     assert again.echoed[0].logprob is None
-    given = [*listener.echoed[1:], *listener.scored]
+    scores = [*listener.echoed[1:], *listener.scored]
     np.testing.assert_allclose(
-        [s.logprob for s in given], [s.logprob for s in again.echoed[1:]], atol=1e-5
+        [s.logprob for s in scores], [s.logprob for s in again.echoed[1:]], atol=1e-5
     )
-    for scored in given:
+    for scored in scores:
         best = [value for _, value in scored.top]
         assert best == sorted(best, reverse=True) and len(best) == 3
         assert scored.logprob <= best[0]
@@ -173,19 +173,19 @@ def test_penalties_and_biases(engine):
 def test_cancelling_at_any_step():
     engine = Engine(plain(), max_batch=2, chunk=16, max_prefill_tokens=16)
     asked = [Request(tuple(range(40)), 20, seed=n) for n in range(6)]
-    whole = [listener.tokens for listener in ask(engine, *asked)]
+    uncancelled = [listener.tokens for listener in ask(engine, *asked)]
     for steps in range(30):
         listeners = [Recorder() for _ in asked]
-        handles = [engine.submit(*each) for each in zip(asked, listeners, strict=True)]
+        handles = [engine.submit(*submission) for submission in zip(asked, listeners, strict=True)]
         for _ in range(steps):
             engine.step()
         for handle in handles[::2]:
             engine.cancel(handle)
             engine.cancel(handle)
         finish(engine)
-        for listener, tokens in zip(listeners[1::2], whole[1::2], strict=True):
+        for listener, tokens in zip(listeners[1::2], uncancelled[1::2], strict=True):
             assert (listener.tokens, listener.outcome.reason) == (tokens, "length")
-        for listener, tokens in zip(listeners[::2], whole[::2], strict=True):
+        for listener, tokens in zip(listeners[::2], uncancelled[::2], strict=True):
             assert listener.tokens == tokens[: len(listener.tokens)]
             assert listener.outcome.reason == (
                 "length" if listener.tokens == tokens else "cancelled"
@@ -204,7 +204,7 @@ def test_a_decode_step_copies_no_cache(max_batch):
 
 def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():
     """Each step delivers a token of the running answer, while six long prompts arrive."""
-    for budget, most in ((None, 16), (32, 32), (40, 32)):  # 40: no third chunk of 16
+    for budget, max_step in ((None, 16), (32, 32), (40, 32)):  # 40: no third chunk of 16
         engine = Engine(plain(), max_batch=8, chunk=16, max_prefill_tokens=budget)
         listener = Recorder()
         engine.submit(Request((1, 2, 3), 400), listener)
@@ -217,10 +217,10 @@ def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():
             before, tokens = engine.metrics()["step_tokens"], len(listener.tokens)
             running = engine.running
             engine.step()
-            assert engine.metrics()["step_tokens"] - before <= most + running
+            assert engine.metrics()["step_tokens"] - before <= max_step + running
             assert len(listener.tokens) == tokens + 1
             steps += 1
-        assert steps >= 6 * 390 // most
+        assert steps >= 6 * 390 // max_step
         finish(engine)
 
 
@@ -272,7 +272,7 @@ def test_answer_takes_more_requests_than_the_queue():
     engine = Engine(plain(), max_batch=2, chunk=16, queue=3)
     asked = requests(12, 8)
     alone = [ask(engine, request)[0].tokens for request in asked]
-    assert [one.tokens for one in answer(engine, asked)] == alone
+    assert [answered.tokens for answered in answer(engine, asked)] == alone
     with pytest.raises(UserError):
         answer(engine, [*asked[:2], Request((VOCAB,), 1)])
     finish(engine)

@@ -28,7 +28,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
     for number, listener in enumerate(listeners):
         engine.submit(Request((number,) * 700, 9), listener)
 
-    def fail(*given):
+    def fail(*arguments):
         raise RuntimeError("the device is gone")
 
     class Broken(list):
@@ -67,9 +67,9 @@ def test_a_device_call_that_does_not_return(monkeypatch):
     engine = Engine(plain(), max_batch=2, chunk=16, step_seconds=0.2)
     decode, released = engine._programs.decode, threading.Event()
 
-    def hang(*given):
+    def hang(*arguments):
         released.wait(60)
-        return decode(*given)
+        return decode(*arguments)
 
     monkeypatch.setattr(engine._programs, "decode", hang)
     engine.start()
@@ -86,9 +86,9 @@ def test_a_device_call_that_does_not_return(monkeypatch):
     released.clear()
     engine.submit(Request((1, 2), 3), second)
     wait_for(lambda: not engine.healthy)
-    begun = time.monotonic()
+    start = time.monotonic()
     assert not engine.stop(0.1)
-    assert time.monotonic() - begun < 5 and second.outcome.reason == "cancelled"
+    assert time.monotonic() - start < 5 and second.outcome.reason == "cancelled"
     released.set()
     assert engine.stop(30)
     assert second.outcomes[1:] == []
@@ -96,7 +96,7 @@ def test_a_device_call_that_does_not_return(monkeypatch):
 
 def test_a_listener_that_raises_ends_only_its_own_answer(engine):
     fine = Request((1, 2), 12)
-    (wanted,) = ask(engine, fine)
+    (expected,) = ask(engine, fine)
     listeners = [Recorder(fail="token"), Recorder(), Recorder(fail="done")]
     for listener in listeners:
         engine.submit(fine, listener)
@@ -105,7 +105,7 @@ def test_a_listener_that_raises_ends_only_its_own_answer(engine):
         listeners[0].outcome.reason == "error"
         and "this listener is broken" in listeners[0].outcome.error
     )
-    assert listeners[1].tokens == listeners[2].tokens == wanted.tokens
+    assert listeners[1].tokens == listeners[2].tokens == expected.tokens
     assert engine.healthy and engine.running == 0
 
 
@@ -171,7 +171,7 @@ def test_logits_that_are_not_finite_end_only_one_answer():
 def test_a_failure_ends_every_answer_once(monkeypatch, broken):
     engine = Engine(plain(), max_batch=2, chunk=16)
 
-    def fail(*given):
+    def fail(*arguments):
         raise RuntimeError("the device is gone")
 
     programs = engine._programs

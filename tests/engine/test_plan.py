@@ -18,7 +18,7 @@ SIZES = EngineBytes(weights=1000, prefills=50, sequence=100, prefix=40)
 
 
 @pytest.mark.parametrize(
-    "given, max_batch, prefixes, free, expected",
+    "memory, max_batch, prefixes, free, expected",
     [
         (None, None, None, None, (None, MAX_BATCH, PREFIX_MEMORY)),
         (None, 3, 0, None, (None, 3, 0)),
@@ -32,12 +32,12 @@ SIZES = EngineBytes(weights=1000, prefills=50, sequence=100, prefix=40)
         (None, None, None, 1500, (1350, 3, 0)),
     ],
 )
-def test_plans(given, max_batch, prefixes, free, expected):
-    assert tuple(plan_memory(SIZES, given, max_batch, prefixes, free)) == expected
+def test_plans(memory, max_batch, prefixes, free, expected):
+    assert tuple(plan_memory(SIZES, memory, max_batch, prefixes, free)) == expected
 
 
 @pytest.mark.parametrize(
-    "given, max_batch, prefixes, free, words",
+    "memory, max_batch, prefixes, free, words",
     [
         (1149, None, None, None, ["weights (1000 bytes)", "1 sequence (150 bytes)", "1.1 KiB"]),
         (1349, 3, None, None, ["3 sequences", "--max-batch", "--memory 1MiB"]),
@@ -49,14 +49,14 @@ def test_plans(given, max_batch, prefixes, free, expected):
         (None, None, 39, None, ["--prefix-memory must hold one prefix (40 bytes)", "39 bytes"]),
     ],
 )
-def test_too_little_memory(given, max_batch, prefixes, free, words):
+def test_too_little_memory(memory, max_batch, prefixes, free, words):
     with pytest.raises(UserError) as raised:
-        plan_memory(SIZES, given, max_batch, prefixes, free)
+        plan_memory(SIZES, memory, max_batch, prefixes, free)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
 @pytest.mark.parametrize(
-    "given, max_batch, expected",
+    "memory, max_batch, expected",
     [
         (1150, None, (1150, 1, 0)),
         (1349, None, (1349, 1, 199)),
@@ -66,8 +66,8 @@ def test_too_little_memory(given, max_batch, prefixes, free, words):
         (9999, 16, (9999, 16, 9999 - 1050 - 2100)),
     ],
 )
-def test_a_batch_that_grows_is_in_memory_in_all_its_sizes(given, max_batch, expected):
-    assert plan_memory(SIZES, given, max_batch, fixed_batch=False) == expected
+def test_a_batch_that_grows_is_in_memory_in_all_its_sizes(memory, max_batch, expected):
+    assert plan_memory(SIZES, memory, max_batch, fixed_batch=False) == expected
     with pytest.raises(UserError, match=r"1 and 4 and 16 sequences \(2.1 KiB\).* or --fixed-batch"):
         plan_memory(SIZES, 3149, 16, fixed_batch=False)
     with pytest.raises(UserError, match=r"MiB or a smaller --max-batch$"):
@@ -92,16 +92,16 @@ def shared_programs():
 def test_an_engine_keeps_to_its_plan(policy, spare):
     """spare: prefixes."""
     model = plain(policy)
-    each = sizes(model, None, 16)
-    memory = each.weights + each.prefills + 3 * each.sequence + spare * each.prefix
-    plan = plan_memory(each, memory, 3)
-    assert plan.prefixes == spare * each.prefix
+    nbytes = sizes(model, None, 16)
+    memory = nbytes.weights + nbytes.prefills + 3 * nbytes.sequence + spare * nbytes.prefix
+    plan = plan_memory(nbytes, memory, 3)
+    assert plan.prefixes == spare * nbytes.prefix
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
     config = PrefixConfig(memory=plan.prefixes) if plan.prefixes else None
     engine = Engine(model, plan.max_batch, chunk=16, prefix_cache=config)
     assert sum(engine.bytes.values()) == memory
     held = sum(array.nbytes for array in jax.live_arrays()) - before
-    assert held == memory - each.weights - each.prefills
+    assert held == memory - nbytes.weights - nbytes.prefills
     if spare:
         assert engine.metrics()["prefix_entries"] == spare

@@ -34,11 +34,11 @@ def test_a_valid_file_under_the_name_of_another_prefix_is_deleted(tmp_path, capl
     second.write_bytes(content)
     for failures in (1, 0):
         engine = stored(tmp_path, policy)
-        found = answers(engine, asked)
-        assert [scored for scored, _ in found] == alone(policy, asked)
+        actual = answers(engine, asked)
+        assert [scored for scored, _ in actual] == alone(policy, asked)
         assert engine.metrics()["disk_failures"] == failures
         assert len(caplog.records) == 1 and "is deleted" in caplog.text
-    assert [cached for _, cached in found] == [CHUNK, CHUNK]
+    assert [cached for _, cached in actual] == [CHUNK, CHUNK]
 
 
 def put_pipe(path: Path) -> None:
@@ -93,9 +93,9 @@ def test_a_folder_that_disappears(tmp_path, caplog, renamed, again):
     ask(engine, ASKED[0])
     wait_for(lambda: not engine._store.disk._jobs.unfinished_tasks)
     folder.rename(tmp_path / "old") if renamed else shutil.rmtree(folder)
-    other = PrefixFolder(folder, 2**30) if again else None
-    for one, scored in zip(ASKED, alone("full"), strict=True):
-        (listener,) = ask(engine, one)
+    prefix_folder = PrefixFolder(folder, 2**30) if again else None
+    for request, scored in zip(ASKED, alone("full"), strict=True):
+        (listener,) = ask(engine, request)
         assert listener.scored == scored
     assert listener.outcome.cached_tokens > 0
     engine.stop()
@@ -103,5 +103,5 @@ def test_a_folder_that_disappears(tmp_path, caplog, renamed, again):
     (record,) = caplog.records
     assert "was removed or replaced; the server goes on" in record.getMessage()
     assert folder.exists() == again and not files(folder)
-    if other is not None:
-        other.close()
+    if prefix_folder is not None:
+        prefix_folder.close()

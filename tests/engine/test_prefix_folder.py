@@ -27,7 +27,7 @@ SELDOM = [
 ASKED = [Request(prompt, 6, logprobs=3) for prompt in (SHARED, *branches((31, 48, 130)))]
 
 
-def made(policy: str, config: PrefixConfig | None = None, seed: int = 0, **fields) -> Engine:
+def new_engine(policy: str, config: PrefixConfig | None = None, seed: int = 0, **fields) -> Engine:
     settings = {"max_batch": 2, "max_len": 256, "chunk": CHUNK} | fields
     return Engine(plain(policy, seed), prefix_cache=config, **settings)
 
@@ -37,35 +37,35 @@ def stored(
 ) -> Engine:
     """An engine whose prefixes are stored in a folder."""
     config = PrefixConfig(num_blocks=blocks, folder=PrefixFolder(path, limit))
-    return made(policy, config, seed, **fields)
+    return new_engine(policy, config, seed, **fields)
 
 
 def answers(engine: Engine, asked=ASKED) -> list[tuple[list, int]]:
     """The scored tokens and the cached tokens of each answer, and the engine's end."""
-    listeners = [ask(engine, one)[0] for one in asked]
+    listeners = [ask(engine, request)[0] for request in asked]
     engine.stop()
     return [(listener.scored, listener.outcome.cached_tokens) for listener in listeners]
 
 
 def alone(policy: str, asked=ASKED) -> list[list]:
     """The scored tokens of each request without a prefix cache."""
-    engine = made(policy)
-    return [ask(engine, one)[0].scored for one in asked]
+    engine = new_engine(policy)
+    return [ask(engine, request)[0].scored for request in asked]
 
 
 def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.prefix"))
 
 
-def wanted(policy: str) -> list[tuple[list, int]]:
+def expected_answers(policy: str) -> list[tuple[list, int]]:
     """Equal answers, and as many cached tokens as after the same prompt."""
     pairs = zip(alone(policy), ASKED, strict=True)
-    return [(scored, usable(len(one.tokens))) for scored, one in pairs]
+    return [(scored, usable(len(request.tokens))) for scored, request in pairs]
 
 
 @pytest.mark.parametrize("policy", [*OFTEN, *map(seldom, SELDOM)])
 def test_answers_after_restarts_equal_those_without_a_cache(tmp_path, policy):
-    expected = wanted(policy)
+    expected = expected_answers(policy)
     first = answers(stored(tmp_path, policy))
     assert [scored for scored, _ in first] == [scored for scored, _ in expected]
     count = len(files(tmp_path))
@@ -99,21 +99,21 @@ def test_owners_stay_apart(tmp_path, policy):
     """Salts separate prefixes on the disk as in memory, and owners have equal shares of it."""
     mine, yours = (Request(SHARED, 2, salt=name, owner=name) for name in ("mine", "yours"))
     answers(stored(tmp_path, policy), [mine])
-    found = answers(stored(tmp_path, policy), [yours, mine])
-    assert [cached for _, cached in found] == [0, usable(200)]
+    answered = answers(stored(tmp_path, policy), [yours, mine])
+    assert [cached for _, cached in answered] == [0, usable(200)]
     size = sum(file.stat().st_size for file in files(tmp_path))  # those of both
     flood = [
         Request((number, *SHARED[1:]), 1, salt="yours", owner="yours") for number in range(1, 6)
     ]
     answers(stored(tmp_path, policy, limit=size + disk_tier.FILE_OVERHEAD), [mine, *flood])
-    found = answers(stored(tmp_path, policy), [mine])
-    assert found[0][1] == usable(200)
+    answered = answers(stored(tmp_path, policy), [mine])
+    assert answered[0][1] == usable(200)
 
 
 @pytest.mark.parametrize("policy", BOTH)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "other"])
 def test_a_damaged_file_is_deleted_and_computed_again(tmp_path, caplog, policy, damage):
-    expected = wanted(policy)
+    expected = expected_answers(policy)
     answers(stored(tmp_path, policy))
     for file in files(tmp_path):
         raw = bytearray(file.read_bytes())
@@ -125,14 +125,14 @@ def test_a_damaged_file_is_deleted_and_computed_again(tmp_path, caplog, policy, 
             ]
         )
     engine = stored(tmp_path, policy)
-    found = answers(engine)
-    assert [scored for scored, _ in found] == [scored for scored, _ in expected]
+    actual = answers(engine)
+    assert [scored for scored, _ in actual] == [scored for scored, _ in expected]
     assert engine.metrics()["disk_failures"] > 0 and not engine.failure
     warnings = [line.getMessage() for line in caplog.records]
     assert len(warnings) == engine.metrics()["disk_failures"]
     assert all(
-        "cannot be read, is deleted and computed again" in one and "\n" not in one
-        for one in warnings
+        "cannot be read, is deleted and computed again" in warning and "\n" not in warning
+        for warning in warnings
     )
     assert answers(stored(tmp_path, policy)) == expected, "the files were written again"
 
@@ -150,7 +150,7 @@ def test_prefixes_of_other_settings_are_not_read(tmp_path, caplog, change):
     assert answers(engine, ASKED[:1])[0][1] == 0
     assert engine.metrics()["disk_failures"] == 0 and set(before) < set(files(tmp_path))
     again = stored(tmp_path, "full")
-    assert answers(again) == wanted("full"), "the others stay"
+    assert answers(again) == expected_answers("full"), "the others stay"
 
 
 def test_a_version_has_its_own_prefixes(tmp_path, monkeypatch):
@@ -163,12 +163,12 @@ def test_a_file_under_the_name_of_another_is_not_used(tmp_path):
     """Names are not believed: the file states its settings and tokens."""
     policy = BOTH[1]
     answers(stored(tmp_path, policy, seed=1), ASKED[:1])
-    (other,) = files(tmp_path)
-    other.rename(tmp_path / "other")
+    (first_file,) = files(tmp_path)
+    first_file.rename(tmp_path / "other")
     engine = stored(tmp_path, policy)
     answers(engine, ASKED[:1])
-    (own,) = files(tmp_path)
-    (tmp_path / "other").rename(own)
+    (second_file,) = files(tmp_path)
+    (tmp_path / "other").rename(second_file)
     engine = stored(tmp_path, policy)
     assert answers(engine, ASKED[:1]) == [(alone(policy)[0], 0)]
     assert engine.metrics()["disk_failures"] == 1
@@ -177,12 +177,12 @@ def test_a_file_under_the_name_of_another_is_not_used(tmp_path):
 def test_a_collision_is_a_miss(tmp_path):
     """If all hashes are equal, the tokens in the file are compared."""
     for policy in BOTH:
-        for one in (Request(SHARED[:20], 6, logprobs=3), Request(SHARED[20:40], 6, logprobs=3)):
+        for request in (Request(SHARED[:20], 6, logprobs=3), Request(SHARED[20:40], 6, logprobs=3)):
             engine = stored(tmp_path / policy[:4], policy)
             chain = engine._store.index.chain
             object.__setattr__(chain, "hash", lambda _: bytes(32))
-            ((scored, cached),) = answers(engine, [one])
-            assert scored == alone(policy, [one])[0] and cached == 0
+            ((scored, cached),) = answers(engine, [request])
+            assert scored == alone(policy, [request])[0] and cached == 0
 
 
 def test_one_server_at_a_time(tmp_path):
@@ -211,10 +211,10 @@ def test_a_read_only_folder_is_read(tmp_path, caplog, monkeypatch, policy):
     answers(stored(tmp_path, policy), ASKED[:1])
     before, real = files(tmp_path), os.open
 
-    def refuse(path, flags, *more, **fields):
+    def refuse(path, flags, *arguments, **fields):
         if flags & os.O_CREAT:
             raise OSError(errno.EROFS, "Read-only file system")
-        return real(path, flags, *more, **fields)
+        return real(path, flags, *arguments, **fields)
 
     monkeypatch.setattr(os, "open", refuse)
     engine = stored(tmp_path, policy)
@@ -230,19 +230,19 @@ def test_a_full_disk_is_reported_once(tmp_path, caplog, monkeypatch, policy):
     """Writing goes on when the disk has room again, with everything that memory still has."""
     real, full = batch.whole_file, True
 
-    def refuse(*given):
+    def refuse(*arguments):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*given)
+        return real(*arguments)
 
     monkeypatch.setattr(batch, "whole_file", refuse)
     monkeypatch.setattr(disk_tier, "PAUSE", 0.2)
     engine = stored(tmp_path, policy)
     engine.start()
     for _ in range(2):
-        for one in ASKED:
+        for request in ASKED:
             done = Recorder()
-            engine.submit(one, done)
+            engine.submit(request, done)
             wait_for(lambda: done.outcomes)  # noqa: B023
         wait_for(lambda: engine.metrics()["disk_failures"] >= 2)
     assert engine.healthy and not files(tmp_path)
@@ -261,22 +261,22 @@ def test_bytes_are_bounded(tmp_path, policy):
     answers(stored(tmp_path, policy), ASKED[:1])
     size = sum(file.stat().st_size for file in files(tmp_path))
     limit = 2 * size + disk_tier.FILE_OVERHEAD
-    most, real = 0, PrefixFolder.add
+    max_bytes, real = 0, PrefixFolder.add
 
     def add(folder, name):
-        nonlocal most
+        nonlocal max_bytes
         real(folder, name)
-        most = max(most, sum(file.stat().st_size for file in files(tmp_path)))
+        max_bytes = max(max_bytes, sum(file.stat().st_size for file in files(tmp_path)))
 
-    other = [Request((number, *SHARED[1:]), 1) for number in range(3)]
+    small_requests = [Request((number, *SHARED[1:]), 1) for number in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefixFolder, "add", add)
-        for one in other:
+        for request in small_requests:
             engine = stored(tmp_path, policy, limit)
-            answers(engine, [ASKED[0], one])
-        assert 0 < most <= limit and engine.metrics()["disk_evictions"] > 0
-    found = answers(stored(tmp_path, policy, limit), [ASKED[0], other[0]])
-    assert [cached for _, cached in found] == [usable(200), 0]
+            answers(engine, [ASKED[0], request])
+        assert 0 < max_bytes <= limit and engine.metrics()["disk_evictions"] > 0
+    answered = answers(stored(tmp_path, policy, limit), [ASKED[0], small_requests[0]])
+    assert [cached for _, cached in answered] == [usable(200), 0]
 
 
 @pytest.mark.parametrize("policy", BOTH)
@@ -284,18 +284,18 @@ def test_a_slow_disk_delays_no_answer(tmp_path, monkeypatch, policy):
     """The engine answers while the first write hangs; all prefixes are written afterwards."""
     released, real, began = threading.Event(), batch.whole_file, threading.Event()
 
-    def hang(*given):
+    def hang(*arguments):
         assert threading.current_thread().name == "jaxkv-prefix-writer"
         began.set()
         released.wait(60)
-        return real(*given)
+        return real(*arguments)
 
     monkeypatch.setattr(batch, "whole_file", hang)
     engine = stored(tmp_path, policy)
     engine.start()
     listeners = [Recorder() for _ in ASKED]
-    for one, listener in zip(ASKED, listeners, strict=True):
-        engine.submit(one, listener)
+    for request, listener in zip(ASKED, listeners, strict=True):
+        engine.submit(request, listener)
     wait_for(lambda: all(listener.outcomes for listener in listeners))
     wait_for(began.is_set)
     assert not files(tmp_path)
@@ -305,18 +305,18 @@ def test_a_slow_disk_delays_no_answer(tmp_path, monkeypatch, policy):
     released.set()
     wait_for(lambda: len(files(tmp_path)) == waiting)  # also while no request comes
     assert engine.stop()
-    assert answers(stored(tmp_path, policy)) == wanted(policy)
+    assert answers(stored(tmp_path, policy)) == expected_answers(policy)
 
 
 def test_a_slow_disk_is_not_read_for_long(tmp_path, monkeypatch):
     """What is not read in time is computed; the answer is the same."""
-    expected = wanted("full")[:1]
+    expected = expected_answers("full")[:1]
     answers(stored(tmp_path, "full"), ASKED[:1])
     real = batch.load
 
-    def slow(*given):
+    def slow(*arguments):
         time.sleep(0.1)
-        return real(*given)
+        return real(*arguments)
 
     monkeypatch.setattr(batch, "load", slow)
     monkeypatch.setattr(store, "READ_SECONDS", 0.15)
@@ -363,7 +363,7 @@ def test_reset_deletes_the_files_too(tmp_path, policy):
 @pytest.mark.parametrize("policy, blocks", [(BOTH[0], 14), (BOTH[1], 2)])
 def test_prefixes_beyond_the_device_come_from_the_disk(tmp_path, policy, blocks):
     """With few entries in memory, several prompts use the disk in turn."""
-    expected = wanted(policy)
+    expected = expected_answers(policy)
     answers(stored(tmp_path, policy))
     engine = stored(tmp_path, policy, blocks=blocks)
     assert answers(engine, ASKED * 3) == expected * 3

@@ -78,21 +78,25 @@ def test_a_hit_equals_a_full_prefill(policy):
         prefix_cache=PrefixConfig(num_blocks=64),
     )
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
-    wanted = [(cold(engine, one).scored, first_entry(engine)) for one in asked]
+    expected = [(cold(engine, request).scored, first_entry(engine)) for request in asked]
     assert engine.reset_prefix_cache()
     for repeat in range(2):
-        for one, (want, leaves) in zip(asked, wanted, strict=True):
-            (got,) = ask(engine, one)
+        for request, (want, leaves) in zip(asked, expected, strict=True):
+            (got,) = ask(engine, request)
             assert got.scored == want
             for got_leaf, leaf in zip(first_entry(engine), leaves, strict=True):
                 np.testing.assert_array_equal(got_leaf, leaf)
             if repeat:
-                assert got.outcome.cached_tokens == usable(len(one.tokens))
-            elif policy in APPEND_ONLY and one is not asked[0]:
-                pairs = zip(one.tokens, SHARED, strict=False)
+                assert got.outcome.cached_tokens == usable(len(request.tokens))
+            elif policy in APPEND_ONLY and request is not asked[0]:
+                pairs = zip(request.tokens, SHARED, strict=False)
                 alike = next((n for n, (a, b) in enumerate(pairs) if a != b), len(SHARED))
-                assert got.outcome.cached_tokens == min(usable(len(one.tokens)), alike // 16 * 16)
-    assert [listener.scored for listener in ask(engine, *asked)] == [scored for scored, _ in wanted]
+                assert got.outcome.cached_tokens == min(
+                    usable(len(request.tokens)), alike // 16 * 16
+                )
+    assert [listener.scored for listener in ask(engine, *asked)] == [
+        scored for scored, _ in expected
+    ]
 
 
 @pytest.mark.parametrize("policy", ["full", EVICTING[0], seldom(EVICTING[6])])
@@ -105,13 +109,15 @@ def test_a_collision_is_a_miss(policy):
         chunk=CHUNK,
         prefix_cache=PrefixConfig(num_blocks=64),
     )
-    other = tuple(reversed(SHARED))
-    wanted = [cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, other)]
+    reversed_tokens = tuple(reversed(SHARED))
+    expected = [
+        cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, reversed_tokens)
+    ]
     assert engine.reset_prefix_cache()
     index = engine._store.index
     index.chain = dataclasses.replace(index.chain, hash=lambda _: bytes(32))
     for _ in range(2):
-        for tokens, want in zip((SHARED, other), wanted, strict=True):
+        for tokens, want in zip((SHARED, reversed_tokens), expected, strict=True):
             (got,) = ask(engine, Request(tokens, 8, logprobs=3))
             assert got.scored == want
             assert tokens is SHARED or not got.outcome.cached_tokens
@@ -125,13 +131,13 @@ def test_prefixes_return_from_the_host_unchanged(policy, blocks):
     config = PrefixConfig(num_blocks=blocks, num_host_blocks=100)
     engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
     asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
-    wanted = [cold(engine, one).scored for one in asked]
+    expected = [cold(engine, request).scored for request in asked]
     for repeat in range(3):
-        for one, want in zip(asked, wanted, strict=True):
-            (got,) = ask(engine, one)
+        for request, want in zip(asked, expected, strict=True):
+            (got,) = ask(engine, request)
             assert got.scored == want
             if repeat:
-                assert got.outcome.cached_tokens == usable(len(one.tokens))
+                assert got.outcome.cached_tokens == usable(len(request.tokens))
     counts = engine._store.index.counts
     assert counts.promotions > 10 and counts.demotions > 10 and not counts.evictions
 
@@ -145,13 +151,13 @@ def test_snapshots_share_pages_of_levels():
     asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
     rng = np.random.default_rng(5)
     asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
-    wanted = [cold(engine, one).scored for one in asked]
+    expected = [cold(engine, request).scored for request in asked]
     for _ in range(2):  # the second time with reused entries and pages
         assert engine.reset_prefix_cache() and store._pages.taken == 0
         for _ in range(2):
             shared = 0
-            for one, want in zip(asked, wanted, strict=True):
-                (got,) = ask(engine, one)
+            for request, want in zip(asked, expected, strict=True):
+                (got,) = ask(engine, request)
                 assert got.scored == want
                 shared = max(shared, 3 * store.index.taken - store._pages.taken)
             assert shared > 4, "pages shared with other snapshots"
@@ -169,9 +175,9 @@ def test_a_tree_of_one_level():
         chunk=CHUNK,
         prefix_cache=PrefixConfig(num_blocks=8),
     )
-    wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
+    expected = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
-    assert got.scored == wanted and got.outcome.cached_tokens == usable(200)
+    assert got.scored == expected and got.outcome.cached_tokens == usable(200)
 
 
 def test_a_prompt_larger_than_all_pages_is_cached_in_part():
@@ -182,9 +188,9 @@ def test_a_prompt_larger_than_all_pages_is_cached_in_part():
         chunk=CHUNK,
         prefix_cache=PrefixConfig(num_blocks=4),
     )
-    wanted = cold(engine, Request(SHARED, 4, logprobs=2)).scored
+    expected = cold(engine, Request(SHARED, 4, logprobs=2)).scored
     (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
-    assert got.scored == wanted and got.outcome.cached_tokens == 4 * CHUNK
+    assert got.scored == expected and got.outcome.cached_tokens == 4 * CHUNK
     exact = Request(tuple(reversed(SHARED))[: 4 * CHUNK + 1], 4)  # four pages and a tail
     for cached in (0, 4 * CHUNK):
         assert ask(engine, exact)[0].outcome.cached_tokens == cached
@@ -225,13 +231,13 @@ def test_snapshots_move_to_the_host_when_entries_run_out(policy):
     config = PrefixConfig(num_blocks=3, where="every=1", num_host_blocks=100)
     engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=config)
     asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
-    wanted = [cold(engine, one).scored for one in asked]
+    expected = [cold(engine, request).scored for request in asked]
     assert engine.reset_prefix_cache()
     before = engine.metrics()
-    for number, (one, want) in enumerate(zip(asked, wanted, strict=True)):
-        (got,) = ask(engine, one)
+    for number, (request, want) in enumerate(zip(asked, expected, strict=True)):
+        (got,) = ask(engine, request)
         assert got.scored == want
-        assert number < 3 or got.outcome.cached_tokens == usable(len(one.tokens))
+        assert number < 3 or got.outcome.cached_tokens == usable(len(request.tokens))
     after = engine.metrics()
     assert all(after[name] > before[name] + 2 for name in ("demotions", "promotions"))
 
@@ -245,9 +251,9 @@ def test_a_store_too_small_for_a_prompt_changes_no_answer():
         prefix_cache=PrefixConfig(num_blocks=2),
     )
     long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)
-    wanted = [cold(engine, one).scored for one in (long, short)]
+    expected = [cold(engine, request).scored for request in (long, short)]
     for _ in range(2):
-        assert [ask(engine, one)[0].scored for one in (long, short)] == wanted
+        assert [ask(engine, request)[0].scored for request in (long, short)] == expected
 
 
 def test_a_salt_separates_prefixes():
@@ -273,7 +279,7 @@ def test_a_salt_separates_the_random_draws_of_policies():
 def test_a_cancelled_prefill_leaves_its_cached_prefix():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, max_prefill_tokens=CHUNK,
                     prefix_cache=PrefixConfig(num_blocks=64, where="every=1"))  # fmt: skip
-    wanted = cold(engine, Request(SHARED, 8, logprobs=3)).scored
+    expected = cold(engine, Request(SHARED, 8, logprobs=3)).scored
     for steps in range(14):
         assert engine.reset_prefix_cache()
         listener = Recorder()
@@ -284,7 +290,7 @@ def test_a_cancelled_prefill_leaves_its_cached_prefix():
         finish(engine)
         assert listener.outcome.reason == "cancelled"
         (again,) = ask(engine, Request(SHARED, 8, logprobs=3))
-        assert again.scored == wanted
+        assert again.scored == expected
         assert again.outcome.cached_tokens == min(steps * CHUNK, usable(200))
 
 
@@ -298,7 +304,7 @@ def test_echo_does_not_use_the_prefix_cache():
 
 def test_root_hashes_differ_between_settings():
     """Another model, spec, chunk, seed, salt or policy has its own prefixes."""
-    streaming, other = "streaming:sinks=2,window=14", "streaming:sinks=3,window=13"
+    streaming, wider_sinks = "streaming:sinks=2,window=14", "streaming:sinks=3,window=13"
     wide = dataclasses.replace(SPEC, encoding=rotary(HEAD_DIM, 101.0))
     half = dataclasses.replace(SPEC, dtype="bfloat16")
     roots = [
@@ -307,8 +313,8 @@ def test_root_hashes_differ_between_settings():
         model_root(plain(streaming), 16, 1, None),
         model_root(plain(streaming), 32, 0, None),
         model_root(plain(streaming, seed=1), 16, 0, None),
-        model_root(plain(other), 16, 0, None),
-        model_root(plain(f"0={streaming};1={other}"), 16, 0, None),
+        model_root(plain(wider_sinks), 16, 0, None),
+        model_root(plain(f"0={streaming};1={wider_sinks}"), 16, 0, None),
         model_root(dataclasses.replace(plain(streaming), spec=wide), 16, 0, None),
         model_root(dataclasses.replace(plain(streaming), spec=half), 16, 0, None),
     ]
@@ -333,27 +339,27 @@ def test_one_owner_cannot_evict_the_prefixes_of_another(policy, owners, kept):
     """With 8 entries: 4 prompts of one owner, or 4 blocks of one prompt, stay."""
     config = PrefixConfig(num_blocks=8, where="last")
     engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
-    begun = SHARED[: 4 * CHUNK + 1]
-    ask(engine, Request(begun, 1, salt=owners[0], owner=owners[0]))
+    prefix = SHARED[: 4 * CHUNK + 1]
+    ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
     for number in range(12):
         flood = (number, *SHARED[: 2 * CHUNK])
         ask(engine, Request(flood, 1, salt=owners[1], owner=owners[1]))
-    (again,) = ask(engine, Request(begun, 1, salt=owners[0], owner=owners[0]))
+    (again,) = ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
     assert again.outcome.cached_tokens == kept
 
 
 @pytest.mark.parametrize(
-    "others, cached", [(0, 64), (8, 48)], ids=["free entries", "entries of a third owner"]
+    "num_chunks, cached", [(0, 64), (8, 48)], ids=["free entries", "entries of a third owner"]
 )
-def test_a_prefill_takes_no_share_of_another_owner(others, cached):
+def test_a_prefill_takes_no_share_of_another_owner(num_chunks, cached):
     """While a long prompt is prefilled, a short one of another owner gets entries too.
 
     In the second case, 12 entries become 6 of the long prompt, 3 of the third owner and 3.
     """
     engine = Engine(plain("full"), max_batch=2, max_len=512, chunk=CHUNK, max_per_owner=2,
                     prefix_cache=PrefixConfig(num_blocks=12))  # fmt: skip
-    if others:
-        ask(engine, Request(SHARED[: others * CHUNK + 2], 1, owner="c", salt="c"))
+    if num_chunks:
+        ask(engine, Request(SHARED[: num_chunks * CHUNK + 2], 1, owner="c", salt="c"))
     engine.submit(Request(SHARED * 2, 1, owner="a", salt="a"), Recorder())
     for _ in range(4):
         engine.step()

@@ -19,10 +19,10 @@ def waiting(owner: str | None, size: int = 1) -> RequestHandle:
 
 def test_owners_take_turns():
     queue = RequestQueue(100, 1000)
-    greedy, other = [waiting("greedy") for _ in range(4)], [waiting("other") for _ in range(2)]
-    for handle in [*greedy, *other]:
+    greedy, modest = [waiting("greedy") for _ in range(4)], [waiting("other") for _ in range(2)]
+    for handle in [*greedy, *modest]:
         queue.put(handle)
-    order = [greedy[0], other[0], greedy[1], other[1], greedy[2], greedy[3]]
+    order = [greedy[0], modest[0], greedy[1], modest[1], greedy[2], greedy[3]]
     assert list(queue) == order
     assert [queue.take() for _ in range(6)] == order and not queue and queue.tokens == 0
 
@@ -48,8 +48,10 @@ def test_random_calls_keep_the_counts():
                 inside.append(handle)
             case 2 | 3 if inside:
                 taken = queue.take()
-                own = [one for one in inside if one.request.owner == taken.request.owner]
-                assert taken is own[0], "one owner's requests keep their order"
+                owner_handles = [
+                    handle for handle in inside if handle.request.owner == taken.request.owner
+                ]
+                assert taken is owner_handles[0], "one owner's requests keep their order"
                 inside.remove(taken)
             case 4 if inside:
                 gone = {inside[int(rng.integers(len(inside)))] for _ in range(3)}
@@ -95,9 +97,9 @@ def test_one_owner_cannot_take_every_batch_entry():
     engine.submit(Request((3, 2, 1), 5, owner="other"), late)
     for _ in range(20):
         engine.step()
-    assert late.outcome.reason == "length" and not any(one.outcomes for one in greedy)
+    assert late.outcome.reason == "length" and not any(listener.outcomes for listener in greedy)
     finish(engine)
-    assert [len(one.tokens) for one in greedy] == [200] * 4
+    assert [len(listener.tokens) for listener in greedy] == [200] * 4
 
 
 def test_one_owner_cannot_delay_another_in_the_engine():
@@ -136,14 +138,16 @@ def test_a_long_prompt_delays_no_other_owner(policy, config):
     short = [Request(tuple(range(n, n + 20)), 4, owner=name, salt=name)
              for n, name in enumerate("bbc")]  # fmt: skip
     asked = [long[0], *short[:2], long[1], short[2]]
-    alone = [ask(engine, one)[0].tokens for one in asked]
+    alone = [ask(engine, request)[0].tokens for request in asked]
     for cancelled in (None, 0, 3):
         assert engine.reset_prefix_cache()
         listeners = [Recorder() for _ in asked]
-        handles = [engine.submit(*each) for each in zip(asked, listeners, strict=True)]
+        handles = [engine.submit(*submission) for submission in zip(asked, listeners, strict=True)]
         for _ in range(12):
             engine.step()
-        assert [len(one.outcomes) for one in listeners[:2]] == [0, 1], "b is done and a is not"
+        assert [len(listener.outcomes) for listener in listeners[:2]] == [0, 1], (
+            "b is done and a is not"
+        )
         if cancelled is not None:
             engine.cancel(handles[cancelled])
         finish(engine)
@@ -170,14 +174,14 @@ def test_two_prefills_have_their_own_entries():
     engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=3)
     asked = [Request(tuple(range(1, 41)) * size, 20, owner=name)
              for name, size in zip("abc", (4, 3, 2), strict=True)]  # fmt: skip
-    alone = [ask(engine, one)[0].tokens for one in asked]
+    alone = [ask(engine, request)[0].tokens for request in asked]
     listeners = [Recorder() for _ in asked]
-    for each in zip(asked, listeners, strict=True):
-        engine.submit(*each)
-    most = 0
+    for submission in zip(asked, listeners, strict=True):
+        engine.submit(*submission)
+    max_prefills = 0
     while engine.step():
-        most = max(most, len(engine._prefills))
-    assert most == 2 and [one.tokens for one in listeners] == alone
+        max_prefills = max(max_prefills, len(engine._prefills))
+    assert max_prefills == 2 and [listener.tokens for listener in listeners] == alone
 
 
 def test_one_prompt_is_prefilled_at_a_time_without_a_limit_per_owner():

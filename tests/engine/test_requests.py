@@ -103,7 +103,7 @@ def test_no_eos_comes_before_min_new_tokens(engine):
             assert len(held.tokens) <= 12 and held.outcome.reason in ("eos", "length")
     always = tuple((token, 1e4) for token in (5,))
     for first in (0, 1, 2, 5, 9):
-        (one,) = ask(engine, Request((7,), 9, min_new_tokens=first, eos=(5,), bias=always))
-        assert one.tokens.index(5) == first if first < 9 else 5 not in one.tokens
+        (listener,) = ask(engine, Request((7,), 9, min_new_tokens=first, eos=(5,), bias=always))
+        assert listener.tokens.index(5) == first if first < 9 else 5 not in listener.tokens
     with pytest.raises(UserError, match="min_new_tokens"):
         Request((1,), 3, min_new_tokens=4)

@@ -29,13 +29,13 @@ def test_sizes():
     ]  # fmt: skip
 
 
-def close(listener: Recorder, other: Recorder) -> None:
+def close(listener: Recorder, expected: Recorder) -> None:
     """Equal tokens, and log probabilities that differ by rounding alone."""
-    assert listener.tokens == other.tokens
-    assert listener.outcome.reason == other.outcome.reason
+    assert listener.tokens == expected.tokens
+    assert listener.outcome.reason == expected.outcome.reason
     np.testing.assert_allclose(
         [scored.logprob for scored in listener.scored],
-        [scored.logprob for scored in other.scored], atol=2e-5,
+        [scored.logprob for scored in expected.scored], atol=2e-5,
     )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def test_answers_are_those_of_a_fixed_batch(policy, monkeypatch):
     changes = [(a, b) for a, b in itertools.pairwise(seen) if a != b]
     assert any(a < b for a, b in changes) and any(a > b for a, b in changes)
     assert engine.compilations == compiled
-    for listener, other in zip(listeners, ask(fixed, *asked), strict=True):
-        close(listener, other)
+    for listener, expected in zip(listeners, ask(fixed, *asked), strict=True):
+        close(listener, expected)
 
 
 def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
@@ -106,12 +106,12 @@ def test_a_batch_has_the_size_that_its_requests_need(monkeypatch):
     assert sum(leaf.nbytes for leaf in batches) == held
 
 
-@pytest.mark.parametrize("both", [(1, 4), (4, 1), (4, 8), (8, 4)])
-def test_a_move_copies_entries_in_place(both):
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (4, 8), (8, 4)])
+def test_a_move_copies_entries_in_place(sizes):
     """It needs memory for one entry at most."""
     old, new = (
         {"a": jnp.arange(size * 4096, dtype=jnp.float32).reshape(size, 2, 4, 512) + size,
-         "b": jnp.arange(size)} for size in both
+         "b": jnp.arange(size)} for size in sizes
     )  # fmt: skip
     compiled = []
 
@@ -123,14 +123,14 @@ def test_a_move_copies_entries_in_place(both):
         return done
 
     shapes = jax.eval_shape(lambda: (old, new))
-    futures = begin_moves(begin, shapes[0], both[0], shapes[1], both[1])
-    wanted = {name: np.array(leaf) for name, leaf in new.items()}
-    order, count = np.arange(min(both))[::-1].astype("i4"), min(both) - (min(both) > 1)
+    futures = begin_moves(begin, shapes[0], sizes[0], shapes[1], sizes[1])
+    expected = {name: np.array(leaf) for name, leaf in new.items()}
+    order, count = np.arange(min(sizes))[::-1].astype("i4"), min(sizes) - (min(sizes) > 1)
     for name, leaf in old.items():
-        wanted[name][:count] = np.asarray(leaf)[order[:count]]
+        expected[name][:count] = np.asarray(leaf)[order[:count]]
     for future, name in zip(futures, old, strict=True):
-        found = future.result()(old[name], new[name], order, np.int32(count))
-        np.testing.assert_array_equal(found, wanted[name])
+        actual = future.result()(old[name], new[name], order, np.int32(count))
+        np.testing.assert_array_equal(actual, expected[name])
     assert all(
         program.memory_analysis().temp_size_in_bytes <= 4 * 4096 + 999 for program in compiled
     )
@@ -140,10 +140,10 @@ def test_a_cancelled_request_leaves_no_trace(monkeypatch):
     """Also while it is in prefill, and when its neighbours have moved."""
     monkeypatch.setattr(running, "SHRINK_AFTER", 2)
     engine = Engine(plain(), max_batch=5, chunk=16, fixed_batch=False, max_per_owner=4)
-    first, *others = [Recorder() for _ in range(5)]
+    first, *cancelled = [Recorder() for _ in range(5)]
     handles = [
         engine.submit(Request((number, *range(40)), 60, owner=str(number)), listener)
-        for number, listener in enumerate(others)
+        for number, listener in enumerate(cancelled)
     ]
     engine.submit(Request((1, 2, 3), 60, owner="first"), first)
     while len(engine._running.running) < 5:  # `first` is the last of them
@@ -154,6 +154,6 @@ def test_a_cancelled_request_leaves_no_trace(monkeypatch):
             engine.step()
     assert engine.metrics()["batch_size"] == 1 and not first.outcomes  # it has moved
     finish(engine)
-    assert {listener.outcome.reason for listener in others} == {"cancelled"}
+    assert {listener.outcome.reason for listener in cancelled} == {"cancelled"}
     assert first.tokens == ask(engine, Request((1, 2, 3), 60))[0].tokens
     assert engine.running == 0 and not any(engine._running.handles)

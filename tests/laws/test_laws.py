@@ -53,12 +53,12 @@ ALIKE = {case.name for case in FIRST if not isinstance(case.policy, DAILY)}  # a
 
 def param(case, *values, seldom_are=SELDOM, name=""):
     """A case runs in one process, whose compiled programs its laws share (tests/schedule.py)."""
-    made = seldom if case.name in seldom_are else pytest.param
-    return made(case, *values, id=":".join(filter(None, [case.name, name])))
+    make_param = seldom if case.name in seldom_are else pytest.param
+    return make_param(case, *values, id=":".join(filter(None, [case.name, name])))
 
 
-def some(wanted, seldom_are=SELDOM, variants=False):
-    asked = [case for case in CASES if wanted(case) and (variants or case.name not in VARIANTS)]
+def for_cases(condition, seldom_are=SELDOM, variants=False):
+    asked = [case for case in CASES if condition(case) and (variants or case.name not in VARIANTS)]
     return pytest.mark.parametrize("case", [param(case, seldom_are=seldom_are) for case in asked])
 
 
@@ -95,24 +95,24 @@ def test_law_4_logits_may_be_penalised_and_capped(case):
     assert result.holds, result.reason
 
 
-@some(lambda case: True)
+@for_cases(lambda case: True)
 def test_law_6_sharded_is_unsharded(case):
-    mesh, one = mesh_of("data=2,model=2"), subject(case)
-    state, new = one.after_prompt(), one.next(1)
+    mesh, unsharded = mesh_of("data=2,model=2"), subject(case)
+    state, new = unsharded.after_prompt(), unsharded.next(1)
     one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
     partial, after = subject(case).step(state, new)
     sharded = jax.jit(one_shard, compiler_options=QUICK)(state, *new)
     assert close(sharded, (partial.out, after))
 
 
-@some(lambda case: subject(case).finishes)
+@for_cases(lambda case: subject(case).finishes)
 def test_law_6_finish_prefill_is_equal_when_sharded(case):
     state = end_of_prompt(case)
     split = functools.partial(
         sharded_finish_prefill, mesh_of("data=2,model=2"), case.policy, case.spec
     )
-    one = finish_prefill(case.policy, case.spec, state)
-    assert close(one, jax.jit(split, compiler_options=QUICK)(state))
+    finished = finish_prefill(case.policy, case.spec, state)
+    assert close(finished, jax.jit(split, compiler_options=QUICK)(state))
 
 
 def end_of_prompt(case):
@@ -127,20 +127,20 @@ def test_law_12_numerator_and_denominator_are_unbiased(case, length):
     keeps((12, "", functools.partial(estimates_are_unbiased, tokens=length)), case)
 
 
-@some(lambda case: case.exact or case.window)
+@for_cases(lambda case: case.exact or case.window)
 def test_law_13_protected_tokens_stay(case):
     check = functools.partial(protected_tokens_stay, first=case.exact, newest=case.window)
     keeps((13, "", check), case)
 
 
-@some(lambda case: case.exact)
+@for_cases(lambda case: case.exact)
 def test_law_13_sinks_are_stored_as_without_adversarial_keys(case):
     hostile, size = with_larger_keys(stream(case), case.exact), case.sizes[1]
     done = subject(case).read_tokens(hostile, size).states[-1]
     plain = subject(case).read(size).states[-1]
     for name in ("k", "v"):
-        one, other = (sinks(state, name, case.exact) for state in (done, plain))
-        np.testing.assert_array_equal(one, other)
+        actual, expected = (sinks(state, name, case.exact) for state in (done, plain))
+        np.testing.assert_array_equal(actual, expected)
 
 
 def sinks(state, name, length):
@@ -148,7 +148,7 @@ def sinks(state, name, length):
     return np.asarray(getattr(part.exact_sinks or part, name))[0, :, :length]
 
 
-@some(lambda case: subject(case).finishes)
+@for_cases(lambda case: subject(case).finishes)
 def test_law_14_finish_prefill_keeps_the_sinks(case):
     finished = finish_prefill(case.policy, case.spec, end_of_prompt(case))
     held = case.policy.cached(case.spec, finished)
@@ -161,27 +161,27 @@ def test_law_14_finish_prefill_keeps_the_sinks(case):
         assert kept or prompt <= case.capacity
 
 
-@some(lambda case: case.in_int8, variants=True)
+@for_cases(lambda case: case.in_int8, variants=True)
 def test_law_17_rows_are_the_same_bits_in_chunks_of_any_size(case):
-    one = subject(case).read(1)
+    by_token = subject(case).read(1)
     for size in case.sizes[1:]:
-        other = subject(case).read(size)
-        states = one.states[-1], other.states[-1]
+        by_chunk = subject(case).read(size)
+        states = by_token.states[-1], by_chunk.states[-1]
         for first, second in zip(*map(parts_in_int8, states), strict=True):
             assert same_bits(first[:2], second[:2])
 
 
-@some(lambda case: True, SELDOM - COMPARED, variants=True)
+@for_cases(lambda case: True, SELDOM - COMPARED, variants=True)
 def test_law_15_the_oracle_agrees(case):
-    wanted, _ = expected(case)
+    expected_outs, _ = expected(case)
     for size in case.sizes:
         outs = subject(case).read(size).outs
-        assert close(outs.astype(np.float64), wanted, case.tolerance), f"in chunks of {size}"
+        assert close(outs.astype(np.float64), expected_outs, case.tolerance), f"in chunks of {size}"
 
 
-@some(lambda case: True, SELDOM - COMPARED, variants=True)
+@for_cases(lambda case: True, SELDOM - COMPARED, variants=True)
 def test_law_15_the_oracle_caches_the_same_tokens(case):
-    _, wanted = expected(case)
+    _, expected_tokens = expected(case)
     valid = stream(case).valid
     for size in case.sizes[:2]:
         run = subject(case).read(size)
@@ -192,22 +192,22 @@ def test_law_15_the_oracle_caches_the_same_tokens(case):
                 count = int(valid[sequence, :seen].sum())
                 for head in range(cases.KV_HEADS):
                     pairs = np.stack([positions[sequence, head], weight[sequence, head]], axis=1)
-                    found = pairs[pairs[:, 1] > -np.inf]
-                    want = wanted[sequence][count - 1][head] if count else []
+                    finite = pairs[pairs[:, 1] > -np.inf]
+                    want = expected_tokens[sequence][count - 1][head] if count else []
                     np.testing.assert_allclose(
-                        found[np.argsort(found[:, 0])], np.reshape(want, (-1, 2)), 1e-6, 1e-6
+                        finite[np.argsort(finite[:, 0])], np.reshape(want, (-1, 2)), 1e-6, 1e-6
                     )
 
 
-@some(lambda case: True)
+@for_cases(lambda case: True)
 def test_positions_wrap_without_a_trace(case):
     for size, start in ((1, 2**32 - 5), (case.sizes[-1], 2**31 - 5)):
         outs = subject(case).read_tokens(stream(case, start), size).outs.astype(np.float64)
         # Where draws follow from positions, other tokens are drawn: those that the oracle draws.
-        wanted = expected(case, start)[0] if case.drawn else subject(case).read(size).outs
+        expected_outs = expected(case, start)[0] if case.drawn else subject(case).read(size).outs
         # Keys are rounded after rotation, so in int8 other positions round them otherwise.
         tolerance = max(2e-6, case.tolerance / 3, ROUNDED * case.in_int8)
-        assert close(outs, wanted.astype(np.float64), tolerance)
+        assert close(outs, expected_outs.astype(np.float64), tolerance)
 
 
 # Without draws by the position. Keys in int8 are rounded after their rotation.
@@ -215,7 +215,7 @@ WRAPPING = ("full", "window-5", "streaming-4-5", "absolute-4-5", "stratified",
             "balance-stream", "uniform", "snapkv", "keydiff", "h2o", "topk")  # fmt: skip
 
 
-@some(lambda case: case.name in WRAPPING)
+@for_cases(lambda case: case.name in WRAPPING)
 def test_law_18_positions_may_wrap(case):
-    for what, passes in positions_may_wrap(subject(case)):
-        assert passes, what
+    for error_message, passes in positions_may_wrap(subject(case)):
+        assert passes, error_message

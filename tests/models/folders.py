@@ -54,7 +54,7 @@ def deny(monkeypatch, path: Path) -> None:
         monkeypatch.setattr(module, "open", denied)
 
 
-def _of(name: str, **fields: Any) -> dict[str, Any]:
+def _config(name: str, **fields: Any) -> dict[str, Any]:
     """A config.json of the family `name`, in the older dialect unless `fields` has a dtype."""
     kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     dialect = {} if "dtype" in fields else {"torch_dtype": "float32", "rope_theta": 10000.0}
@@ -63,47 +63,49 @@ def _of(name: str, **fields: Any) -> dict[str, Any]:
 
 # The variations of published models, at a small size.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama2": _of("Llama", num_key_value_heads=4, rope_scaling=None),
-    "llama3": _of("Llama", rope_theta=500000.0, eos_token_id=[2, 3]),
-    "llama31": _of("Llama", rope_theta=500000.0, rope_scaling=LLAMA3),
-    "llama32": _of("Llama", rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
-    "llama_biases": _of("Llama", attention_bias=True, mlp_bias=True),
-    "mistral": _of("Mistral", sliding_window=24, head_dim=32),
-    "mistral_full": _of("Mistral", sliding_window=None, rope_theta=1000000.0),
-    "qwen2": _of("Qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
-    "qwen2_window": _of("Qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
-    "qwen3": _of("Qwen3", head_dim=32, rope_theta=1000000.0),
-    "smollm2": _of(
+    "llama2": _config("Llama", num_key_value_heads=4, rope_scaling=None),
+    "llama3": _config("Llama", rope_theta=500000.0, eos_token_id=[2, 3]),
+    "llama31": _config("Llama", rope_theta=500000.0, rope_scaling=LLAMA3),
+    "llama32": _config("Llama", rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=True),
+    "llama_biases": _config("Llama", attention_bias=True, mlp_bias=True),
+    "mistral": _config("Mistral", sliding_window=24, head_dim=32),
+    "mistral_full": _config("Mistral", sliding_window=None, rope_theta=1000000.0),
+    "qwen2": _config("Qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
+    "qwen2_window": _config(
+        "Qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1
+    ),
+    "qwen3": _config("Qwen3", head_dim=32, rope_theta=1000000.0),
+    "smollm2": _config(
         "Llama",
         num_attention_heads=3,
         num_key_value_heads=1,
         hidden_size=48,
         tie_word_embeddings=True,
     ),
-    "tinyllama": _of("Llama", num_attention_heads=8, num_key_value_heads=1),
-    "linear": _of("Llama", rope_scaling={"type": "linear", "factor": 4.0}),
-    "yarn": _of("Qwen2", rope_scaling=YARN),
-    "linear_new": _of(
+    "tinyllama": _config("Llama", num_attention_heads=8, num_key_value_heads=1),
+    "linear": _config("Llama", rope_scaling={"type": "linear", "factor": 4.0}),
+    "yarn": _config("Qwen2", rope_scaling=YARN),
+    "linear_new": _config(
         "Llama",
         dtype="float32",
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     ),
-    "llama31_new": _of(
+    "llama31_new": _config(
         "Llama", dtype="float32", rope_parameters={**LLAMA3, "rope_theta": 500000.0}
     ),
-    "yarn_new": _of(
+    "yarn_new": _config(
         "Qwen3",
         head_dim=16,
         dtype="float32",
         rope_parameters={**YARN, "rope_theta": 10000.0, "beta_fast": 24.0, "beta_slow": 2.0},
     ),
-    "mistral_new": _of(
+    "mistral_new": _config(
         "Mistral",
         sliding_window=24,
         dtype="float32",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "qwen3_layers": _of(
+    "qwen3_layers": _config(
         "Qwen3",
         head_dim=32,
         dtype="float32",

@@ -124,19 +124,19 @@ def test_bytes_are_those_of_cached_tokens(llm, policy):
     stream.finish_prefill()
     stream.prefill([list(range(2, 2 + scored))])
     tokens = [
-        (np.asarray(one.cached(llm.spec, state).log_weight)[0] > -np.inf).sum(axis=1).mean()
-        for one, state in zip(stream.policies, stream.decoding.states, strict=True)
+        (np.asarray(layer.cached(llm.spec, state).log_weight)[0] > -np.inf).sum(axis=1).mean()
+        for layer, state in zip(stream.policies, stream.decoding.states, strict=True)
     ]
     row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
-    found = budgets.bytes_of(llm, policy, prompt, scored) / (row * sum(tokens))
-    assert 1 <= found < 1.3
+    ratio = budgets.bytes_of(llm, policy, prompt, scored) / (row * sum(tokens))
+    assert 1 <= ratio < 1.3
 
 
 def test_the_default_budget(llm):
     streaming = budgets.bytes_of(llm, "streaming:sinks=4,window=124", 448, 64)
     assert budgets.budget_of(llm, [], 448, 64) == streaming
-    own = ["window:window=20", "window:window=30", "h2o", "topk:window=9"]
-    assert budgets.budget_of(llm, own, 448, 64) == budgets.bytes_of(llm, own[1], 448, 64)
+    names = ["window:window=20", "window:window=30", "h2o", "topk:window=9"]
+    assert budgets.budget_of(llm, names, 448, 64) == budgets.bytes_of(llm, names[1], 448, 64)
 
 
 def test_a_budget_below_the_smallest_cache_is_refused(llm):
@@ -160,8 +160,8 @@ def test_growing_layers_count_at_the_size_of_the_stretch(llm):
 def test_full_attention_is_no_policy_to_advise(llm, policy):
     with pytest.raises(UserError, match="full is always measured"):
         advise.check_not_full(llm, policy)
-    for other in ("full:storage=int8", "0=full;*=window:window=16"):
-        advise.check_not_full(llm, other)
+    for full in ("full:storage=int8", "0=full;*=window:window=16"):
+        advise.check_not_full(llm, full)
 
 
 def test_the_caches_of_all_policies_must_fit_together(llm, parts, monkeypatch):
@@ -212,21 +212,21 @@ def test_a_cache_that_the_prompt_does_not_fill_is_refused(llm, parts):
 
 
 def test_full_attention_is_the_reference(measured):
-    assert [one.policy for one in measured] == ["full", *POLICIES]
-    full, *others = (one.reading for one in measured)
+    assert [run.policy for run in measured] == ["full", *POLICIES]
+    full, *compressed = (run.reading for run in measured)
     assert (full.kl == 0).all() and (full.agreement == 1).all()
-    assert all(one.kl.mean() > 1e-4 for one in others)
-    for one in measured:
-        assert len(one.milliseconds) == advise.ROUNDS and (one.milliseconds > 0).all()
+    assert all(run.kl.mean() > 1e-4 for run in compressed)
+    for run in measured:
+        assert len(run.milliseconds) == advise.ROUNDS and (run.milliseconds > 0).all()
 
 
 def test_the_distance_of_a_repeat():
     ids = np.random.default_rng(0).integers(0, 3, 60).tolist()
-    found = advise.repeat_distances(ids)
+    distances = advise.repeat_distances(ids)
     words = [tuple(ids[end - advise.REPEAT + 1 : end + 1]) for end in range(60)]  # empty at first
     for end in range(1, 60):
         back = [d for d in range(1, end + 1) if words[end] and words[end - d] == words[end]]
-        assert found[end - 1] == min(back, default=0)
+        assert distances[end - 1] == min(back, default=0)
 
 
 BEST, OTHER = "reservoir:sinks=4,window=14,sample=14", "window:window=32"
@@ -252,8 +252,8 @@ def ranked(llm, drawn, *results, block=20, limit=100):
     return advise.rank(llm, drawn[0], results, limit, block)
 
 
-def told(*given, **more):
-    return advise_report.sentences(ranked(*given, **more))
+def told(*arguments, **options):
+    return advise_report.sentences(ranked(*arguments, **options))
 
 
 def test_policies_are_ranked_and_noise_is_told(llm, drawn):
@@ -303,33 +303,33 @@ def test_a_faster_policy_is_taken_with_what_it_may_lose(llm, drawn):
     _, base, noise = drawn
     extra = 0.001 + 0.1 * (noise - noise.mean())
     means = extra.mean(axis=1)
-    most = means.mean() + 2 * means.std(ddof=1) / 10**0.5
+    max_loss = means.mean() + 2 * means.std(ddof=1) / 10**0.5
 
-    def of(best, other, *times):
+    def advice_lines(best, challenger, *times):
         return told(llm, drawn, result(best, base, *times[0]),
-                    result(other, base + extra, *times[1]))  # fmt: skip
+                    result(challenger, base + extra, *times[1]))  # fmt: skip
 
-    apart = of(BEST, OTHER, (9.0, 9.5, 10.0), (2.0, 3.0, 8.9))
+    apart = advice_lines(BEST, OTHER, (9.0, 9.5, 10.0), (2.0, 3.0, 8.9))
     assert f"Take {OTHER} (the fastest of these)" in apart[-2]
     assert apart[-1] == (
-        f"Its loss may be up to {most:+.3f} above that of {BEST} "
+        f"Its loss may be up to {max_loss:+.3f} above that of {BEST} "
         "(the mean and two standard errors)."
     )
     overlap = (8.8, 9.5, 10.0), (2.0, 3.0, 8.9)
-    lines = of(BEST, OTHER, *overlap)
+    lines = advice_lines(BEST, OTHER, *overlap)
     assert f"Take {BEST} (the lowest loss of the 2 fastest, whose times overlap)" in lines[-1]
     assert not any("may be up to" in line for line in lines)
     for best in (BEST, "streaming:sinks=4,window=60,storage=int8"):  # the default is in floats
-        lines = of(best, STREAMING, *overlap)
+        lines = advice_lines(best, STREAMING, *overlap)
         taken = f"Take {STREAMING} (the default of the 2 fastest, whose times overlap)"
         assert taken in lines[-2]
 
 
 def test_without_errors_the_lowest_loss_is_taken(llm, drawn):
     text, base, _ = drawn
-    one = Stretches(text.tokens[:1], 40), base[:1], None
-    both = result(STREAMING, base[:1], 9.0), result(OTHER, base[:1] + 1, 1.0)
-    assert f"Take {STREAMING} (by its loss)" in "\n".join(told(llm, one, *both))
+    reference = Stretches(text.tokens[:1], 40), base[:1], None
+    results = result(STREAMING, base[:1], 9.0), result(OTHER, base[:1] + 1, 1.0)
+    assert f"Take {STREAMING} (by its loss)" in "\n".join(told(llm, reference, *results))
 
 
 def test_what_fails_beyond_the_context_is_told(llm, drawn):
@@ -356,13 +356,13 @@ def test_the_loss_at_repeats_by_distance(llm):
     base = rng.normal(size=(2, 200))
     results = [result("full", base), result(OTHER, base + 2 * (distances >= 64))]
     row = advise.rank(llm, text, results, 100, 200)["policies"][1]
-    counts = {one["from"]: (one["count"], one["mean"]) for one in row["recall"]}
+    counts = {bucket["from"]: (bucket["count"], bucket["mean"]) for bucket in row["recall"]}
     near, middle = ((distances > 0) & (distances < 32)).sum(), (distances >= 32) & (distances < 64)
     assert counts[1] == (near, pytest.approx(0, abs=1e-12))
     assert counts[32] == (middle.sum(), pytest.approx(0, abs=1e-12))
     assert counts[64] == (((distances >= 64) & (distances < 128)).sum(), pytest.approx(2))
-    far = distances[distances >= 32]
-    assert row["far_recall"]["mean"] == pytest.approx(2 * (far >= 64).mean())
+    far_distances = distances[distances >= 32]
+    assert row["far_recall"]["mean"] == pytest.approx(2 * (far_distances >= 64).mean())
 
 
 def test_an_interrupted_measurement_keeps_complete_policies(llm, parts):
@@ -375,10 +375,10 @@ def test_an_interrupted_measurement_keeps_complete_policies(llm, parts):
         yield seen.append
 
     stopped = lambda: bool(seen) and seen[-1] > first  # noqa: E731
-    some = advise.measure(llm, parts, POLICIES, 0, counting, stopped)
-    assert [one.policy for one in some] == ["full", *POLICIES[1:]]
-    assert not any(len(one.milliseconds) for one in some)
-    results = advise.rank(llm, parts, some, budget(llm), SCORED)
+    runs = advise.measure(llm, parts, POLICIES, 0, counting, stopped)
+    assert [run.policy for run in runs] == ["full", *POLICIES[1:]]
+    assert not any(len(run.milliseconds) for run in runs)
+    results = advise.rank(llm, parts, runs, budget(llm), SCORED)
     assert any(f"Take {POLICIES[1]}" in line for line in advise_report.sentences(results))
     assert advise.measure(llm, parts, POLICIES, 0, counting, lambda: True) == []
 
@@ -392,9 +392,9 @@ def test_the_picture_is_a_png(llm, parts, measured):
 def test_the_expected_time_grows_with_work(llm, parts, monkeypatch):
     monkeypatch.setattr(expected_time, "slowness", lambda: 1.0)
     monkeypatch.setattr(expected_time, "flops", lambda: 1e9)
-    few, more = (expected_time.seconds(llm, parts, POLICIES[:count]) for count in (1, 3))
+    short, long = (expected_time.seconds(llm, parts, POLICIES[:count]) for count in (1, 3))
     half = expected_time.seconds(llm, parts._replace(tokens=parts.tokens[:4]), POLICIES)
-    assert 0 < few < more and half < more
+    assert 0 < short < long and half < long
     weights = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(llm.weights))
     fed = 8 * (PROMPT + 3 * SCORED) + 8 * (PROMPT + SCORED)
-    assert more - half == pytest.approx(2 * weights * fed / 2 / (expected_time.SHARE * 1e9))
+    assert long - half == pytest.approx(2 * weights * fed / 2 / (expected_time.SHARE * 1e9))

@@ -60,8 +60,8 @@ def test_arrays_of_token_ids_are_prompts(tiny):
 
     ids = [3, 4, 5]
     answers = [
-        models.generate(tiny, given, "streaming:sinks=2,window=30", 3, ignore_eos=True).tokens
-        for given in (ids, np.array(ids), jnp.array(ids))
+        models.generate(tiny, prompt, "streaming:sinks=2,window=30", 3, ignore_eos=True).tokens
+        for prompt in (ids, np.array(ids), jnp.array(ids))
     ]
     assert answers[0] == answers[1] == answers[2]
 

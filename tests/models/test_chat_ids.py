@@ -83,7 +83,8 @@ PLAIN = (
 class Shape:
     """A published tokenizer in small.
 
-    marks: of roles. other: what a model writes itself. lossy: letters may become unknown tokens.
+    marks: special tokens around roles. written: special tokens that a model writes itself.
+    lossy: letters may become unknown tokens.
     """
 
     tokenizer: Callable[[Path], Tokenizer]
@@ -91,7 +92,7 @@ class Shape:
     marks: tuple[str, ...]
     bos: str = ""
     eos: str = ""
-    other: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     lossy: bool = False
 
     def chat(self) -> Chat:
@@ -122,13 +123,13 @@ SHAPES = {
             write_byte_level(path, [*IM, *map(quiet, ("<think>", "</think>", "<tool_response>",
                                                     "</tool_response>"))])
         ),
-        QWEN3, IM, other=("<think>", "</think>", "<tool_response>"),
+        QWEN3, IM, written=("<think>", "</think>", "<tool_response>"),
     ),
     "chatml, gguf, byte-level": Shape(
         lambda path: gguf.read_tokenizer(
             write_gguf(path / "m.gguf", "gpt2", USER | {"<tool_call>": Kind.USER_DEFINED})
         ),
-        CHATML, IM, other=("<tool_call>",),
+        CHATML, IM, written=("<tool_call>",),
     ),
     "chatml, gguf, sentencepiece": Shape(
         lambda path: gguf.read_tokenizer(
@@ -142,7 +143,7 @@ SHAPES = {
                                     "<|eot_id|>", "<|python_tag|>"])
         ),
         LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin|>",
-        other=("<|python_tag|>",),
+        written=("<|python_tag|>",),
     ),
     "mistral": Shape(
         lambda path: read_tokenizer(
@@ -171,7 +172,7 @@ SHAPES = {
     ),
     "marks of whole words": Shape(  # which the model's vocabulary has, too
         lambda path: read_tokenizer(write_byte_level(path, [*IM, quiet("user"), quiet("im")])),
-        CHATML, (*IM, "user"), other=("im",),
+        CHATML, (*IM, "user"), written=("im",),
     ),
 }  # fmt: skip
 
@@ -189,9 +190,9 @@ def assistant(content: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def shape(request, tmp_path_factory) -> tuple[Shape, Tokenizer]:
-    made = SHAPES[request.param]
+    spec = SHAPES[request.param]
     path = tmp_path_factory.mktemp("shape")
-    return made, made.tokenizer(path)
+    return spec, spec.tokenizer(path)
 
 
 def marks_in(tokenizer: Tokenizer, ids) -> list[str]:
@@ -210,19 +211,19 @@ def pieces_of(tokenizer: Tokenizer) -> list[str]:
 @given(data=st.data())
 def test_the_marks_of_a_prompt_are_those_of_the_template(shape, data):
     """Random messages, in the server and in chat."""
-    made, tokenizer = shape
+    spec, tokenizer = shape
     texts = st.lists(st.sampled_from(pieces_of(tokenizer)), min_size=1, max_size=6).map("".join)
     contents = [data.draw(texts) for _ in range(3)]
     roles = ("system", "user", "user")
     said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     plain = [{"role": role, "content": "é"} for role in roles]
-    chat = made.chat()
+    chat = spec.chat()
     expected = marks_in(tokenizer, tokenizer.encode(chat.render(plain), bos=False))
     ids = conversation_ids(tokenizer, chat, said)
     assert marks_in(tokenizer, ids) == expected
     # All of the text is there. SentencePiece may put a space after a mark.
     text = tokenizer.decode(ids, special=True)
-    if "trim" not in made.template and not made.lossy:
+    if "trim" not in spec.template and not spec.lossy:
         assert text.replace(" ", "") == chat.render(said).replace(" ", "")
     answer = {"role": "assistant", "content": contents[1]}
     turn = next_turn_ids(tokenizer, chat, [said[1], answer], contents[2], begins=False)
@@ -303,18 +304,18 @@ def test_a_template_finds_its_constants(deleting):
 
 
 def test_an_answer_keeps_the_marks_that_the_model_wrote(shape):
-    made, tokenizer = shape
-    marks = role_marks(tokenizer, made.chat())
-    assert set(made.marks) <= marks and not marks & set(made.other)
-    for mark in (*made.marks, *made.other):
+    spec, tokenizer = shape
+    marks = role_marks(tokenizer, spec.chat())
+    assert set(spec.marks) <= marks and not marks & set(spec.written)
+    for mark in (*spec.marks, *spec.written):
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"{mark}b"}]
         empty = [said[0], {"role": "assistant", "content": "b"}]
         with_mark, without = (
-            [m for m in marks_in(tokenizer, conversation_ids(tokenizer, made.chat(), messages))
-             if m in (*made.marks, mark)]
+            [m for m in marks_in(tokenizer, conversation_ids(tokenizer, spec.chat(), messages))
+             if m in (*spec.marks, mark)]
             for messages in (said, empty)
         )  # fmt: skip
-        kept = mark in made.other and mark != "</think>"  # the template removes thoughts itself
+        kept = mark in spec.written and mark != "</think>"  # the template removes thoughts itself
         assert sorted(with_mark) == sorted([*without, *[mark] * kept])
 
 
@@ -350,16 +351,16 @@ def test_conversations_agree_with_transformers(last, tmp_path):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_message_of_only_marks(name, tmp_path):
-    made = SHAPES[name]
-    tokenizer = made.tokenizer(tmp_path)
-    llm = SimpleNamespace(tokenizer=tokenizer, chat=made.chat(), eos=())
-    content = "".join(made.marks)
+    shape = SHAPES[name]
+    tokenizer = shape.tokenizer(tmp_path)
+    llm = SimpleNamespace(tokenizer=tokenizer, chat=shape.chat(), eos=())
+    content = "".join(shape.marks)
     ids = Language(llm, "m", 1).render([{"role": "user", "content": content}])
     empty = Language(llm, "m", 1).render([{"role": "user", "content": "é"}])
     assert marks_in(tokenizer, ids) == marks_in(tokenizer, empty)
     allowed = Language(llm, "m", 1, allow_special=True)
     ids = allowed.render([{"role": "user", "content": content}])
-    assert len(marks_in(tokenizer, ids)) >= len(marks_in(tokenizer, empty)) + len(made.marks)
+    assert len(marks_in(tokenizer, ids)) >= len(marks_in(tokenizer, empty)) + len(shape.marks)
 
 
 def test_a_mark_of_one_character_is_refused(tmp_path):

@@ -23,31 +23,31 @@ def full(llm, ids):
 def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
     monkeypatch.setattr(recompute, "TOKENS", 7 * 8)  # the last batch is not full
     ids = np.random.default_rng(0).integers(2, 258, 40)
-    found = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    losses = np.concatenate(list(recompute.losses(llm, ids, 8)))
     expected = full(llm, ids)
-    np.testing.assert_allclose(found[:8], expected[:8], atol=1e-5)
+    np.testing.assert_allclose(losses[:8], expected[:8], atol=1e-5)
     for target in (9, 10, 17, 25, 39):
         fresh = full(llm, ids[target - 8 : target + 1])[-1]
-        np.testing.assert_allclose(found[target - 1], fresh, atol=1e-5)
+        np.testing.assert_allclose(losses[target - 1], fresh, atol=1e-5)
 
 
 @pytest.mark.parametrize("every", [2, 5, 31, 50])
 def test_recompute_of_some_tokens_equals_that_of_all(llm, every, monkeypatch):
     monkeypatch.setattr(recompute, "TOKENS", 3 * 8)
     ids = np.random.default_rng(0).integers(2, 258, 40)
-    whole = np.concatenate(list(recompute.losses(llm, ids, 8)))
-    found = np.concatenate(list(recompute.losses(llm, ids, 8, every)))
+    all_losses = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    losses = np.concatenate(list(recompute.losses(llm, ids, 8, every)))
     chosen = np.arange(39) < 8
     chosen[8 + every - 1 :: every] = True
-    np.testing.assert_array_equal(np.isfinite(found), chosen)
-    np.testing.assert_allclose(found[chosen], whole[chosen], atol=1e-5)
+    np.testing.assert_array_equal(np.isfinite(losses), chosen)
+    np.testing.assert_allclose(losses[chosen], all_losses[chosen], atol=1e-5)
 
 
 def test_recompute_with_a_window_over_all_tokens_is_full_attention(llm):
     ids = np.random.default_rng(0).integers(2, 258, 40)
     for window in (39, 40, 1000):
-        found = np.concatenate(list(recompute.losses(llm, ids, window)))
-        np.testing.assert_allclose(found, full(llm, ids), atol=1e-5)
+        losses = np.concatenate(list(recompute.losses(llm, ids, window)))
+        np.testing.assert_allclose(losses, full(llm, ids), atol=1e-5)
 
 
 def test_recompute_keeps_the_window_of_the_model(tmp_path):
@@ -56,8 +56,8 @@ def test_recompute_keeps_the_window_of_the_model(tmp_path):
     )
     llm = models.load(folder)
     ids = np.random.default_rng(0).integers(2, 258, 40)
-    found = np.concatenate(list(recompute.losses(llm, ids, 39)))
-    np.testing.assert_allclose(found, full(llm, ids), atol=1e-5)
+    losses = np.concatenate(list(recompute.losses(llm, ids, 39)))
+    np.testing.assert_allclose(losses, full(llm, ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["recompute", "recompute:window=0", "recompute:sinks=4"])

@@ -37,8 +37,8 @@ def compilations():
 
     def listen(event, duration, fun_name="", **_):
         if event.endswith("/backend_compile_duration"):
-            here = threading.current_thread() is threading.main_thread()
-            seen["here" if here else "ahead"].append(fun_name)
+            on_main_thread = threading.current_thread() is threading.main_thread()
+            seen["here" if on_main_thread else "ahead"].append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seen
@@ -91,8 +91,8 @@ def test_a_measurement_compiles_while_other_policies_run(deep, compilations):
     heavy = {f"jit({name})" for name in ("run_layer", "_run_recorded", "absorb", "compare",
                                          "finish_prefill_layer", "decode_block")}  # fmt: skip
     assert heavy <= set(compilations["ahead"]) and not heavy & set(compilations["here"])
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one.reading.losses, other.reading.losses)
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual.reading.losses, expected.reading.losses)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_text_of_known_length_compiles_each_program_once(deep, compilations, p
     stream.finish_prefill()
     for _ in range(4):
         stream.decode(models.Sampling(), 15, ())
-    found = compilations["here"] + compilations["ahead"]
-    assert found.count("jit(run_layer)") == found.count("jit(decode_block)") == 1
+    compiled = compilations["here"] + compilations["ahead"]
+    assert compiled.count("jit(run_layer)") == compiled.count("jit(decode_block)") == 1
 
 
 @pytest.mark.parametrize(

@@ -105,19 +105,19 @@ def test_a_second_start_compiles_nothing(tmp_path, names):
     folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "new" / "cache"
     first = start(folder, str(cache), names)
     stored = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
-    assert len(stored) == sum(one["stored"] for one in first.values()) > len(names)
+    assert len(stored) == sum(run["stored"] for run in first.values()) > len(names)
     second = start(folder, str(cache), names)
-    assert {name: one["compiled"] for name, one in second.items()} == dict.fromkeys(first, 0)
-    assert all(one["found"] > 0 for one in second.values())
-    tokens = [{name: one["tokens"] for name, one in each.items()} for each in (first, second)]
+    assert {name: run["compiled"] for name, run in second.items()} == dict.fromkeys(first, 0)
+    assert all(run["found"] > 0 for run in second.values())
+    tokens = [{name: run["tokens"] for name, run in runs.items()} for runs in (first, second)]
     assert tokens[0] == tokens[1]
     again = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
     assert again == stored
 
 
 def test_every_policy_is_started_twice():
-    found = [name.partition(":")[0] for names in STARTS for name in names]
-    assert sorted(found) == sorted([*POLICIES, "engine"])
+    tested = [name.partition(":")[0] for names in STARTS for name in names]
+    assert sorted(tested) == sorted([*POLICIES, "engine"])
 
 
 def test_programs_that_cannot_be_read_are_reported_by_the_command(tmp_path):
@@ -196,13 +196,13 @@ def begin(config, tmp_path, monkeypatch, capsys):
     """A function that simulates a start which reads and stores programs, and returns its output."""
     config.update("jax_compilation_cache_dir", str(tmp_path))
 
-    def begin(found=0, stored=3, policy="streaming", host="one", version="1"):
+    def begin(hits=0, stored=3, policy="streaming", host="one", version="1"):
         monkeypatch.setattr(compilation.platform, "node", lambda: host)
         monkeypatch.setattr(compilation, "version", lambda _: version)
         for marker in tmp_path.glob("jaxkv-*"):  # of earlier starts
             os.utime(marker, (time.time() - 60,) * 2)
         cache_events().clear()
-        for event in [CACHE_HIT] * found + [CACHE_MISS] * stored:
+        for event in [CACHE_HIT] * hits + [CACHE_MISS] * stored:
             jax.monitoring.record_event(event)
         for number in range(stored):
             program = tmp_path / f"jit_{policy}-{number}-cache"
@@ -231,7 +231,7 @@ def test_a_cache_that_no_start_can_read_is_reported_once(begin, tmp_path):
 
 
 def test_a_cache_that_is_read_is_not_reported(begin, tmp_path):
-    assert begin() == begin(found=3, stored=0) == begin(found=3) == begin(stored=0) == ""
+    assert begin() == begin(hits=3, stored=0) == begin(hits=3) == begin(stored=0) == ""
     assert begin(policy="full") == begin(policy="h2o") == ""  # other programs
     for program in tmp_path.glob("*-cache"):
         program.unlink()

@@ -25,13 +25,13 @@ def read(folder: Path, config: dict[str, Any], generation: dict | None = None) -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, tmp_path):
-    given = FAMILIES[name]
-    config = read(tmp_path, given)
-    assert config.family == given["model_type"]
-    assert (config.vocab, config.width) == (given["vocab_size"], given["hidden_size"])
-    assert config.kv_heads == given["num_key_value_heads"]
-    assert config.head_dim == given.get("head_dim", config.width // config.heads)
-    assert config.tied == given["tie_word_embeddings"] != config.own_head
+    fields = FAMILIES[name]
+    config = read(tmp_path, fields)
+    assert config.family == fields["model_type"]
+    assert (config.vocab, config.width) == (fields["vocab_size"], fields["hidden_size"])
+    assert config.kv_heads == fields["num_key_value_heads"]
+    assert config.head_dim == fields.get("head_dim", config.width // config.heads)
+    assert config.tied == fields["tie_word_embeddings"] != config.own_head
     assert len(config.windows) == config.layers
     assert hash(config) == hash(read_config(tmp_path)) and config == read_config(tmp_path)
 
@@ -57,8 +57,8 @@ def test_rope_settings_define_the_encoding(tmp_path):
 
 
 def test_original_length_defaults_to_the_context(tmp_path):
-    given = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
-    left_out = FAMILIES["llama31"] | {"rope_scaling": given}
+    rope_scaling = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+    left_out = FAMILIES["llama31"] | {"rope_scaling": rope_scaling}
     named = FAMILIES["llama31"] | {"rope_scaling": {**LLAMA3, OLD_LENGTH: 512}}
     outside = left_out | {OLD_LENGTH: 64}
     assert read(tmp_path, left_out).encoding == read(tmp_path, named).encoding
@@ -201,16 +201,16 @@ def test_agrees_with_transformers(name, tmp_path):
     from torch import device
 
     config = read(tmp_path, FAMILIES[name])
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    reference = transformers.AutoConfig.from_pretrained(tmp_path)
     with device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(theirs)
+        model = transformers.AutoModelForCausalLM.from_config(reference)
     expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert dict(shapes(config).values()) == expected
     layers = model.model.layers
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     if config.family == "mistral":
-        windows = (theirs.sliding_window,) * config.layers
+        windows = (reference.sliding_window,) * config.layers
     assert config.windows == windows
     if "linear" not in name:  # test_known_fields.py has the contexts of scaled positions
-        assert config.context == theirs.max_position_embeddings
-    assert config.norm_eps == theirs.rms_norm_eps
+        assert config.context == reference.max_position_embeddings
+    assert config.norm_eps == reference.rms_norm_eps

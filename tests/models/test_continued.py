@@ -91,12 +91,12 @@ def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
         runs = data.batch(texts, "train", 0, step, recipe.batch_size, recipe.context)
         trained, _ = training.update(setting, trained, setting.split(runs), frozen)
     before, after = published(folder), frozen | trained.weights
-    wanted = {
+    expected = {
         "all": {"embed", "norm", "attn_norm", "mlp_norm", *"qkvo", "gate", "up", "down"},
         "attention": set("qkvo"),
         "sinks": set(),
     }
-    assert changed(before, after) == wanted[part]
+    assert changed(before, after) == expected[part]
     assert all(np.any(np.asarray(after[f"layers.{i}.sinks"])) for i in range(2))
 
 
@@ -114,23 +114,23 @@ def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     assert weights.keys() == {"sink_tokens"} and setting.front == (258,)
     runs = data.batch(texts, "valid", 0, 0, 4, 16)
-    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    loss = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
     first = base.tokenizer.front[0]
     llm = models.load(folder)
-    wanted = [
+    expected = [
         np.concatenate(list(models.losses(llm, [first, *row[1:]], "full"))) for row in runs.tolist()
     ]
-    assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def mean_loss(llm, texts) -> float:
     """The mean loss of the validation samples, each with the model's front in place of its own."""
-    front, found = llm.tokenizer.front, []
+    front, parts = llm.tokenizer.front, []
     for row in data.batch(texts, "valid", 0, 0, 8, 16).tolist():
         ids = [*front, *row[len(front) :]]
         losses = np.concatenate(list(models.losses(llm, ids, "full")))
-        found.append(losses[max(0, len(front) - 1) :])  # a second sink token is not predicted
-    return float(np.mean(found))
+        parts.append(losses[max(0, len(front) - 1) :])  # a second sink token is not predicted
+    return float(np.mean(parts))
 
 
 def logged(out: Path) -> list[dict]:
@@ -179,9 +179,9 @@ def test_transformers_gives_the_logits_of_a_continued_model(folder, texts, tmp_p
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
         logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    wanted = -logits[range(len(ids) - 1), ids[1:]].numpy()
-    found = np.concatenate(list(models.losses(llm, ids, "full")))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    expected = -logits[range(len(ids) - 1), ids[1:]].numpy()
+    actual = np.concatenate(list(models.losses(llm, ids, "full")))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
@@ -203,8 +203,8 @@ def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
     trained, frozen = base.weights(setting, texts.id_of(data.END))
     placed = []
 
-    def weights(*given, **named):
-        loaded = base.published.weights(*given, **named)
+    def weights(*arguments, **named):
+        loaded = base.published.weights(*arguments, **named)
         placed.append({name for name, weight in loaded.items() if weight is not None})
         return loaded
 
@@ -223,15 +223,15 @@ def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
 def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
     """Stopped after each step in turn, and started again."""
     settings = (f"train={part}", "sinks=token", "steps=3")
-    whole = run(folder, texts, tmp_path / "whole", *settings)
+    uninterrupted = run(folder, texts, tmp_path / "whole", *settings)
     for _ in range(2):
         assert run(folder, texts, tmp_path / "cut", *settings, stopped=lambda: True) is None
     again = run(folder, texts, tmp_path / "cut", *settings)
-    files = [whole / "model.safetensors"] if whole.is_dir() else [whole]
+    files = [uninterrupted / "model.safetensors"] if uninterrupted.is_dir() else [uninterrupted]
     for file in [*files, *(tmp_path / "whole").glob(sinks.FILE)]:
-        other = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
-        assert file.read_bytes() == other.read_bytes()
-    assert again.name == whole.name
+        resumed_file = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
+        assert file.read_bytes() == resumed_file.read_bytes()
+    assert again.name == uninterrupted.name
 
 
 @pytest.mark.slow
@@ -257,8 +257,8 @@ def test_a_killed_run_has_the_same_bits(folder, texts, tmp_path):
     written = [*(tmp_path / "whole").rglob("*.safetensors")]
     assert written
     for file in written:
-        other = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
-        assert file.read_bytes() == other.read_bytes(), file.name
+        resumed_file = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
+        assert file.read_bytes() == resumed_file.read_bytes(), file.name
 
 
 def logged_steps(log: Path) -> int:
@@ -267,7 +267,7 @@ def logged_steps(log: Path) -> int:
 
 @pytest.mark.parametrize("devices", [2, seldom(8)])
 def test_several_devices_agree(folder, texts, devices):
-    found = []
+    results = []
     for mesh in (None, mesh_of(f"data={devices}")):
         base, recipe = start(folder, "train=attention", "sinks=token")
         setting = base.setting(recipe, texts, mesh)
@@ -276,24 +276,24 @@ def test_several_devices_agree(folder, texts, devices):
         for step in range(2):
             runs = data.batch(texts, "train", 0, step, recipe.batch_size, recipe.context)
             trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
-        found.append((float(metrics.loss), np.asarray(trained.weights["sink_tokens"])))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+        results.append((float(metrics.loss), np.asarray(trained.weights["sink_tokens"])))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-4)
 
 
 @pytest.mark.parametrize("part", ["sinks", "all"])
 def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
     base, recipe = start(folder, f"train={part}", "sinks=token")
     setting = base.setting(recipe, texts)
-    found = memory_plan.plan(setting)
+    memory = memory_plan.plan(setting)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     trained = training.begin(setting, weights)
-    for size, tree in zip(found[:3], (trained.weights, trained.moments, frozen), strict=True):
+    for size, tree in zip(memory[:3], (trained.weights, trained.moments, frozen), strict=True):
         assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     runs = recipe.batch_size * (recipe.context + 1) * 4
-    assert found.temporaries > 0
+    assert memory.temporaries > 0
     # The rest are numbers of the state, the metrics, and pointers to the results.
-    assert sum(found[:4]) + runs <= found.total <= sum(found[:4]) + runs + 2048
+    assert sum(memory[:4]) + runs <= memory.total <= sum(memory[:4]) + runs + 2048
 
 
 def test_a_window_hides_the_first_tokens(folder, texts):
@@ -302,13 +302,13 @@ def test_a_window_hides_the_first_tokens(folder, texts):
     setting = base.setting(recipe, texts)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     runs = data.batch(texts, "valid", 0, 0, 4, 16)
-    found = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
+    actual = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
     llm, loss = models.load(folder), []
     config = dataclasses.replace(llm.config, sink_logit="zero")  # the logits start at 0
     zero = dataclasses.replace(llm, config=config)
     for row in runs.tolist():
         loss += list(models.losses(zero, [llm.tokenizer.front[0], *row[1:]], "window:window=5"))
-    assert float(found) == pytest.approx(np.concatenate(loss).mean(), rel=1e-5)
+    assert float(actual) == pytest.approx(np.concatenate(loss).mean(), rel=1e-5)
 
 
 BAD = {
@@ -345,16 +345,16 @@ def test_data_of_another_tokenizer_are_refused(folder, tokens):
 
 def test_a_folder_belongs_to_one_model(folder, texts, tmp_path):
     run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
-    other = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    other_model = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
     with pytest.raises(UserError, match="of another run: model was"):
-        run(other, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+        run(other_model, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
 
 
 def test_bad_files_of_sinks_are_refused(folder, texts, tmp_path):
     path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
-    other = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    other_model = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"belong to another model .*; name that model, or sinks"):
-        models.load(other, sinks=path)
+        models.load(other_model, sinks=path)
     with pytest.raises(UserError, match=r"cannot read the sinks .*absent: .*; name a sinks"):
         models.load(folder, sinks=tmp_path / "absent")
     for raw in (b"", b"text", (folder / "model.safetensors").read_bytes(), path.read_bytes()[:-4]):

@@ -81,8 +81,8 @@ def test_marks_in_messages_are_text(llm, template):
 
 
 def test_a_stop_string_is_removed_from_the_cache(llm):
-    whole = models.Conversation(llm, POLICY)
-    text = "".join(whole.say("Hello", max_new_tokens=30))
+    unstopped = models.Conversation(llm, POLICY)
+    text = "".join(unstopped.say("Hello", max_new_tokens=30))
     # The first occurrence of a stop string whose neighbours are ASCII, one token each.
     places = (i for i in range(5, 25) if text[i - 1 : i + 2].isascii())
     at = next(i for i in places if text.find(text[i : i + 2]) == i)
@@ -137,11 +137,11 @@ def test_a_growing_cache_warns_when_its_text_exceeds_the_context(tiny, recwarn):
 
 def test_a_message_beyond_the_context_is_refused_and_the_conversation_goes_on(tiny):
     """By the tokens of the whole conversation, because a growing cache has positions of all."""
-    conversation, other = (models.Conversation(tiny, "full") for _ in range(2))
+    conversation, untouched = (models.Conversation(tiny, "full") for _ in range(2))
     say = lambda talk, text: "".join(talk.say(text, max_new_tokens=5, ignore_eos=True))  # noqa: E731
     first = say(conversation, "Hello")
     with pytest.raises(UserError, match=r"context of 96 tokens, got 1\d\d; .* streaming"):
         say(conversation, "x" * 90)
-    assert len(conversation.messages) == 2 and first == say(other, "Hello")
-    assert say(conversation, "And?") == say(other, "And?")
+    assert len(conversation.messages) == 2 and first == say(untouched, "Hello")
+    assert say(conversation, "And?") == say(untouched, "And?")
     say(models.Conversation(tiny, POLICY), "x" * 90)  # its positions stay within the cache

@@ -107,19 +107,19 @@ def test_an_entry_belongs_to_the_file_the_format_and_the_converter(
 def test_a_damaged_entry_is_converted_again(file, folder, conversions):
     expected = bits(models.load(file))
     (name,) = entries(folder)
-    path, whole = folder / name, (folder / name).read_bytes()
-    size, rng = len(whole), np.random.default_rng(0)
+    path, entry = folder / name, (folder / name).read_bytes()
+    size, rng = len(entry), np.random.default_rng(0)
     cuts = [0, 1, 30, size // 2, size - 200, size - 17, size - 1]
-    damaged = [whole[:cut] for cut in cuts] + [whole + b"x", whole[: size // 2] + whole[100:]]
+    damaged = [entry[:cut] for cut in cuts] + [entry + b"x", entry[: size // 2] + entry[100:]]
     for at in [*range(size - 40, size), *rng.integers(0, size, 60), *range(0, 64, 7)]:
-        damaged.append(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :])
+        damaged.append(entry[:at] + bytes([entry[at] ^ 1 << rng.integers(8)]) + entry[at + 1 :])
     rebuilt = 0
     for raw in damaged:
         path.write_bytes(raw)
         before = len(conversions)
         assert bits(models.load(file)) == expected
         rebuilt += len(conversions) > before
-        assert path.read_bytes() == (whole if len(conversions) > before else raw)
+        assert path.read_bytes() == (entry if len(conversions) > before else raw)
     assert rebuilt > 0.9 * len(damaged)  # some bytes are between two arrays
 
 
@@ -144,7 +144,7 @@ def fail(code: int, after: int = 0):
 FULL = os.strerror(errno.ENOSPC)
 
 
-@pytest.mark.parametrize("what, put, reason", [
+@pytest.mark.parametrize("function, put, reason", [
     ("tempfile.mkstemp", lambda **_: fail(errno.EROFS)(None, b""), os.strerror(errno.EROFS)),
     ("_write", fail(errno.ENOSPC), FULL),
     ("_write", fail(errno.ENOSPC, 9), FULL),
@@ -152,11 +152,11 @@ FULL = os.strerror(errno.ENOSPC)
     ("shutil.disk_usage", lambda _: os.terminal_size((0, 0)), "are needed"),
 ])  # fmt: skip
 def test_without_room_or_permission_a_model_loads_and_one_line_says_so(
-    what, put, reason, file, folder, monkeypatch, capsys
+    function, put, reason, file, folder, monkeypatch, capsys
 ):
-    if what == "shutil.disk_usage":
+    if function == "shutil.disk_usage":
         put = lambda _: type("Usage", (), {"free": 1000})()  # noqa: E731
-    monkeypatch.setattr(f"jaxkv.models.converted.{what}", put)
+    monkeypatch.setattr(f"jaxkv.models.converted.{function}", put)
     expected = bits(models.load(file))
     models.load(file)
     told = [line for line in capsys.readouterr().err.splitlines() if "not kept" in line]
@@ -240,12 +240,12 @@ def test_a_hash_is_computed_again_where_the_file_changed(folder, tmp_path, monke
     count = lambda *words: digests.append(1) or digest(*words)  # noqa: E731
     monkeypatch.setattr("jaxkv.models.converted.hashlib.file_digest", count)
     path.write_bytes(b"one")
-    one = converted.file_hash(path)
-    assert converted.file_hash(path) == one and len(digests) == 2  # it changed a moment ago
+    first = converted.file_hash(path)
+    assert converted.file_hash(path) == first and len(digests) == 2  # it changed a moment ago
     monkeypatch.setattr(converted, "RACY", -1.0)
-    assert converted.file_hash(path) == converted.file_hash(path) == one and len(digests) == 3
+    assert converted.file_hash(path) == converted.file_hash(path) == first and len(digests) == 3
     path.write_bytes(b"two")
-    assert converted.file_hash(path) != one and len(digests) == 4
+    assert converted.file_hash(path) != first and len(digests) == 4
     for wrong in ("{", "[]", f'{{"{path}": 3}}', f'{{"{path}": ["x", 1]}}'):
         (folder / converted.HASHES).write_text(wrong)
         assert len(converted.file_hash(path)) == 64

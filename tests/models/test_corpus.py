@@ -62,10 +62,10 @@ def write_corpus(folder: Path) -> list[str | Path]:
 def plain_loop(documents, encode, end: int) -> dict[str, list[int]]:
     """The tokens of each split: every document whole, then the end token."""
     tokens = {"train": [], "valid": []}
-    for one in documents:
-        raw = one.read_bytes() if isinstance(one, Path) else one.encode()
+    for document in documents:
+        raw = document.read_bytes() if isinstance(document, Path) else document.encode()
         share = int.from_bytes(hashlib.sha256(raw).digest()[:8], "big") / 2**64
-        text = raw.decode("utf-8-sig") if isinstance(one, Path) else one
+        text = raw.decode("utf-8-sig") if isinstance(document, Path) else document
         tokens["valid" if share < SHARE else "train"] += [*encode(text), end]
     return tokens
 
@@ -92,31 +92,31 @@ def prepare(texts, out, **how):
     return corpus.prepare([texts[0]], out, **{"vocab": VOCAB, "share": SHARE} | how)
 
 
-def tokens_of(made) -> dict[str, list[int]]:
-    return {s: made.run(s, 0, made.count(s)).tolist() for s in data.SPLITS}
+def tokens_of(tokens) -> dict[str, list[int]]:
+    return {s: tokens.run(s, 0, tokens.count(s)).tolist() for s in data.SPLITS}
 
 
 def test_tokens_equal_those_of_a_plain_loop(texts, tmp_path):
-    made = prepare(texts, tmp_path / "out")
-    coder = Coder.from_file(str(made.folder / "tokenizer.json"))
+    tokens = prepare(texts, tmp_path / "out")
+    coder = Coder.from_file(str(tokens.folder / "tokenizer.json"))
     coder.encode_special_tokens = True
-    expected = plain_loop(texts[1], lambda t: coder.encode(t).ids, made.id_of(data.END))
-    assert tokens_of(made) == expected
-    assert sum(map(made.documents, data.SPLITS)) == len(texts[1])
-    assert len(made.manifest["shards"]["train"]) > 2
-    names = [file["file"] for file in made.manifest["files"]]
+    expected = plain_loop(texts[1], lambda t: coder.encode(t).ids, tokens.id_of(data.END))
+    assert tokens_of(tokens) == expected
+    assert sum(map(tokens.documents, data.SPLITS)) == len(texts[1])
+    assert len(tokens.manifest["shards"]["train"]) > 2
+    names = [file["file"] for file in tokens.manifest["files"]]
     assert names == [
         "a.txt", "b/c/d.jsonl.gz", "b/c.jsonl", "b/mark.txt", "empty.txt", "z.parquet",
     ]  # fmt: skip
-    assert data.read(made.folder) == made
+    assert data.read(tokens.folder) == tokens
 
 
 def test_any_number_of_processes_gives_the_same_bytes(texts, tmp_path, capfd):
-    one, two, three = (
+    one_process, two, three = (
         contents(prepare(texts, tmp_path / str(n), processes=n).folder) for n in (1, 2, 3)
     )
-    assert one == two == three
-    assert set(one) > {"manifest.json", "run.json", "tokenizer.json", "train-00001.npy"}
+    assert one_process == two == three
+    assert set(one_process) > {"manifest.json", "run.json", "tokenizer.json", "train-00001.npy"}
     assert "Traceback" not in capfd.readouterr().err  # of a process that ends
 
 
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("phase", ["tokenizing", "writing the shards"])
 def test_a_killed_run_continues_with_the_same_bytes(texts, tmp_path, phase):
     """SIGKILL of the run and its processes, in the middle of a phase."""
-    whole = contents(prepare(texts, tmp_path / "whole").folder)
+    expected = contents(prepare(texts, tmp_path / "whole").folder)
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(KILLED.format(part=PART, shard=SHARD, vocab=VOCAB, share=SHARE))
     run = [sys.executable, script, texts[0], out, phase]
@@ -153,12 +153,12 @@ def test_a_killed_run_continues_with_the_same_bytes(texts, tmp_path, phase):
     prepare(texts, out, progress=lambda *at: seen.append(at))
     begin = next(at for at in seen if at[0] == "tokenizing")
     assert begin[1] > begin[2] / 2  # the complete parts are not tokenized again
-    assert contents(out) == whole
+    assert contents(out) == expected
 
 
 def test_a_part_without_its_counts_is_not_complete(texts, tmp_path, monkeypatch):
     """Tokens that were written before the counts are written again."""
-    whole = contents(prepare(texts, tmp_path / "whole").folder)
+    expected = contents(prepare(texts, tmp_path / "whole").folder)
 
     def fail(*_):
         raise KeyboardInterrupt
@@ -168,7 +168,7 @@ def test_a_part_without_its_counts_is_not_complete(texts, tmp_path, monkeypatch)
         prepare(texts, tmp_path / "out")
     (tmp_path / "out" / "parts" / "00004.json").unlink()
     (tmp_path / "out" / "parts" / "00004.train").write_bytes(b"half")
-    assert contents(prepare(texts, tmp_path / "out").folder) == whole
+    assert contents(prepare(texts, tmp_path / "out").folder) == expected
 
 
 @posix
@@ -213,10 +213,10 @@ def test_a_text_is_cut_only_where_no_token_changes(texts, tmp_path, change):
     change(coder)
     coder.save(str(tmp_path / "changed.json"))
     assert data_tokenizer.can_cut(coder) == (change not in (metaspace, prefix_space))
-    made = prepare(texts, tmp_path / "out", vocab=None, tokenizer=tmp_path / "changed.json")
+    tokens = prepare(texts, tmp_path / "out", vocab=None, tokenizer=tmp_path / "changed.json")
     coder.encode_special_tokens = True
-    expected = plain_loop(texts[1], lambda t: coder.encode(t).ids, made.id_of(data.END))
-    assert tokens_of(made) == expected
+    expected = plain_loop(texts[1], lambda t: coder.encode(t).ids, tokens.id_of(data.END))
+    assert tokens_of(tokens) == expected
 
 
 def test_a_pattern_sees_the_whole_text(tmp_path):
@@ -225,14 +225,14 @@ def test_a_pattern_sees_the_whole_text(tmp_path):
     text = "first line\nsecond line\n" * 400
     (tmp_path / "texts" / "a.txt").write_text(text)
     (tmp_path / "texts" / "b.jsonl").write_bytes(jsonl([text] * 3))
-    made = corpus.prepare(
+    tokens = corpus.prepare(
         [tmp_path / "texts"], tmp_path / "out", 261, remove=r"(?s)\n.*\nsecond",
         valid=[tmp_path / "texts" / "a.txt"],
     )  # fmt: skip
-    coder = Coder.from_file(str(made.folder / "tokenizer.json"))
+    coder = Coder.from_file(str(tokens.folder / "tokenizer.json"))
     for split in data.SPLITS:
-        whole = coder.decode(made.run(split, 0, made.count(split)).tolist())
-        assert whole == "first line line\n" * made.documents(split)
+        decoded = coder.decode(tokens.run(split, 0, tokens.count(split)).tolist())
+        assert decoded == "first line line\n" * tokens.documents(split)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -247,42 +247,42 @@ def test_blocks_of_a_text_add_up_to_it(tmp_path, monkeypatch, seed):
     reading = text_files.ReadSettings("text", None, 0.5, True)
     file = text_files.TextFile(path, "a", "text", path.stat().st_size, "", "train")
     parts = text_files.divide([file], reading)
-    found = [t for part in parts for section in part for t in text_files.read(section, reading)]
-    pieces = [t.text for t in found if t.text]
+    sections = [t for part in parts for section in part for t in text_files.read(section, reading)]
+    pieces = [t.text for t in sections if t.text]
     assert "".join(pieces) == text
-    assert [t.last for t in found] == [False] * (len(found) - 1) + [True]
+    assert [t.last for t in sections] == [False] * (len(sections) - 1) + [True]
     for before, after in itertools.pairwise(pieces):
         assert before[-1].isalnum() and after[0] in "\r\n"
 
 
 def test_a_long_text_is_read_in_blocks(tmp_path, monkeypatch):
     """So a file may be larger than the memory."""
-    path, most, read = tmp_path / "a.txt", [0], text_files._bytes
+    path, max_read, read = tmp_path / "a.txt", [0], text_files._bytes
     path.write_text("a line of text\n" * 20_000)
     monkeypatch.setattr(text_files, "_WINDOW", 64)
 
     def bytes_of(path, start, stop):
-        most[0] = max(most[0], stop - start)
+        max_read[0] = max(max_read[0], stop - start)
         return read(path, start, stop)
 
     monkeypatch.setattr(text_files, "_bytes", bytes_of)
     (tmp_path / "b.txt").write_text("held back")
     corpus.prepare([path], tmp_path / "out", 265, valid=[tmp_path / "b.txt"])
-    assert 0 < most[0] < 2 * 100
+    assert 0 < max_read[0] < 2 * 100
 
 
 def test_the_order_of_files_is_that_of_their_names(tmp_path):
     """Neither the order of creation nor the place of the folder matters."""
-    made = []
+    manifests = []
     for place, order in (("x", "321"), ("y/z", "213")):
         folder = tmp_path / place / "texts"
         folder.mkdir(parents=True)
         for name in order:
             (folder / f"{name}.txt").write_text(f"text number {name} of three " * 20)
-        made.append(
+        manifests.append(
             contents(corpus.prepare([folder], tmp_path / place / "out", 262, share=0.5).folder)
         )
-    assert made[0] == made[1]
+    assert manifests[0] == manifests[1]
 
 
 def test_other_files_of_a_folder_are_named(texts, tmp_path):

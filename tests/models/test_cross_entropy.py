@@ -38,14 +38,14 @@ def test_any_block_size_gives_the_loss_and_its_gradient(monkeypatch, logits_at_o
     """Blocks of 1, 5, 8 and all 23 tokens. The last block is shorter for 5 and 8."""
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     head, hidden, *rest = arrays()
-    of = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
-    cost, found = of(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
-    wanted_cost, wanted = of(plain)(head, hidden, *rest)
-    np.testing.assert_allclose(cost, wanted_cost, rtol=1e-6)
-    for ours_, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(ours_, theirs, atol=1e-6)
+    grad = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
+    cost, gradients = grad(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
+    expected_cost, expected_gradients = grad(plain)(head, hidden, *rest)
+    np.testing.assert_allclose(cost, expected_cost, rtol=1e-6)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
     alone, losses = jax.jit(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
-    np.testing.assert_allclose(3 * alone, wanted_cost, rtol=1e-6)
+    np.testing.assert_allclose(3 * alone, expected_cost, rtol=1e-6)
     np.testing.assert_allclose(losses, plain(head, hidden, *rest)[1], atol=2e-6)
 
 
@@ -54,11 +54,13 @@ def test_any_block_size_gives_the_loss_and_its_gradient(monkeypatch, logits_at_o
 def test_the_loss_over_a_mesh(monkeypatch, size, logits_at_once):
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
-    given = arrays()
-    of = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)  # noqa: E731
-    found = jax.jit(of(lambda *a: cross_entropy(*a, Z_LOSS, mesh)))(*given)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(of(plain)(*given)), strict=True):
-        np.testing.assert_allclose(one, other, atol=4e-6)
+    args = arrays()
+    grad = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)  # noqa: E731
+    results = jax.jit(grad(lambda *a: cross_entropy(*a, Z_LOSS, mesh)))(*args)
+    for actual, expected in zip(
+        jax.tree.leaves(results), jax.tree.leaves(grad(plain)(*args)), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, atol=4e-6)
 
 
 def test_the_logits_of_a_whole_batch_are_never_in_memory(monkeypatch):
@@ -76,12 +78,12 @@ def test_the_logits_of_a_whole_batch_are_never_in_memory(monkeypatch):
 def test_gradients_keep_the_dtypes_of_their_arguments():
     head, hidden, *rest = arrays("bfloat16")
     gradient = jax.grad(lambda *a: cross_entropy(*a, Z_LOSS)[0], argnums=(0, 1))
-    found = gradient(head, hidden, *rest)
-    assert [leaf.dtype for leaf in found] == [jnp.float32, jnp.bfloat16]
-    wanted = gradient(head, hidden.astype(jnp.float32), *rest)
-    for ours_, theirs in zip(found, wanted, strict=True):
-        off = np.linalg.norm(np.asarray(ours_, np.float32) - np.asarray(theirs))
-        assert off < 0.02 * np.linalg.norm(theirs)
+    gradients = gradient(head, hidden, *rest)
+    assert [leaf.dtype for leaf in gradients] == [jnp.float32, jnp.bfloat16]
+    expected_gradients = gradient(head, hidden.astype(jnp.float32), *rest)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
+        off = np.linalg.norm(np.asarray(actual, np.float32) - np.asarray(expected))
+        assert off < 0.02 * np.linalg.norm(expected)
 
 
 def test_losses_alone_have_no_gradient():

@@ -38,16 +38,16 @@ def test_cudnn_equals_xla(rng, case, tokens):
         attend = partial(uncached.attend, implementation=implementation)
         return attend(window, spec, None, q, k, v, sink_logits=sink_logits)[0].astype(jnp.float32)
 
-    def gradients(implementation, *given):
+    def gradients(implementation, *arguments):
         value = lambda *a: jnp.sum(jnp.sin(out(implementation, *a)))  # noqa: E731
-        return jax.jit(jax.grad(value, tuple(range(len(given)))))(*given)
+        return jax.jit(jax.grad(value, tuple(range(len(arguments)))))(*arguments)
 
     exact = [a.astype(jnp.float32) for a in arrays]
     values = [
         np.asarray(jax.jit(out, static_argnums=0)(name, *arrays)) for name in ("cudnn", "xla")
     ]
     np.testing.assert_allclose(values[0], values[1], atol=0.03)
-    wanted = gradients("xla", *exact)
-    for ours, theirs in zip(gradients("cudnn", *arrays), wanted, strict=True):
-        scale = float(jnp.abs(theirs).max())
-        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=0.03 * scale)
+    expected_gradients = gradients("xla", *exact)
+    for actual, expected in zip(gradients("cudnn", *arrays), expected_gradients, strict=True):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(actual.astype(jnp.float32), expected, atol=0.03 * scale)

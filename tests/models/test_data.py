@@ -19,12 +19,12 @@ from tests.models.training_data import VOCAB, write_texts, write_tokens
 def test_every_text_is_restored_and_ends_with_its_token(tokens):
     tokenizer = read_tokenizer(tokens.folder)
     texts = sorted((tokens.folder.parent / "texts").glob("*.txt"))
-    for split, of in (("train", texts[:-1]), ("valid", texts[-1:])):
+    for split, split_texts in (("train", texts[:-1]), ("valid", texts[-1:])):
         ids = tokens.run(split, 0, tokens.count(split))
         ends = np.flatnonzero(ids == tokens.id_of(data.END))
-        assert len(ends) == len(of) and ends[-1] == len(ids) - 1
+        assert len(ends) == len(split_texts) and ends[-1] == len(ids) - 1
         begins = [0, *(ends[:-1] + 1)]
-        for path, begin, end in zip(of, begins, ends, strict=True):
+        for path, begin, end in zip(split_texts, begins, ends, strict=True):
             assert tokenizer.decode(ids[begin:end]) == path.read_text("utf-8")
     listed = {file["file"]: file["documents"] for file in tokens.manifest["files"]}
     assert listed == {p.name: {"train": 1} for p in texts[:-1]} | {texts[-1].name: {"valid": 1}}
@@ -41,10 +41,10 @@ def test_special_tokens_in_a_text_are_plain_text(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=2)
     text = "a<|sink|>b<|endoftext|>c"
     (texts / "0.txt").write_text(text)
-    made = corpus.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
-    ids = made.run("train", 0, made.count("train"))
-    assert np.isin(ids, [made.id_of(name) for name in data.SPECIAL]).sum() == 1  # the final end
-    assert read_tokenizer(made.folder).decode(ids) == text
+    tokens = corpus.prepare([texts], tmp_path / "out", 259, valid=[texts / "1.txt"])
+    ids = tokens.run("train", 0, tokens.count("train"))
+    assert np.isin(ids, [tokens.id_of(name) for name in data.SPECIAL]).sum() == 1  # the final end
+    assert read_tokenizer(tokens.folder).decode(ids) == text
 
 
 def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
@@ -52,13 +52,13 @@ def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
     paths = [tmp_path / "text.txt", tmp_path / "held.txt"]
     for path in paths:
         path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
-    made = []
+    runs = []
     for piece in (10**6, 1, 7):
         monkeypatch.setattr(text_files, "BLOCK", piece)
-        found = corpus.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
-        made.append(found.run("train", 0, found.count("train")))
-    np.testing.assert_array_equal(made[1], made[0])
-    np.testing.assert_array_equal(made[2], made[0])
+        tokens = corpus.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
+        runs.append(tokens.run("train", 0, tokens.count("train")))
+    np.testing.assert_array_equal(runs[1], runs[0])
+    np.testing.assert_array_equal(runs[2], runs[0])
 
 
 def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
@@ -72,8 +72,8 @@ def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):
     for step in range(runs):
         seen.update(data.batch(tokens, "train", 5, step, rows, length)[0, :-1].tolist())
     assert set(seen.values()) == {1} and len(seen) == runs * length
-    other = [data.batch(tokens, "train", 5, s + runs, rows, length)[0, 0] for s in range(3)]
-    assert other != [data.batch(tokens, "train", 5, s, rows, length)[0, 0] for s in range(3)]
+    next_epoch = [data.batch(tokens, "train", 5, s + runs, rows, length)[0, 0] for s in range(3)]
+    assert next_epoch != [data.batch(tokens, "train", 5, s, rows, length)[0, 0] for s in range(3)]
 
 
 def test_a_batch_depends_on_seed_and_step_alone(tokens):
@@ -88,13 +88,13 @@ def test_a_batch_depends_on_seed_and_step_alone(tokens):
 
 
 def test_shards_are_read_as_one(tmp_path, monkeypatch):
-    whole = write_tokens(tmp_path / "whole")
+    one_shard = write_tokens(tmp_path / "whole")
     monkeypatch.setattr(corpus, "SHARD", 101)
     cut = write_tokens(tmp_path / "cut")
     assert len(cut.manifest["shards"]["train"]) > 3
-    for start, length in ((0, 1), (100, 1), (100, 2), (90, 230), (0, whole.count("train"))):
+    for start, length in ((0, 1), (100, 1), (100, 2), (90, 230), (0, one_shard.count("train"))):
         np.testing.assert_array_equal(
-            whole.run("train", start, length), cut.run("train", start, length)
+            one_shard.run("train", start, length), cut.run("train", start, length)
         )
 
 
@@ -119,7 +119,7 @@ def test_only_the_folder_of_the_same_run_is_written_to(tmp_path):
         assert contents(tmp_path / folder) == before
     before, times = contents(out), {p: p.stat().st_mtime_ns for p in out.iterdir()}
     assert make(out=out).manifest == first  # the same command again
-    for other, words in (
+    for changes, words in (
         ({"share": 0.5}, "valid_share was 0.4 and is now 0.5"),
         ({"remove": "_"}, "removed was None and is now '_'"),
         ({"column": "body"}, "column was 'text' and is now 'body'"),
@@ -127,7 +127,7 @@ def test_only_the_folder_of_the_same_run_is_written_to(tmp_path):
         ({"dtype": "uint32"}, "dtype was 'auto' and is now 'uint32'"),
     ):
         with pytest.raises(UserError, match=f"of another run: {words}; .*choose another --out"):
-            make(**{"out": out} | other)
+            make(**{"out": out} | changes)
     (texts / "0.txt").write_text("changed")
     with pytest.raises(UserError, match=r"of another run: texts was '3 file\(s\), sha256"):
         make(out=out)
@@ -165,10 +165,10 @@ def test_the_removed_pattern_is_in_no_text(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A _word_ alone.\n____\nNo more. . . . .\n" * 20, "utf-8")
     held = write_texts(tmp_path / "held")
-    made = corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove=MARKS)
-    ids = made.run("train", 0, made.count("train"))
-    assert read_tokenizer(made.folder).decode(ids[:-1]) == "A word alone.\n\nNo more.\n" * 20
-    assert made.manifest["removed"] == MARKS
+    tokens = corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove=MARKS)
+    ids = tokens.run("train", 0, tokens.count("train"))
+    assert read_tokenizer(tokens.folder).decode(ids[:-1]) == "A word alone.\n\nNo more.\n" * 20
+    assert tokens.manifest["removed"] == MARKS
     with pytest.raises(UserError, match=r"must be a regular expression, got '\('.*; correct it"):
         corpus.prepare([text], tmp_path / "out", 270, valid=[held], remove="(")
 

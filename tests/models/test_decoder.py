@@ -25,10 +25,10 @@ def test_products(rng, shape, columns, dtype, tolerance):
     weight = jnp.asarray(rng.standard_normal(shape), dtype)
     x = jnp.asarray(rng.standard_normal((shape[1], *columns)), dtype)
     exact = np.einsum("oi,ibt->obt", np.asarray(weight, np.float64), np.asarray(x, np.float64))
-    found = jax.jit(matmul)(weight, x)
-    assert found.dtype == dtype and found.shape == exact.shape
+    product = jax.jit(matmul)(weight, x)
+    assert product.dtype == dtype and product.shape == exact.shape
     np.testing.assert_allclose(
-        found.astype(jnp.float32), exact, atol=tolerance * np.abs(exact).max()
+        product.astype(jnp.float32), exact, atol=tolerance * np.abs(exact).max()
     )
 
 

@@ -56,12 +56,12 @@ def test_the_default_model_has_a_sink_token_and_writes_english():
 
 
 def test_text_measures():
-    found = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
-    assert found == {"letters": 34, "words": 9, "known": 8 / 9, "distinct_runs": 4 / 6}
+    measures = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
+    assert measures == {"letters": 34, "words": 9, "known": 8 / 9, "distinct_runs": 4 / 6}
 
 
 @pytest.fixture
-def made(tokens, tmp_path, monkeypatch):
+def make_model(tokens, tmp_path, monkeypatch):
     """A function that runs `evals.training.default_model` on a run of four steps and two texts."""
     with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         pretrain(
@@ -74,8 +74,8 @@ def made(tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(default_model, "TRIALS", tmp_path / "out")
     monkeypatch.setattr("jaxkv.evals.lib.record.TRIALS", tmp_path / "out")
 
-    def make(**other):
-        flags = {"run": "run", "texts": "texts", "data": tokens.folder} | other
+    def make(**changes):
+        flags = {"run": "run", "texts": "texts", "data": tokens.folder} | changes
         words = [word for f, v in flags.items() for word in (f"--{f}", str(tmp_path / v))]
         words += ["--tokens", "800", "--block", "200", "--quick"]
         monkeypatch.setattr(sys, "argv", ["default_model", *words])
@@ -86,8 +86,8 @@ def made(tokens, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_training_run_becomes_a_model_with_a_card(made, tokens):
-    out = made()
+def test_a_training_run_becomes_a_model_with_a_card(make_model, tokens):
+    out = make_model()
     record = read("default_model", out)
     results = record["results"]
     assert results["training"]["data"] == tokens.digest
@@ -104,11 +104,11 @@ def test_a_training_run_becomes_a_model_with_a_card(made, tokens):
 
 
 @pytest.mark.slow
-def test_mismatched_data_or_texts_write_nothing(made, tmp_path):
+def test_mismatched_data_or_texts_write_nothing(make_model, tmp_path):
     (tmp_path / "one").mkdir()
-    for other in ({"data": "texts"}, {"texts": "one"}):
+    for changes in ({"data": "texts"}, {"texts": "one"}):
         with pytest.raises((SystemExit, UserError)):
-            made(**other)
+            make_model(**changes)
     assert not (tmp_path / "out").exists()
 
 
@@ -122,14 +122,14 @@ def test_the_shipped_model_is_measured_again(tmp_path, monkeypatch):
     texts.mkdir()
     words = PASSAGE.read_text("utf-8").split(" ")
     for number in range(2):
-        some = " ".join(words[600 * number : 600 * (number + 1)])
-        (texts / f"{number}.txt").write_text(some, "utf-8")
+        passage = " ".join(words[600 * number : 600 * (number + 1)])
+        (texts / f"{number}.txt").write_text(passage, "utf-8")
     sizes = ["--tokens", "400", "--block", "200", "--quick"]
     monkeypatch.setattr(sys, "argv", ["default_model", "--texts", str(texts), *sizes])
     default_model.main()
-    found, known = read("default_model", trials), read("default_model")
-    assert found["results"]["training"] == known["results"]["training"]
-    assert found["results"]["reading"]["tokens"] == 400
+    record, published = read("default_model", trials), read("default_model")
+    assert record["results"]["training"] == published["results"]["training"]
+    assert record["results"]["reading"]["tokens"] == 400
     weights = "models/default/model.safetensors"
-    assert found["data"][weights] == known["data"][weights]
+    assert record["data"][weights] == published["data"][weights]
     assert (trials / "default" / "model.safetensors").exists()

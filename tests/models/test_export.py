@@ -46,18 +46,18 @@ def test_losses_with_a_cache_equal_those_of_training(tokens, tmp_path, sinks):
     assert llm.tokenizer.front == setting.front
     runs = data.batch(tokens, "valid", 0, 0, 2, 16)
     losses = jax.jit(training.losses, static_argnums=0)
-    _, wanted, _ = losses(setting, weights, jnp.asarray(runs))
+    _, expected, _ = losses(setting, weights, jnp.asarray(runs))
     _, plain, _ = losses(
         setting_of(small("layers=2"), tokens), {n: weights[n] for n in weights if "sinks" not in n},
         jnp.asarray(runs),
     )  # fmt: skip
-    assert (sinks == "none") == np.allclose(wanted, plain, atol=1e-3)
+    assert (sinks == "none") == np.allclose(expected, plain, atol=1e-3)
     skip = max(0, len(setting.front) - 1)  # the second sink token is not predicted
-    for run, loss in zip(runs.tolist(), np.asarray(wanted), strict=True):
+    for run, loss in zip(runs.tolist(), np.asarray(expected), strict=True):
         ids = [*setting.front, *run[len(setting.front) :]]
         for policy, chunk in (("full", 5), ("streaming:sinks=2,window=20", 1)):
-            found = np.concatenate(list(models.losses(llm, ids, policy, chunk)))
-            np.testing.assert_allclose(found[skip:], loss[skip:], atol=2e-5)
+            actual = np.concatenate(list(models.losses(llm, ids, policy, chunk)))
+            np.testing.assert_allclose(actual[skip:], loss[skip:], atol=2e-5)
 
 
 @pytest.mark.parity
@@ -68,14 +68,14 @@ def test_transformers_gives_the_same_logits(tokens, tmp_path, sinks):
 
     setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
     text = "the cat sat on a mat and saw"
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")(text).input_ids
+    reference_ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text).input_ids
     ids = models.load(tmp_path / "hf").tokenizer.encode(text)
-    assert theirs == ids and ids[: len(setting.front)] == list(setting.front)
+    assert reference_ids == ids and ids[: len(setting.front)] == list(setting.front)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32").eval()
     with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
+        expected = model(torch.tensor([ids])).logits[0].numpy()
     decoder, hidden, _ = training.uncached.forward(setting.config, weights, jnp.asarray([ids]))
-    np.testing.assert_allclose(decoder.logits(hidden)[:, 0].T, wanted, atol=1e-4)
+    np.testing.assert_allclose(decoder.logits(hidden)[:, 0].T, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token"])
@@ -92,24 +92,24 @@ def test_the_config_survives_export(tokens, tmp_path, sinks):
 
 
 def test_half_precision_halves_the_file(tokens, tmp_path):
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    exported(tokens, whole)
+    full, half = tmp_path / "whole", tmp_path / "half"
+    exported(tokens, full)
     exported(tokens, half, dtype="bfloat16")
-    sizes = [(folder / "model.safetensors").stat().st_size for folder in (whole, half)]
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (full, half)]
     assert sizes[1] < 0.52 * sizes[0]
     assert read_config(half).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [{"encoding": rotary(8, 5e5)}, {"windows": (4,)}, {"qk_norm": True}, {"family": "qwen3"}],
 )
-def test_settings_that_the_config_cannot_store_are_refused(tokens, tmp_path, other):
+def test_settings_that_the_config_cannot_store_are_refused(tokens, tmp_path, changes):
     setting = setting_of(small(), tokens)
-    config = dataclasses.replace(setting.config, **other)
+    config = dataclasses.replace(setting.config, **changes)
     weights = training.begin(setting).weights
     with pytest.raises(
-        UserError, match=f"only Llamas .* got another {next(iter(other))}; keep the"
+        UserError, match=f"only Llamas .* got another {next(iter(changes))}; keep the"
     ):
         export(tmp_path / "hf", config, weights, tokens.folder / data.TOKENIZER)
     assert not (tmp_path / "hf").exists()

@@ -67,8 +67,8 @@ def test_a_batch_equals_its_sequences_alone(llm, alone):
     together = models.generate(llm, PROMPTS, SMALL, 60, seed=SEEDS, **COMMON)
     assert [a.tokens for a in together] == [a.tokens for a in alone]
     assert [a.text for a in together] == [a.text for a in alone]
-    other = models.generate(llm, PROMPTS, SMALL, 60, seed=9, **COMMON)
-    assert all(a.tokens != b.tokens for a, b in zip(other, alone, strict=True))
+    reseeded = models.generate(llm, PROMPTS, SMALL, 60, seed=9, **COMMON)
+    assert all(a.tokens != b.tokens for a, b in zip(reseeded, alone, strict=True))
 
 
 def test_token_ids_are_a_prompt(llm, alone):
@@ -92,12 +92,12 @@ def test_a_stream_equals_an_answer(llm, sampling):
 def test_text_does_not_depend_on_blocks(llm, alone, limit):
     stream = Stream(llm, SMALL, seed=1)
     stream.prefill([llm.tokenizer.encode(PROMPTS[1])], chunk=16)
-    found = []
-    while len(found) < 60:
-        block, done = stream.decode(WARM, min(limit, 60 - len(found)), ())
+    tokens = []
+    while len(tokens) < 60:
+        block, done = stream.decode(WARM, min(limit, 60 - len(tokens)), ())
         assert block.shape[1] <= limit and not done.any()
-        found += block[0].tolist()
-    assert found == alone[1].tokens
+        tokens += block[0].tolist()
+    assert tokens == alone[1].tokens
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
@@ -121,9 +121,9 @@ def test_a_second_turn_continues_the_cache(llm):
     stream.prefill([first])
     answer = stream.decode(WARM, 20, ())[0][0].tolist()
     stream.prefill([second])
-    whole = Stream(llm, SMALL, seed=2)
-    whole.prefill([first + answer + second])
-    assert stream.decode(WARM, 20, ())[0].tolist() == whole.decode(WARM, 20, ())[0].tolist()
+    one_turn = Stream(llm, SMALL, seed=2)
+    one_turn.prefill([first + answer + second])
+    assert stream.decode(WARM, 20, ())[0].tolist() == one_turn.decode(WARM, 20, ())[0].tolist()
 
 
 # The end of a sequence
@@ -135,15 +135,15 @@ def test_sequences_end_at_either_eos(llm):
     endless = models.generate(llm, PROMPTS, SMALL, 2 * BLOCK, **settings)
     ended = models.generate(llm, PROMPTS, SMALL, 2 * BLOCK, **settings | {"ignore_eos": False})
     ends = set()
-    for one, other in zip(ended, endless, strict=True):
-        assert other.finish_reason == "length"
-        at = [i for i, token in enumerate(other.tokens) if token in EOS]
+    for stopped, unstopped in zip(ended, endless, strict=True):
+        assert unstopped.finish_reason == "length"
+        at = [i for i, token in enumerate(unstopped.tokens) if token in EOS]
         size = at[0] + 1 if at else 2 * BLOCK
-        assert one.finish_reason == ("eos" if at else "length")
-        assert one.tokens == other.tokens[:size]
-        shown = one.tokens[:-1] if at else one.tokens  # an EOS token has no text
-        assert one.text == llm.tokenizer.decode(shown, start=False)
-        ends |= {one.tokens[-1]} & set(EOS)
+        assert stopped.finish_reason == ("eos" if at else "length")
+        assert stopped.tokens == unstopped.tokens[:size]
+        shown = stopped.tokens[:-1] if at else stopped.tokens  # an EOS token has no text
+        assert stopped.text == llm.tokenizer.decode(shown, start=False)
+        ends |= {stopped.tokens[-1]} & set(EOS)
     assert ends == set(EOS), "the test must reach both EOS ids"
 
 
@@ -152,11 +152,11 @@ def test_stop_strings_of_a_batch(llm, alone):
     stopped = models.generate(
         llm, PROMPTS, SMALL, 60, seed=SEEDS, stop=[stop, "never said"], **COMMON
     )
-    for one, free in zip(stopped, alone, strict=True):
+    for answer, free in zip(stopped, alone, strict=True):
         stops = stop in free.text
-        assert one.text == free.text[: free.text.index(stop) if stops else None]
-        assert one.finish_reason == ("stop" if stops else "length")
-        assert one.tokens == free.tokens[: len(one.tokens)]
+        assert answer.text == free.text[: free.text.index(stop) if stops else None]
+        assert answer.finish_reason == ("stop" if stops else "length")
+        assert answer.tokens == free.tokens[: len(answer.tokens)]
     assert stopped[1].finish_reason == "stop" and len(stopped[1].tokens) < 60
     settings = COMMON | {
         "max_new_tokens": 60,
@@ -270,7 +270,7 @@ def test_an_endless_text_warns_when_it_exceeds_the_context(llm, recwarn):
 def test_half_precision(llm, dtype):
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     half = models.load(llm.path, dtype=dtype)
-    wide, near = (Stream(one, SMALL, batch=5) for one in (llm, half))
+    wide, near = (Stream(model, SMALL, batch=5) for model in (llm, half))
     for stream in (wide, near):
         stream.prefill(prompts, chunk=16)
     assert {str(state.k.dtype) for state in near.decoding.states} == {dtype}
@@ -308,8 +308,8 @@ def test_a_policy_that_samples(shallow):
             shallow, PROMPTS[sequence], sampling, seed=SEEDS[sequence], **settings
         )
         assert alone.tokens == together[sequence].tokens
-    other = models.generate(shallow, PROMPTS, sampling, seed=6, **settings)
-    assert [a.tokens for a in other] != [a.tokens for a in together]
+    reseeded = models.generate(shallow, PROMPTS, sampling, seed=6, **settings)
+    assert [a.tokens for a in reseeded] != [a.tokens for a in together]
 
 
 # Errors

@@ -61,12 +61,12 @@ OTHERS: dict[str, Any] = {
 def changed(family: str, field: str) -> dict[str, Any]:
     """The base of a family with another value of one field."""
     value = (LOGITS | OTHERS)[field]
-    more = {}
+    nested = {}
     if isinstance(value, dict) and "" in value:
-        more = {name: its for name, its in value.items() if name}
+        nested = {name: its for name, its in value.items() if name}
         value = value[""]
     alone = {"architectures": []} if field == "model_type" else {}
-    return BASES[family] | more | alone | {field: value}
+    return BASES[family] | nested | alone | {field: value}
 
 
 def read(folder: Path, fields: dict[str, Any]) -> Config:
@@ -92,7 +92,7 @@ def logits(fields: str) -> np.ndarray:
         return model(ids).logits[0].numpy()
 
 
-def theirs(fields: dict[str, Any]) -> np.ndarray:
+def reference_logits(fields: dict[str, Any]) -> np.ndarray:
     return logits(json.dumps(fields))
 
 
@@ -116,7 +116,7 @@ def test_an_applied_field_changes_the_description(family, field, tmp_path):
 def test_an_applied_field_changes_the_logits_of_transformers(family, field):
     before = {name: value for name, value in changed(family, field).items() if name != field}
     before |= {field: BASES[family][field]} if field in BASES[family] else {}
-    assert np.abs(theirs(changed(family, field)) - theirs(before)).max() > 1e-3
+    assert np.abs(reference_logits(changed(family, field)) - reference_logits(before)).max() > 1e-3
 
 
 @pytest.mark.parity
@@ -124,13 +124,13 @@ def test_an_applied_field_changes_the_logits_of_transformers(family, field):
 def test_all_applied_fields_together_give_the_logits_of_transformers(family, tmp_path):
     rope = {"rope_theta": 50.0, "rope_scaling": YARN | {"beta_fast": 8.0, "truncate": False}}
     fields = {name: LOGITS[name] for name in set(LOGITS) & APPLIED[family] - {"rope_parameters"}}
-    more = {"original_max_position_embeddings": 32, "use_sliding_window": True}
-    more = {name: value for name, value in more.items() if name in APPLIED[family]}
-    folder = write_model(tmp_path / family, BASES[family] | fields | more | rope)
+    window = {"original_max_position_embeddings": 32, "use_sliding_window": True}
+    window = {name: value for name, value in window.items() if name in APPLIED[family]}
+    folder = write_model(tmp_path / family, BASES[family] | fields | window | rope)
     ids = np.random.default_rng(7).integers(0, 256, 100).tolist()
-    (ours,) = parity.prefill(Stream(parity.untokenized(folder), parity.FULL), [ids])
+    (actual,) = parity.prefill(Stream(parity.untokenized(folder), parity.FULL), [ids])
     np.testing.assert_allclose(
-        ours, parity.reference_logits(parity.reference(folder), ids), atol=parity.LIMIT
+        actual, parity.reference_logits(parity.reference(folder), ids), atol=parity.LIMIT
     )
 
 
@@ -138,7 +138,7 @@ def test_all_applied_fields_together_give_the_logits_of_transformers(family, tmp
 @pytest.mark.parametrize("family", APPLIED)
 def test_no_other_field_changes_the_logits_of_transformers(family, tmp_path):
     """Harmless fields, and those that only another family applies, as the warning says."""
-    base, expected = read(tmp_path, BASES[family]), theirs(BASES[family])
+    base, expected = read(tmp_path, BASES[family]), reference_logits(BASES[family])
     odd = {"prefix": "x", "problem_type": "regression", "dtype": "float32", "id2label": {"0": "a"},
            "label2id": {"a": 0}, "task_specific_params": {"a": {}}, "auto_map": {}, "num_labels": 3,
            "attn_implementation": "eager", "_attn_implementation": "eager", "tokenizer_class": "A",
@@ -151,12 +151,12 @@ def test_no_other_field_changes_the_logits_of_transformers(family, tmp_path):
                      "model_max_length", "cross_attention_hidden_size"):  # fmt: skip
             fields[field] = 2
         assert read(tmp_path, fields) == base, field
-        np.testing.assert_allclose(theirs(fields), expected, atol=1e-4, err_msg=field)
+        np.testing.assert_allclose(reference_logits(fields), expected, atol=1e-4, err_msg=field)
     for field in set(LOGITS) - APPLIED[family] - SPECIAL:
         fields = changed(family, field)
         with pytest.warns(UserWarning, match=f"no effect.*{field}"):
             assert read(tmp_path, fields) == base
-        np.testing.assert_allclose(theirs(fields), expected, atol=1e-4, err_msg=field)
+        np.testing.assert_allclose(reference_logits(fields), expected, atol=1e-4, err_msg=field)
 
 
 @pytest.mark.parity
@@ -167,8 +167,8 @@ def test_the_fields_of_transformers_are_known(name, tmp_path):
 
     fields = getattr(transformers, f"{name}Config")().to_dict()
     read(tmp_path, fields | {"architectures": [f"{name}ForCausalLM"]})
-    known = APPLIED[name.lower()] | HARMLESS | set(NEUTRAL)
-    assert not set(fields) - known
+    known_names = APPLIED[name.lower()] | HARMLESS | set(NEUTRAL)
+    assert not set(fields) - known_names
     settings = transformers.GenerationConfig().to_dict()
     assert not set(settings) - (
         known_fields.SAMPLED | known_fields.HARMLESS_SAMPLING | set(known_fields.NEUTRAL_SAMPLING)
@@ -278,11 +278,11 @@ def test_a_sampling_setting_without_effect_is_named(field, tmp_path):
 def test_sampling_settings_of_config_json_count_without_the_other_file(tmp_path):
     write_json(tmp_path / "config.json", BASES["llama"] | {"temperature": 0.3, "top_k": 9})
     read_config(tmp_path)  # without a warning
-    found = read_sampling(tmp_path)
-    assert (found.temperature, found.top_k) == (0.3, 9)
+    sampling = read_sampling(tmp_path)
+    assert (sampling.temperature, sampling.top_k) == (0.3, 9)
     write_json(tmp_path / "generation_config.json", {"top_p": 0.5})
-    found = read_sampling(tmp_path)
-    assert (found.temperature, found.top_k, found.top_p) == (0.8, 0, 0.5)
+    sampling = read_sampling(tmp_path)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 0, 0.5)
 
 
 Q = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

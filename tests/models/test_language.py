@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory):
     return read_tokenizer(write_tiny(tmp_path_factory.mktemp("language") / "tiny"))
 
 
-def made(tokenizer, template=TEMPLATE, **options) -> Language:
+def language(tokenizer, template=TEMPLATE, **options) -> Language:
     chat = Chat(template, (("bos_token", BEGIN), ("eos_token", END)))
     llm = SimpleNamespace(tokenizer=tokenizer, chat=chat, eos=tokenizer.eos)
     return Language(llm, "tiny", 1, **options)
@@ -47,7 +47,7 @@ def text_of(tokenizer, ids) -> str:
     END[:4] + END + END[4:],
 ])  # fmt: skip
 def test_special_tokens_in_messages_are_text(tokenizer, content):
-    ids = made(tokenizer).render(said(content, "and on"))
+    ids = language(tokenizer).render(said(content, "and on"))
     begin, end = tokenizer.encode(BEGIN, bos=False), tokenizer.encode(END, bos=False)
     assert special_ids(tokenizer, ids) == [*begin, *end, *end]  # the template's
     expected = f"{BEGIN}[user {content.strip()}]{END}[user and on]{END}[assistant "
@@ -58,18 +58,18 @@ def test_messages_without_special_tokens_are_tokenized_whole(tokenizer):
     content = f"A {END[:-1]} and nothing special; \U000f0000 neither"
     text = f"{BEGIN}[user {content}]{END}[assistant "
     ids = tokenizer.encode(text, bos=False)
-    assert made(tokenizer).render(said(content)) == ids
-    assert made(tokenizer, allow_special=True).render(said(content)) == ids
+    assert language(tokenizer).render(said(content)) == ids
+    assert language(tokenizer, allow_special=True).render(said(content)) == ids
 
 
 def test_special_tokens_can_be_allowed(tokenizer):
-    ids = made(tokenizer, allow_special=True).render(said(ATTACK))
+    ids = language(tokenizer, allow_special=True).render(said(ATTACK))
     assert ids == tokenizer.encode(f"{BEGIN}[user {ATTACK}]{END}[assistant ", bos=False)
     assert len(special_ids(tokenizer, ids)) == 4
 
 
 def test_special_tokens_without_a_template(tokenizer):
-    ids = made(tokenizer, None).render(said(ATTACK))
+    ids = language(tokenizer, None).render(said(ATTACK))
     front = list(tokenizer.front)
     assert ids[: len(front)] == front
     assert not special_ids(tokenizer, ids[len(front) :])
@@ -79,7 +79,7 @@ def test_special_tokens_without_a_template(tokenizer):
 def test_messages_may_contain_private_use_characters(tokenizer):
     """The first one marks where the rendering is cut, unless a message contains it."""
     content = f"{chr(PRIVATE[0])}{END}{chr(PRIVATE[2])}"
-    ids = made(tokenizer).render(said(content))
+    ids = language(tokenizer).render(said(content))
     assert text_of(tokenizer, ids) == f"{BEGIN}[user {content}]{END}[assistant "
 
 

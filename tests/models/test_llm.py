@@ -53,8 +53,8 @@ def test_the_fingerprint_depends_on_every_row(weights, tiny_folder):
         for n, leaf in enumerate(leaves):
             last = leaf.at[-1].set(leaf[-1] + 1)
             changed = jax.tree.unflatten(tree, [*leaves[:n], last, *leaves[n + 1 :]])
-            other = replace(llm, weights={**llm.weights, name: changed})
-            assert other.fingerprint() != llm.fingerprint(), (name, n, leaf.shape)
+            changed_llm = replace(llm, weights={**llm.weights, name: changed})
+            assert changed_llm.fingerprint() != llm.fingerprint(), (name, n, leaf.shape)
 
 
 def test_the_nnx_module_has_the_weights_of_the_model(tiny):
@@ -94,8 +94,8 @@ def test_dtype(published, tmp_path, monkeypatch):
     assert dtypes() == ("float32", {"float32"}, "float32")
     for requested in ("float32", "bfloat16", "float16"):
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[requested]
-        for same in (requested, short, getattr(jnp, requested), jnp.dtype(requested)):
-            assert dtypes(dtype=same) == (requested, {requested}, requested)
+        for spelling in (requested, short, getattr(jnp, requested), jnp.dtype(requested)):
+            assert dtypes(dtype=spelling) == (requested, {requested}, requested)
     monkeypatch.setattr("jaxkv.models.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
 
@@ -165,7 +165,7 @@ def test_weights_may_be_replaced(tiny):
     streams = [models.Stream(llm, "window:window=8") for llm in (tiny, negated)]
     for stream in streams:
         stream.prefill([[65, 66, 67]])
-    one, other = (np.asarray(stream.decoding.logits) for stream in streams)
-    np.testing.assert_allclose(one, -other, atol=1e-6)
-    assert streams[0].decode(Sampling(), 1, ())[0][0, 0] == one.argmax() == (-other).argmax()
-    assert jnp.dtype(one.dtype) == jnp.float32
+    logits, opposite = (np.asarray(stream.decoding.logits) for stream in streams)
+    np.testing.assert_allclose(logits, -opposite, atol=1e-6)
+    assert streams[0].decode(Sampling(), 1, ())[0][0, 0] == logits.argmax() == (-opposite).argmax()
+    assert jnp.dtype(logits.dtype) == jnp.float32

@@ -73,40 +73,44 @@ def test_every_policy_is_measured(llm, text):
     (group, *_) = measurement.grouped(llm, text, names, "full")
     assert group.names[0] == "full" and len(group.names) == 14
     readings, streams = measurement.measure(llm, text, names, 5, watch, full="full", ahead=Ahead())
-    assert [one.policy for one in readings] == names and set(streams.values()) == {None}
-    for one in readings:
-        assert one.is_complete(text)
+    assert [reading.policy for reading in readings] == names and set(streams.values()) == {None}
+    for reading in readings:
+        assert reading.is_complete(text)
         for number, ids in enumerate(text.tokens):
-            expected = plain(llm, one.policy, ids, 5 + number)
-            np.testing.assert_allclose(one.losses[number], expected, atol=2e-4, err_msg=one.policy)
-    away = {one.policy: one.kl.mean() for one in readings}
+            expected = plain(llm, reading.policy, ids, 5 + number)
+            np.testing.assert_allclose(
+                reading.losses[number], expected, atol=2e-4, err_msg=reading.policy
+            )
+    away = {reading.policy: reading.kl.mean() for reading in readings}
     assert away["full"] == 0 and min(away[name] for name in names[1:]) > 1e-6
 
 
 def test_full_attention_is_that_of_a_plain_forward(llm, text):
-    (one,), _ = measurement.measure(llm, text, ["full"], 0, watch)
+    (reading,), _ = measurement.measure(llm, text, ["full"], 0, watch)
     decoder, hidden, _ = uncached.forward(llm.config, llm.weights, text.tokens)
     logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, PROMPT:-1]
     targets = text.tokens[:, PROMPT + 1 :]
     picked = np.take_along_axis(logits, targets[None], axis=0)[0]
-    np.testing.assert_allclose(one.losses, np.log(np.exp(logits).sum(axis=0)) - picked, atol=1e-4)
-    assert np.isnan(one.kl).all()
+    np.testing.assert_allclose(
+        reading.losses, np.log(np.exp(logits).sum(axis=0)) - picked, atol=1e-4
+    )
+    assert np.isnan(reading.kl).all()
 
 
 def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
     monkeypatch.setattr("jaxkv.models.shared_prompt.CHUNK", 16)
     names = ["full", SETTINGS["snapkv"], SETTINGS["expected-attention"]]
     readings, _ = measurement.measure(llm, text, names, 0, watch, ahead=Ahead())
-    for one in readings:
+    for reading in readings:
         np.testing.assert_allclose(
-            one.losses[0], plain(llm, one.policy, text.tokens[0], 0), atol=2e-4
+            reading.losses[0], plain(llm, reading.policy, text.tokens[0], 0), atol=2e-4
         )
 
 
 def test_without_a_prompt_all_tokens_are_scored(llm, text):
-    whole = Stretches(text.tokens, 0)
-    (one,), _ = measurement.measure(llm, whole, ["window:window=9"], 0, watch, chunk=16)
-    for ids, losses in zip(text.tokens, one.losses, strict=True):
+    stretches = Stretches(text.tokens, 0)
+    (reading,), _ = measurement.measure(llm, stretches, ["window:window=9"], 0, watch, chunk=16)
+    for ids, losses in zip(text.tokens, reading.losses, strict=True):
         expected = np.concatenate(list(models.losses(llm, ids, "window:window=9", 16)))
         np.testing.assert_allclose(losses, expected, atol=1e-6)
 
@@ -135,13 +139,13 @@ def test_stretches_follow_each_other(llm, front):
 def test_errors_are_those_of_block_means(rng):
     values = rng.normal(size=(4, 30)) + np.repeat(rng.normal(size=(4, 3)), 10, axis=1)
     means = values.reshape(12, 10).mean(axis=1)
-    found = paired(values, 10)
-    assert found["mean"] == pytest.approx(values.mean()) and found["count"] == 120
-    assert found["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
+    estimate = paired(values, 10)
+    assert estimate["mean"] == pytest.approx(values.mean()) and estimate["count"] == 120
+    assert estimate["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
     of_stretches = paired(values, 30)["two_errors"]
     assert of_stretches == pytest.approx(2 * values.mean(axis=1).std(ddof=1) / 4**0.5)
-    some = np.broadcast_to(np.arange(30) % 10 < 3, (4, 30))
-    of_some = paired(values, 10, some)
+    chosen = np.broadcast_to(np.arange(30) % 10 < 3, (4, 30))
+    of_some = paired(values, 10, chosen)
     means = values.reshape(12, 10)[:, :3].mean(axis=1)
     assert of_some["two_errors"] == pytest.approx(2 * means.std(ddof=1) / 12**0.5)
     assert paired(values, 10, np.arange(120).reshape(4, 30) < 5)["two_errors"] is None
@@ -154,8 +158,8 @@ def test_the_interval_covers_the_mean(rng):
     for _ in range(400):
         values = rng.normal(size=(5, 60)) + np.repeat(rng.normal(size=(5, 6)), 10, axis=1)
         counted = rng.random((5, 60)) < np.repeat(rng.random((5, 6)), 10, axis=1)
-        found = paired(values, 10, counted)
-        inside += abs(found["mean"]) <= found["two_errors"]
+        estimate = paired(values, 10, counted)
+        inside += abs(estimate["mean"]) <= estimate["two_errors"]
     assert 0.90 < inside / 400 < 0.98
 
 
@@ -173,5 +177,5 @@ def test_an_interrupt_keeps_what_was_read(llm, text):
 
     stopped = lambda: bool(seen) and seen[-1] >= 5 * (PROMPT + SCORED)  # noqa: E731
     readings, _ = measurement.measure(llm, text, names, 0, counting, stopped)
-    assert [one.losses.shape[0] for one in readings] == [2, 2, 1]
-    assert [one.is_complete(text) for one in readings] == [True, True, False]
+    assert [reading.losses.shape[0] for reading in readings] == [2, 2, 1]
+    assert [reading.is_complete(text) for reading in readings] == [True, True, False]

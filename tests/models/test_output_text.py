@@ -56,7 +56,7 @@ def test_stop_strings_equal_a_plain_search(stops, rng):
         table, special, strip = tuple(v.encode() for v in vocabulary), frozenset(), 0
 
     for _ in range(200):
-        sequence, whole, wanted = (
+        sequence, text, expected = (
             OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops),
             "",
             None,
@@ -64,10 +64,10 @@ def test_stop_strings_equal_a_plain_search(stops, rng):
         pieces = []
         for token in rng.integers(0, len(vocabulary), 6):
             pieces.append(sequence.push(int(token)))
-            if wanted is None:
-                whole += vocabulary[token]
-                found = [whole.index(stop) for stop in stops if stop in whole]
-                wanted = whole[: min(found)] if found else None
-        assert sequence.reason == ("" if wanted is None else "stop")
+            if expected is None:
+                text += vocabulary[token]
+                starts = [text.index(stop) for stop in stops if stop in text]
+                expected = text[: min(starts)] if starts else None
+        assert sequence.reason == ("" if expected is None else "stop")
         pieces.append(sequence.end("length"))
-        assert "".join(pieces) == sequence.text == (whole if wanted is None else wanted)
+        assert "".join(pieces) == sequence.text == (text if expected is None else expected)

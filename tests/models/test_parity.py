@@ -79,7 +79,7 @@ def prefill(stream: Stream, sequences: list[list[int]], chunks=CHUNKS) -> list[n
     """
     llm, width, starts = stream.llm, max(chunks), np.cumsum([0, *chunks])
     assert starts[-1] >= max(map(len, sequences))
-    found = [[] for _ in sequences]
+    logits_of_rows = [[] for _ in sequences]
     stream.reserve(max(map(len, sequences)))
     states, last = stream.decoding.states, np.zeros((len(sequences), llm.config.vocab), np.float32)
     for start, size in zip(starts, chunks, strict=False):
@@ -95,13 +95,13 @@ def prefill(stream: Stream, sequences: list[list[int]], chunks=CHUNKS) -> list[n
             llm.config, stream.policies, llm.weights, states, tokens, positions, valid
         )
         for row, n in enumerate(valid.sum(axis=1)):
-            found[row].append(np.asarray(logits[row, :n]))
-            last[row] = found[row][-1][-1] if n else last[row]
+            logits_of_rows[row].append(np.asarray(logits[row, :n]))
+            last[row] = logits_of_rows[row][-1][-1] if n else last[row]
     lengths = jnp.asarray([len(ids) for ids in sequences], jnp.uint32)
     stream.decoding = stream.decoding._replace(
         states=states, logits=jnp.asarray(last), position=lengths, done=lengths == 0
     )
-    return [np.concatenate(parts) for parts in found]
+    return [np.concatenate(parts) for parts in logits_of_rows]
 
 
 def greedy(stream: Stream, tokens: int) -> list[list[int]]:
@@ -118,39 +118,39 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 )  # fmt: skip
 def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     folder = write_model(tmp_path, family)
-    llm, theirs = untokenized(folder), reference(folder)
+    llm, reference_model = untokenized(folder), reference(folder)
     random = np.random.default_rng(7)
     sequences = [random.integers(0, llm.config.vocab, n).tolist() for n in (150, 61)]
     stream = Stream(llm, FULL, batch=2)
-    ours = prefill(stream, sequences)
+    actual = prefill(stream, sequences)
     worst = 0.0
     for row, ids in enumerate(sequences):
-        expected = reference_logits(theirs, ids)
-        assert ours[row].shape == expected.shape
-        worst = max(worst, float(np.abs(ours[row] - expected).max()))
+        expected = reference_logits(reference_model, ids)
+        assert actual[row].shape == expected.shape
+        worst = max(worst, float(np.abs(actual[row] - expected).max()))
     record_property("largest_logit_difference", worst)
     record_property("logit_standard_deviation", float(expected.std()))
     assert worst < LIMIT
     for ids, tokens in zip(sequences, greedy(stream, NEW), strict=True):
-        assert tokens == reference_greedy(theirs, ids, NEW)
+        assert tokens == reference_greedy(reference_model, ids, NEW)
     record_property("equal_greedy_tokens", NEW * len(sequences))
 
 
 @pytest.mark.parity
 def test_stories(stories, shared, record_property):
-    llm, theirs = models.load(stories), reference(stories)
+    llm, reference_model = models.load(stories), reference(stories)
     text = (shared / "text/tinystories/valid.txt").read_text(encoding="utf-8")[:1500]
     ids = llm.tokenizer.encode(text)[:430]
     stream = Stream(llm, FULL)
-    ours = prefill(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
-    worst = float(np.abs(ours - reference_logits(theirs, ids)).max())
+    actual = prefill(stream, [ids], chunks=(48, 1, 31, 7, *[48] * 8))[0]
+    worst = float(np.abs(actual - reference_logits(reference_model, ids)).max())
     record_property("largest_logit_difference", worst)
     assert worst < LIMIT
     prompts = [ids[:n] for n in (210, 5, 77)]
     stream = Stream(llm, FULL, batch=3)
     stream.prefill(prompts, chunk=64)
     for prompt, tokens in zip(prompts, greedy(stream, NEW), strict=True):
-        assert tokens == reference_greedy(theirs, prompt, NEW)
+        assert tokens == reference_greedy(reference_model, prompt, NEW)
     record_property("equal_greedy_tokens", NEW * len(prompts))
 
 

@@ -67,10 +67,10 @@ def finish(process: subprocess.Popen) -> str:
 def lines(out: Path) -> list[dict]:
     """The lines of the log without their timings."""
     timed = {"seconds", "tokens_per_second", "mfu"}
-    found = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
-    for line in found:
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    for line in log:
         assert timed < line.keys() and {"step", "loss", "lr", "grad_norm"} < line.keys()
-    return [{name: x for name, x in line.items() if name not in timed} for line in found]
+    return [{name: x for name, x in line.items() if name not in timed} for line in log]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def uninterrupted(start, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tokens, tmp_path_factory) -> Path:
+def trained_run(tokens, tmp_path_factory) -> Path:
     """The folder of a run in this process."""
     out = tmp_path_factory.mktemp("made") / "run"
     with jax.numpy_dtype_promotion("standard"):
@@ -94,30 +94,30 @@ def run_here(tokens, out, *settings, **how):
     return pretrain(small(*settings), tokens, out, tell=lambda line: None, **how)
 
 
-def test_the_files_of_a_run(made, tokens):
-    assert [line["step"] for line in lines(made)] == list(range(1, 13))
-    looked = [line for line in lines(made) if "valid_loss" in line]
+def test_the_files_of_a_run(trained_run, tokens):
+    assert [line["step"] for line in lines(trained_run)] == list(range(1, 13))
+    looked = [line for line in lines(trained_run) if "valid_loss" in line]
     assert [line["step"] for line in looked] == [6, 12]
     assert looked[-1]["valid_loss"] < looked[0]["valid_loss"]
     assert {"first_token", "first_token_most", "sink_heads", "text"} < looked[0].keys()
-    assert sorted(p.name for p in (made / "last").iterdir()) == ["11", "12"]
+    assert sorted(p.name for p in (trained_run / "last").iterdir()) == ["11", "12"]
     best = min(looked, key=lambda line: line["valid_loss"])["step"]
-    assert [p.name for p in (made / "best").iterdir()] == [str(best)]
-    assert (made / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert [p.name for p in (trained_run / "best").iterdir()] == [str(best)]
+    assert (trained_run / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_exported_model_generates(made, tokens):
+def test_the_exported_model_generates(trained_run, tokens):
     """Its tokenizer adds the sink token, and its loss is that of the run."""
-    llm = models.load(made / "hf")
+    llm = models.load(trained_run / "hf")
     sink = tokens.id_of(data.SINK)
     assert llm.tokenizer.encode("the cat")[0] == llm.config.bos == sink
     assert models.generate(llm, "the cat", "streaming:sinks=1,window=15", 40, ignore_eos=True).text
     runs = data.batch(tokens, "valid", 0, 0, 8, 16)
-    found = [
+    losses = [
         np.concatenate(list(models.losses(llm, [sink, *run[1:]], "full"))) for run in runs.tolist()
     ]
-    logged = lines(made)[-1]["valid_loss"]
-    assert np.mean(found) == pytest.approx(logged, rel=1e-5)
+    logged = lines(trained_run)[-1]["valid_loss"]
+    assert np.mean(losses) == pytest.approx(logged, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -134,8 +134,8 @@ def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tm
             now = log.read_text("utf-8").count("\n") if log.exists() else 0
             half = list(out.glob("last/*tmp*"))
             # Two kills: the first at random, the last during the write of a checkpoint.
-            more = kills < 2 or not killed_in_write
-            if more and now > before + steps and (half or not kills):
+            kill_again = kills < 2 or not killed_in_write
+            if kill_again and now > before + steps and (half or not kills):
                 time.sleep(0 if kills else wait)
                 process.send_signal(signal.SIGKILL)
                 kills += 1
@@ -171,14 +171,14 @@ def test_ctrl_c_writes_a_checkpoint(start, tmp_path):
 def test_two_processes_have_the_same_losses(start, uninterrupted, tmp_path):
     """Over loopback, with one device each."""
     out, settings = tmp_path / "run", ("sinks=token", "steps=12", "save_every=12")
-    both = two(start, out, *settings)
-    for process in both:
+    processes = two(start, out, *settings)
+    for process in processes:
         finish(process)
-    found, wanted = lines(out), lines(uninterrupted)
+    actual_lines, expected_lines = lines(out), lines(uninterrupted)
     for name in ("loss", "grad_norm"):
-        ours, theirs = ([x[name] for x in some] for some in (found, wanted))
-        np.testing.assert_allclose(ours[:4], theirs[:4], rtol=2e-5, err_msg=name)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, err_msg=name)
+        actual, expected = ([x[name] for x in log] for log in (actual_lines, expected_lines))
+        np.testing.assert_allclose(actual[:4], expected[:4], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, err_msg=name)
     assert (out / "hf" / "model.safetensors").exists()
 
 
@@ -195,13 +195,13 @@ def two(start, out: Path, *settings: str) -> list[subprocess.Popen]:
 def test_ctrl_c_in_two_processes(start, tmp_path):
     """One process is interrupted. Both stop at the same step and write its checkpoint."""
     out = tmp_path / "run"
-    both = two(start, out, "steps=100000", "save_every=100000", "eval_every=100000")
+    processes = two(start, out, "steps=100000", "save_every=100000", "eval_every=100000")
     while not (out / "log.jsonl").exists() or not (out / "log.jsonl").read_text("utf-8"):
-        assert both[0].poll() is None, both[0].communicate()
+        assert processes[0].poll() is None, processes[0].communicate()
         time.sleep(0.05)
-    both[1].send_signal(signal.SIGINT)
-    outputs = [process.communicate(timeout=300) for process in both]
-    assert [process.returncode for process in both] == [130, 130], outputs
+    processes[1].send_signal(signal.SIGINT)
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], outputs
     (last,) = (out / "last").iterdir()
     assert int(last.name) == lines(out)[-1]["step"]
 
@@ -231,15 +231,15 @@ def test_a_nan_loss_stops_the_run(tokens, tmp_path):
         run_here(tokens, tmp_path / "other", "z_loss=1e38")
 
 
-def test_a_folder_belongs_to_one_run(tokens, made, tmp_path):
+def test_a_folder_belongs_to_one_run(tokens, trained_run, tmp_path):
     with pytest.raises(UserError, match=r"of another run: .*sinks was 'token' and is now 'zero'"):
-        run_here(tokens, made, "sinks=zero")
-    assert run_here(tokens, made, "sinks=token", "remat=layers", "log_every=2")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.tex").write_text("x")
+        run_here(tokens, trained_run, "sinks=zero")
+    assert run_here(tokens, trained_run, "sinks=token", "remat=layers", "log_every=2")
+    occupied = tmp_path / "other"
+    occupied.mkdir()
+    (occupied / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"holds other files \(thesis.tex\); choose another"):
-        run_here(tokens, other)
+        run_here(tokens, occupied)
     with (
         run_folder.lock_folder(tmp_path / "held", {"a": 1}),
         pytest.raises(UserError, match="another run is writing to"),
@@ -287,15 +287,15 @@ def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_pat
         training.shape(setting_of(small(), tokens)),
     )
     with checkpoint.Checkpoints(out, run) as checkpoints:
-        whole = jax.tree.leaves(checkpoints.restore(like))
+        expected = jax.tree.leaves(checkpoints.restore(like))
     refused = []
     for path in [path for path in newest(out).rglob("*") if path.is_file()]:
         raw = path.read_bytes()
         DAMAGE[damage](path, raw)
         with checkpoint.Checkpoints(out, run) as checkpoints:
             try:
-                found = jax.tree.leaves(checkpoints.restore(like))
-                assert all(map(np.array_equal, found, whole)), path
+                restored = jax.tree.leaves(checkpoints.restore(like))
+                assert all(map(np.array_equal, restored, expected)), path
             except UserError as error:
                 assert re.search(r"checkpoint .*4 cannot be read: .*; move that", str(error))
                 refused.append(path.name)

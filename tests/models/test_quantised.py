@@ -55,27 +55,27 @@ def dequantised(weight: Quantised) -> np.ndarray:
     if isinstance(weight, Int8Matrix):
         return np.asarray(weight.values, np.float32) * np.asarray(weight.scale)[:, None]
     packed, (outputs, inputs) = np.asarray(weight.packed), weight.shape
-    found = np.zeros((outputs, inputs), np.float32)
+    matrix = np.zeros((outputs, inputs), np.float32)
     for row in range(outputs):
         half, at = divmod(row, outputs // 2)
         values = (packed[at] >> 4 if half else packed[at] & 15).astype(np.float32)
         for group in range(inputs // 32):
             part = slice(32 * group, 32 * group + 32)
-            scale, least = (float(a[at, half, group]) for a in weight[1:])
-            found[row, part] = values[part] * scale + least
-    return found
+            scale, minimum = (float(a[at, half, group]) for a in weight[1:])
+            matrix[row, part] = values[part] * scale + minimum
+    return matrix
 
 
 def test_a_row_in_int8_is_rounded_to_multiples_of_its_scale(rng):
     weight = rng.normal(size=(7, 40)).astype(np.float32) * 10.0 ** np.arange(-3, 4)[:, None]
     weight[2] = 0
-    found = formats.quantise("q", weight, "int8")
-    assert found.values.dtype == np.int8 and found.scale.dtype == np.float32
-    error = np.abs(dequantised(found) - weight)
-    assert (error <= found.scale[:, None] * 0.5001).all()
+    matrix = formats.quantise("q", weight, "int8")
+    assert matrix.values.dtype == np.int8 and matrix.scale.dtype == np.float32
+    error = np.abs(dequantised(matrix) - weight)
+    assert (error <= matrix.scale[:, None] * 0.5001).all()
     rows = np.delete(np.arange(7), 2)
-    assert (np.abs(found.values[rows]).max(axis=1) == 127).all()
-    assert not found.values[2].any() and found.scale[2] == 1
+    assert (np.abs(matrix.values[rows]).max(axis=1) == 127).all()
+    assert not matrix.values[2].any() and matrix.scale[2] == 1
 
 
 @pytest.mark.parametrize("offset", [0, 0.1, -3, 2000.3, -2000.3, 40000, -65503.0])
@@ -101,54 +101,54 @@ def test_a_row_whose_scale_would_be_subnormal_is_zeros(tiny):
     """XLA would read the scale as 0; numpy would divide by 0, or round the row to other values."""
     weight = np.full((3, 64), tiny, np.float32)
     weight[1], weight[2, ::2] = np.linspace(-1, 1, 64), 1.0
-    found = formats.quantise("q", weight, "int8")
-    assert not found.values[0].any() and found.scale[0] == 1
-    assert (np.abs(found.values[1:]).max(axis=1) == 127).all()
-    assert np.abs(dequantised(found) - weight).max() <= 0.5001 / 127
+    matrix = formats.quantise("q", weight, "int8")
+    assert not matrix.values[0].any() and matrix.scale[0] == 1
+    assert (np.abs(matrix.values[1:]).max(axis=1) == 127).all()
+    assert np.abs(dequantised(matrix) - weight).max() <= 0.5001 / 127
 
 
 def test_blocks_of_rows_do_not_change_int8(rng, monkeypatch):
     weight = rng.normal(size=(7, 40)).astype(np.float32)
-    whole = formats.quantise("q", weight, "int8")
+    unblocked = formats.quantise("q", weight, "int8")
     monkeypatch.setattr(formats, "BLOCK", 100)  # two rows at a time, then one
-    for one, other in zip(formats.quantise("q", weight, "int8"), whole, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(formats.quantise("q", weight, "int8"), unblocked, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_the_smallest_scale_in_int8_is_the_smallest_normal_float():
     tiny = np.finfo(np.float32).tiny
     weight = np.array([[127 * tiny, -64 * tiny], [126 * tiny, 0]], np.float32)
-    found = formats.quantise("q", weight, "int8")
-    assert found.scale.tolist() == [tiny, 1] and found.values.tolist() == [[127, -64], [0, 0]]
-    product = jax.jit(matmul)(jax.tree.map(jnp.asarray, found), jnp.ones((2, 1, 1)))
+    matrix = formats.quantise("q", weight, "int8")
+    assert matrix.scale.tolist() == [tiny, 1] and matrix.values.tolist() == [[127, -64], [0, 0]]
+    product = jax.jit(matmul)(jax.tree.map(jnp.asarray, matrix), jnp.ones((2, 1, 1)))
     np.testing.assert_allclose(np.asarray(product)[:, 0, 0], [63 * tiny, 0], rtol=1e-6)
 
 
 def test_a_group_in_int4_is_rounded_to_multiples_of_its_scale(rng):
     weight = rng.normal(size=(8, 96)).astype(np.float32) * 10.0 ** np.arange(-3, 5)[:, None]
     weight[2], weight[5, :32] = 0, 7.5
-    found = formats.quantise("layers.0.q", weight, "int4")
-    assert isinstance(found, Int4Matrix) and found.shape == (8, 96)
-    assert found.packed.dtype == np.uint8 and found.scale.dtype == np.float16
+    matrix = formats.quantise("layers.0.q", weight, "int4")
+    assert isinstance(matrix, Int4Matrix) and matrix.shape == (8, 96)
+    assert matrix.packed.dtype == np.uint8 and matrix.scale.dtype == np.float16
     groups = weight.reshape(8, 3, 32)
     step = np.ptp(groups, axis=2) / 15
     # Half a step, and what float16 rounds in the least value and in fifteen steps.
-    most = 0.5 * step + 2.0**-10 * np.abs(groups).max(axis=2) + 15 * 2.0**-11 * step + 1e-7
-    error = np.abs(dequantised(found) - weight).reshape(8, 3, 32).max(axis=2)
-    assert (error <= most).all()
-    assert not dequantised(found)[2].any() and (dequantised(found)[5, :32] == 7.5).all()
+    max_error = 0.5 * step + 2.0**-10 * np.abs(groups).max(axis=2) + 15 * 2.0**-11 * step + 1e-7
+    error = np.abs(dequantised(matrix) - weight).reshape(8, 3, 32).max(axis=2)
+    assert (error <= max_error).all()
+    assert not dequantised(matrix)[2].any() and (dequantised(matrix)[5, :32] == 7.5).all()
 
 
 def test_the_values_of_a_q4_1_file_stay_as_they_are(rng):
     """A block of Q4_1 has a least value and a step in float16, and uses 0 and 15."""
     steps = rng.uniform(1e-3, 1, (6, 2)).astype(np.float16).astype(np.float32)[..., None]
-    least = -steps * rng.integers(5, 10, (6, 2, 1)) * 1.25
-    least = least.astype(np.float16).astype(np.float32)
+    minimum = -steps * rng.integers(5, 10, (6, 2, 1)) * 1.25
+    minimum = minimum.astype(np.float16).astype(np.float32)
     values = rng.integers(0, 16, (6, 2, 32))
     values[..., 0], values[..., 1] = 0, 15
-    weight = (values * steps + least).reshape(6, 64).astype(np.float32)
-    found = formats.quantise("layers.3.down", weight, "int4")
-    np.testing.assert_allclose(dequantised(found), weight, rtol=0, atol=1e-6)
+    weight = (values * steps + minimum).reshape(6, 64).astype(np.float32)
+    matrix = formats.quantise("layers.3.down", weight, "int4")
+    np.testing.assert_allclose(dequantised(matrix), weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_ends_and_shapes_that_do_not_divide_are_in_int8(name, shape):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_shapes_are_those_of_the_arrays(weight_format):
-    found = formats.quantise("layers.0.q", np.ones((6, 64), np.float32), weight_format)
-    wanted = formats.shapes("layers.0.q", (6, 64), weight_format)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    arrays = formats.quantise("layers.0.q", np.ones((6, 64), np.float32), weight_format)
+    shapes = formats.shapes("layers.0.q", (6, 64), weight_format)
+    for array, shape in zip(arrays, shapes, strict=True):
+        assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -219,12 +219,12 @@ def test_products_are_those_of_the_rounded_matrix(
 def test_a_loaded_model_has_a_part_of_the_bytes(folder, quantised):
     plain = models.load(folder)
     for name, weight in plain.weights.items():
-        found = quantised.weights[name]
-        assert isinstance(found, Quantised) == (weight.ndim == 2)
-        if isinstance(found, Int8Matrix):
-            assert found.values.nbytes * 4 == weight.nbytes
-        if isinstance(found, Int4Matrix):
-            assert found.packed.nbytes * 8 == weight.nbytes
+        loaded = quantised.weights[name]
+        assert isinstance(loaded, Quantised) == (weight.ndim == 2)
+        if isinstance(loaded, Int8Matrix):
+            assert loaded.values.nbytes * 4 == weight.nbytes
+        if isinstance(loaded, Int4Matrix):
+            assert loaded.packed.nbytes * 8 == weight.nbytes
     of_layers = [w for name, w in quantised.weights.items() if name.endswith((".q", ".gate"))]
     assert {w.FORMAT for w in of_layers} == {quantised.weight_format} and not plain.weight_format
 
@@ -232,17 +232,17 @@ def test_a_loaded_model_has_a_part_of_the_bytes(folder, quantised):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_is_that_of_the_rounded_weights(quantised, rounded, policy):
     prompt = [65 + number % 26 for number in range(30)]
-    found, wanted = (
+    actual, expected = (
         models.generate(llm, prompt, policy, 24, ignore_eos=True) for llm in (quantised, rounded)
     )
-    assert found.tokens == wanted.tokens
-    assert found.state_bytes == wanted.state_bytes
+    assert actual.tokens == expected.tokens
+    assert actual.state_bytes == expected.state_bytes
 
 
 def test_losses_are_those_of_the_rounded_weights(quantised, rounded, rng):
     ids = rng.integers(2, 258, 60).tolist()
-    found, wanted = (models.score(llm, ids, POLICIES[0]).losses for llm in (quantised, rounded))
-    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
+    actual, expected = (models.score(llm, ids, POLICIES[0]).losses for llm in (quantised, rounded))
+    np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -266,7 +266,7 @@ def test_answers_of_the_engine_do_not_depend_on_neighbours(quantised, policy):
     together = [collected.scored for collected in answer(engine, requests)]
     alone = [answer(engine, [request])[0].scored for request in requests]
     assert together == alone and all(len(scored) == 12 for scored in together)
-    assert all(np.isfinite(one.logprob) for scored in together for one in scored)
+    assert all(np.isfinite(scored_token.logprob) for scored in together for scored_token in scored)
 
 
 MEASURE = """

@@ -74,8 +74,8 @@ def llm(tmp_path_factory):
 
 def test_an_answer_is_sampled_as_published(llm):
     assert llm.sampling == Sampling(3.0, 200)
-    same = {"sampling": Sampling(3.0, 200)}, {"top_k": 200}, {}
-    tokens = [models.generate(llm, "Hi", POLICY, 20, **given).tokens for given in same]
+    settings = {"sampling": Sampling(3.0, 200)}, {"top_k": 200}, {}
+    tokens = [models.generate(llm, "Hi", POLICY, 20, **arguments).tokens for arguments in settings]
     greedy = models.generate(llm, "Hi", POLICY, 20, temperature=0).tokens
     assert tokens[0] == tokens[1] == tokens[2] != greedy
     assert greedy == models.generate(llm, "Hi", POLICY, 20, sampling=Sampling()).tokens

@@ -52,9 +52,9 @@ def test_the_text_has_the_recorded_ids(stories, shared):
 @pytest.mark.parametrize("policy, tokens", NOT_SLOW)  # the slow test below has all of them
 def test_the_reference_figures(stories, policy, tokens):
     llm, ids = stories
-    found = models.score(llm, ids[:tokens], policy, chunk=256)
-    assert len(found.losses) == tokens - 1
-    assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
+    score = models.score(llm, ids[:tokens], policy, chunk=256)
+    assert len(score.losses) == tokens - 1
+    assert math.isclose(score.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_the_reference_figures(stories, policy, tokens):
 )
 def test_losses_token_by_token_equal_those_in_chunks(stories, policy):
     llm, ids = stories
-    whole, single = (losses(llm, ids[:200], policy, chunk) for chunk in (64, 1))
-    np.testing.assert_allclose(single, whole, atol=2e-4)
+    chunked, single = (losses(llm, ids[:200], policy, chunk) for chunk in (64, 1))
+    np.testing.assert_allclose(single, chunked, atol=2e-4)
 
 
 def any_chunk():
@@ -79,10 +79,10 @@ def any_chunk():
 @pytest.mark.parametrize("policy, tokens, chunk", list(any_chunk()))
 def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, record_property):
     llm, ids = stories
-    found = models.score(llm, ids[:tokens], policy, chunk)
-    record_property("perplexity", found.perplexity)
+    score = models.score(llm, ids[:tokens], policy, chunk)
+    record_property("perplexity", score.perplexity)
     record_property("reference", REFERENCE[policy, tokens])
-    assert math.isclose(found.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
+    assert math.isclose(score.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
 
 
 def test_losses_do_not_depend_on_the_first_position(tiny):
@@ -90,23 +90,23 @@ def test_losses_do_not_depend_on_the_first_position(tiny):
     ids = np.random.default_rng(0).integers(2, 258, 60)
     for start in (0, 5_000_000, 2**32 - 30):
         parts = models.losses(tiny, ids, "streaming:window=5", 16, start)
-        found = np.concatenate(list(parts))
-        np.testing.assert_allclose(found, losses(tiny, ids, "streaming:window=5", 16), atol=1e-4)
+        actual = np.concatenate(list(parts))
+        np.testing.assert_allclose(actual, losses(tiny, ids, "streaming:window=5", 16), atol=1e-4)
 
 
 def test_progress_and_blocks(tiny):
     seen = []
     ids = np.random.default_rng(0).integers(2, 258, 60)
-    found = models.score(tiny, ids, "window:window=5", 16, progress=seen.append)
+    score = models.score(tiny, ids, "window:window=5", 16, progress=seen.append)
     assert seen == [16, 32, 48, 59]
-    assert [(b["start"], b["end"]) for b in found.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
-    assert found.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
+    assert [(b["start"], b["end"]) for b in score.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
+    assert score.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
 def test_the_mean_of_many_losses_is_exact():
     """Millions of float32 losses must not be added in float32."""
-    found = Score(np.full(5_000_000, 1.1, np.float32), 0, 0.0, 0.0)
-    assert math.isclose(found.loss, float(np.float32(1.1)), rel_tol=1e-9)
+    score = Score(np.full(5_000_000, 1.1, np.float32), 0, 0.0, 0.0)
+    assert math.isclose(score.loss, float(np.float32(1.1)), rel_tol=1e-9)
 
 
 def test_nan_losses_are_reported(tiny):

@@ -31,10 +31,10 @@ def test_a_loaded_conversation_continues(llm, tmp_path, policy):
     talk, path = models.Conversation(llm, policy, "Be brief.", seed=5), tmp_path / "session"
     ask(talk, "Hello there")
     session.save(path, talk)
-    found = session.load(path, models.Conversation(llm, policy))
-    assert (found.messages, found.position) == (talk.messages, talk.position)
+    loaded = session.load(path, models.Conversation(llm, policy))
+    assert (loaded.messages, loaded.position) == (talk.messages, talk.position)
     for _ in range(2):
-        assert ask(found, "And?") == ask(talk, "And?")
+        assert ask(loaded, "And?") == ask(talk, "And?")
     session.save(path, talk)  # a session may be overwritten
 
 
@@ -47,9 +47,9 @@ def saved(llm, tmp_path):
 
 
 def test_another_policy_model_or_version(llm, saved, tmp_path, monkeypatch):
-    other = models.load(write_tiny(tmp_path / "tiny", seed=1, hidden_size=64))
+    other_model = models.load(write_tiny(tmp_path / "tiny", seed=1, hidden_size=64))
     with pytest.raises(UserError, match=r"own model: .* give --model, or begin a new session"):
-        session.load(saved, models.Conversation(other, POLICY))
+        session.load(saved, models.Conversation(other_model, POLICY))
     changed = dict(llm.weights)
     name = next(name for name in changed if "q_proj" in name or name.endswith("q"))
     changed[name] = changed[name] * 2

@@ -77,7 +77,7 @@ def test_only_sums_are_communicated(tiny_folder, mesh):
     program = compiled_decode_block().lower(
         stream.static, WARM.filters, (), llm.weights, stream.decoding, WARM.knobs, np.int32(1)
     )
-    found = [
+    collectives = [
         (kind, dtype, math.prod(map(int, filter(None, shape.split(",")))))
         for kind, arrays in (
             (match[2], match[1]) for match in COLLECTIVE.finditer(program.compile().as_text())
@@ -87,7 +87,7 @@ def test_only_sums_are_communicated(tiny_folder, mesh):
     data_shards, head_shards = (llm.mesh.shape.get(axis, 1) for axis in ("data", "model"))
     sums = [("all-reduce", "f32", llm.config.width * 8 // data_shards)] * 2 * llm.config.layers
     done = [("all-reduce", "pred", 1)]
-    assert sorted(found) == sorted(sums * (head_shards > 1) + done * (data_shards > 1))
+    assert sorted(collectives) == sorted(sums * (head_shards > 1) + done * (data_shards > 1))
 
 
 @pytest.mark.slow

@@ -85,11 +85,11 @@ def test_a_prompt_compressed_in_one_layer_gives_no_warning(tiny, recwarn):
 
 def test_losses_continue_from_the_position_of_a_stream(tiny):
     ids = list(np.random.default_rng(0).integers(2, 250, 80))
-    whole = np.concatenate(list(models.losses(tiny, ids, "streaming:sinks=2,window=30")))
+    all_losses = np.concatenate(list(models.losses(tiny, ids, "streaming:sinks=2,window=30")))
     stream = Stream(tiny, "streaming:sinks=2,window=30")
     stream.prefill([ids[:33]])
     rest = np.concatenate(list(models.losses(tiny, ids[33:], stream=stream)))
-    np.testing.assert_allclose(rest, whole[33:], atol=1e-5)
+    np.testing.assert_allclose(rest, all_losses[33:], atol=1e-5)
     assert int(stream.decoding.position[0]) == 79
 
 
@@ -161,8 +161,8 @@ def test_an_interrupted_prefill_keeps_its_finished_chunks(tiny):
         stream.prefill([ids], chunk=16, progress=interrupt)
     part.prefill([ids[:32]], chunk=16)
     assert stream.lengths.tolist() == part.lengths.tolist() == [32]
-    found, wanted = (one.decode(Sampling(), 9, ())[0] for one in (stream, part))
-    np.testing.assert_array_equal(found, wanted)
+    continued, expected = (prefilled.decode(Sampling(), 9, ())[0] for prefilled in (stream, part))
+    np.testing.assert_array_equal(continued, expected)
 
 
 def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):

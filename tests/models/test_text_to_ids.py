@@ -184,11 +184,11 @@ OVERLAPPING = {"<|im": Kind.CONTROL, "start|>us": Kind.USER_DEFINED}
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("add_space", [True, False])
-@pytest.mark.parametrize("more", [{}, OVERLAPPING])
-def test_ids_of_gguf_files(kind, add_space, more, tmp_path):
-    marks = USER | {"<tool>": Kind.CONTROL} | more
+@pytest.mark.parametrize("tokens_of_case", [{}, OVERLAPPING])
+def test_ids_of_gguf_files(kind, add_space, tokens_of_case, tmp_path):
+    marks = USER | {"<tool>": Kind.CONTROL} | tokens_of_case
     header = write_gguf(tmp_path / "m.gguf", kind, marks, add_space_prefix=add_space)
-    ours = gguf.read_tokenizer(header)
+    tokenizer = gguf.read_tokenizer(header)
     tokens = header.fields["tokenizer.ggml.tokens"]
     ids = {text: tokens.index(text) for text in marks}
     if kind == "gpt2":
@@ -215,11 +215,11 @@ def test_ids_of_gguf_files(kind, add_space, more, tmp_path):
             i for part in partition(text, ids)
             for i in ([part] if isinstance(part, int) else encode(part))
         ]  # fmt: skip
-        assert ours.encode(text, bos=False) == expected, text
+        assert tokenizer.encode(text, bos=False) == expected, text
     assert (
-        tokens[ours.encode(f"{M}user", bos=False)[1]]
+        tokens[tokenizer.encode(f"{M}user", bos=False)[1]]
         == ("▁user" if kind == "llama" and add_space else "user")
-        or more
+        or tokens_of_case
     )
 
 
@@ -227,14 +227,14 @@ def test_ids_of_gguf_files(kind, add_space, more, tmp_path):
 def test_letters_without_pieces(kind, tmp_path):
     """A vocabulary without byte pieces encodes them as the unknown token."""
     if kind == "folder":
-        ours = read_tokenizer(write_sentencepiece(tmp_path, USER, byte_pieces=()))
+        tokenizer = read_tokenizer(write_sentencepiece(tmp_path, USER, byte_pieces=()))
     else:
         header = write_gguf(tmp_path / "m.gguf", "llama", USER, byte_pieces=())
-        ours = gguf.read_tokenizer(header)
+        tokenizer = gguf.read_tokenizer(header)
     model = serialise(*sentencepiece_vocabulary(USER, ()), True)
     package = sentencepiece.SentencePieceProcessor(model_proto=model)
     for text in ("user", "é user", "東京a"):
-        assert ours.encode(text, bos=False) == package.encode(text)
+        assert tokenizer.encode(text, bos=False) == package.encode(text)
 
 
 PLAIN = (
@@ -253,10 +253,10 @@ def test_turns_are_one_text(case, template, tmp_path):
     first = next_turn_ids(tokenizer, chat, [], "a user", begins=True)
     second = next_turn_ids(tokenizer, chat, [user, answer], "a user", begins=False)
     if template is None:
-        whole = tokenizer.encode("a user\nus\na user\n")
+        expected = tokenizer.encode("a user\nus\na user\n")
     else:
-        whole = tokenizer.encode(chat.render([user, answer, user]), bos=False)
-    assert [*first, *tokenizer.encode("us", bos=False, start=False), *second] == whole
+        expected = tokenizer.encode(chat.render([user, answer, user]), bos=False)
+    assert [*first, *tokenizer.encode("us", bos=False, start=False), *second] == expected
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -264,11 +264,11 @@ def test_a_text_that_a_stop_string_cuts(case, tmp_path):
     """The rest of an answer, encoded again after its first tokens, adds no space to it."""
     tokenizer = read_tokenizer(CASES[case](tmp_path))
     text = "a user\nuser  us"
-    whole = tokenizer.decode(tokenizer.encode(text, bos=False))
+    expected = tokenizer.decode(tokenizer.encode(text, bos=False))
     for size in range(1, len(text)):
         before = tokenizer.encode(text[:size], bos=False)
         rest = tokenizer.encode(text[size:], bos=False, start=False)
-        assert tokenizer.decode([*before, *rest]) == whole
+        assert tokenizer.decode([*before, *rest]) == expected
 
 
 def test_special_tokens_in_sentencepiece_text_add_no_space(tmp_path):
@@ -289,8 +289,8 @@ def record() -> None:
     import transformers
 
     versions = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    with tempfile.TemporaryDirectory() as made:
-        folders = {case: write(Path(made, str(n))) for n, (case, write) in enumerate(CASES.items())}
+    with tempfile.TemporaryDirectory() as root:
+        folders = {case: write(Path(root, str(n))) for n, (case, write) in enumerate(CASES.items())}
         versions[transformers.__version__] = {c: transformers_ids(f) for c, f in folders.items()}
     lines = [
         f' "{version}": {{\n'

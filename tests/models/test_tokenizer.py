@@ -27,27 +27,27 @@ def backend(folder: Path) -> tokenizers.Tokenizer:
 def byte_level(tmp_path_factory) -> Path:
     """A byte-level BPE as in Llama 3, Qwen and SmolLM2, with two special tokens."""
     folder = tmp_path_factory.mktemp("byte_level")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=330,
         special_tokens=["<|begin|>", "<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([TEXT, "the cat sat on the mat and then left"] * 3, trainer)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator([TEXT, "the cat sat on the mat and then left"] * 3, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"bos_token": None, "eos_token": "<|end|>"})
     return folder
 
 
 def with_post_processor(folder: Path, out: Path) -> Path:
     """The same tokenizer, which prepends <|begin|> as that of Llama 3 does."""
-    made = backend(folder)
+    tokenizer = backend(folder)
     begin = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    made.post_processor = processors.Sequence([processors.ByteLevel(), begin])
-    made.save(str(out / "tokenizer.json"))
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), begin])
+    tokenizer.save(str(out / "tokenizer.json"))
     return out
 
 
@@ -79,11 +79,11 @@ def test_reference_ids(stories):
 
 def test_a_whole_file_is_encoded_in_linear_time(stories, shared):
     text = (shared / "text" / "tinystories" / "valid.txt").read_text(encoding="utf-8")
-    known = json.loads((stories / "perplexity.json").read_text())["first4096_ids"]
+    expected = json.loads((stories / "perplexity.json").read_text())["first4096_ids"]
     tokenizer = read_tokenizer(stories)
     start = time.perf_counter()
     ids = tokenizer.encode(text, bos=True)
-    assert ids[:4096] == known and len(ids) > 250_000
+    assert ids[:4096] == expected and len(ids) > 250_000
     assert (
         time.perf_counter() - start < 20
     )  # 0.3 s on an idle machine; a quadratic algorithm takes longer
@@ -92,11 +92,15 @@ def test_a_whole_file_is_encoded_in_linear_time(stories, shared):
 
 def test_sentencepiece_agrees_with_json(stories, tmp_path):
     shutil.copy(stories / "tokenizer.model", tmp_path)
-    one, other = read_tokenizer(stories), read_tokenizer(tmp_path)
-    assert one.table == other.table and one.special == other.special
-    assert (one.bos, one.eos, one.adds_bos) == (other.bos, other.eos, other.adds_bos)
+    actual, expected = read_tokenizer(stories), read_tokenizer(tmp_path)
+    assert actual.table == expected.table and actual.special == expected.special
+    assert (actual.bos, actual.eos, actual.adds_bos) == (
+        expected.bos,
+        expected.eos,
+        expected.adds_bos,
+    )
     for text in (TEXT, "a", "  two  spaces ", "</s> end", "東京"):
-        assert one.encode(text) == other.encode(text), text
+        assert actual.encode(text) == expected.encode(text), text
     write_json(tmp_path / "tokenizer_config.json", {"add_bos_token": False, "bos_token": "<s>"})
     quiet = read_tokenizer(tmp_path)
     assert not quiet.adds_bos and quiet.bos == 1
@@ -122,17 +126,17 @@ def test_encoded_text_decodes_to_itself(tokenizer):
 def test_decode_agrees_with_the_package(folder, request):
     """On random ids. For SentencePiece, byte tokens are left out where they are invalid UTF-8."""
     folder = request.getfixturevalue(folder)
-    ours, theirs = read_tokenizer(folder), backend(folder)
+    tokenizer, reference = read_tokenizer(folder), backend(folder)
     random = np.random.default_rng(0)
     tried = 0
     for _ in range(300):
-        ids = random.integers(0, ours.vocab, 12).tolist()
-        text = ours.decode(ids)
-        if "\ufffd" in text and ours.strip:
-            ids = [i for i in ids if not theirs.id_to_token(i).startswith("<0x")]
-            text = ours.decode(ids)
+        ids = random.integers(0, tokenizer.vocab, 12).tolist()
+        text = tokenizer.decode(ids)
+        if "\ufffd" in text and tokenizer.strip:
+            ids = [i for i in ids if not reference.id_to_token(i).startswith("<0x")]
+            text = tokenizer.decode(ids)
         tried += 1
-        assert text == theirs.decode(ids, skip_special_tokens=True), ids
+        assert text == reference.decode(ids, skip_special_tokens=True), ids
     assert tried == 300
 
 
@@ -225,9 +229,9 @@ def test_invalid_tokenizers_are_refused(tmp_path, byte_level):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(UserError, match=r"tokenizer.json is corrupt"):
         read_tokenizer(tmp_path)
-    made = backend(byte_level)
-    made.decoder = decoders.WordPiece()
-    made.save(str(tmp_path / "tokenizer.json"))
+    reference = backend(byte_level)
+    reference.decoder = decoders.WordPiece()
+    reference.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="unsupported decoder WordPiece"):
         read_tokenizer(tmp_path)
     with pytest.raises(UserError, match="lone surrogate at character 1"):
@@ -237,12 +241,12 @@ def test_invalid_tokenizers_are_refused(tmp_path, byte_level):
 @pytest.mark.parametrize("scheme", ["always", "never"])
 def test_a_metaspace_decoder(scheme, tmp_path):
     """The decoder of some Mistral and Llama conversions."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    made.train_from_iterator(["the cat sat"], trainers.BpeTrainer(show_progress=False))
-    made.save(str(tmp_path / "tokenizer.json"))
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE())
+    reference.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    reference.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    reference.train_from_iterator(["the cat sat"], trainers.BpeTrainer(show_progress=False))
+    reference.save(str(tmp_path / "tokenizer.json"))
     tokenizer = read_tokenizer(tmp_path)
     ids = tokenizer.encode("the cat sat")
-    assert tokenizer.decode(ids) == made.decode(ids) == "the cat sat"
+    assert tokenizer.decode(ids) == reference.decode(ids) == "the cat sat"
     assert tokenizer.strip == (scheme == "always")

@@ -46,17 +46,17 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_field_that_changes_ids_is_applied(name, tmp_path):
     plain = read_tokenizer(write_sentencepiece(tmp_path / "a", {}))
-    other = read_tokenizer(write_sentencepiece(tmp_path / "b", {}, {name: CHANGES[name]}))
-    assert other.encode(TEXT) != plain.encode(TEXT)
+    changed = read_tokenizer(write_sentencepiece(tmp_path / "b", {}, {name: CHANGES[name]}))
+    assert changed.encode(TEXT) != plain.encode(TEXT)
 
 
 @pytest.mark.parametrize("name", tokenizer_config.REFUSED)
 @pytest.mark.parametrize("write", [write_sentencepiece, write_byte_level])
 def test_a_field_that_is_not_supported_is_refused(name, write, tmp_path):
     value = tokenizer_config.REFUSED[name]
-    other = {"alpha": 0.1} if isinstance(value, dict) else not value
+    unsupported = {"alpha": 0.1} if isinstance(value, dict) else not value
     with pytest.raises(UserError, match=f"tokenizer_config.json: {name} must be {value} or absent"):
-        read_tokenizer(write(tmp_path, {M: Kind.CONTROL}, {name: other}))
+        read_tokenizer(write(tmp_path, {M: Kind.CONTROL}, {name: unsupported}))
     read_tokenizer(write(tmp_path, {M: Kind.CONTROL}, {name: value}))
 
 
@@ -68,9 +68,9 @@ def test_every_field_of_transformers_is_known():
     classes = (transformers.LlamaTokenizer, transformers.GPT2Tokenizer)
     fields = {name for kind in classes for name in inspect.signature(kind.__init__).parameters}
     fields -= {"self", "kwargs", "vocab", "merges"}
-    known = {*tokenizer_config.NAMED, *tokenizer_config.LISTS, *tokenizer_config.APPLIED,
+    known_names = {*tokenizer_config.NAMED, *tokenizer_config.LISTS, *tokenizer_config.APPLIED,
              *tokenizer_config.REFUSED, *tokenizer_config.UNUSED}  # fmt: skip
-    assert fields <= known
+    assert fields <= known_names
     named = transformers.PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
     assert set(named) <= {*tokenizer_config.NAMED, *tokenizer_config.LISTS}
 
@@ -96,8 +96,8 @@ GGUF_CHANGES = {
 def test_a_field_of_a_gguf_header_is_applied(name, tmp_path):
     fields = {"bos_token_id": 1} | {name: GGUF_CHANGES[name]}
     plain = gguf.read_tokenizer(write_gguf(tmp_path / "a.gguf", "llama", {}, bos_token_id=1))
-    other = gguf.read_tokenizer(write_gguf(tmp_path / "b.gguf", "llama", {}, **fields))
-    assert other.encode("a  user ") != plain.encode("a  user ")
+    changed = gguf.read_tokenizer(write_gguf(tmp_path / "b.gguf", "llama", {}, **fields))
+    assert changed.encode("a  user ") != plain.encode("a  user ")
 
 
 @pytest.mark.parametrize("key, value", [

@@ -32,10 +32,12 @@ def steps(setting, tokens, count):
     return trained, np.array(metrics)
 
 
-def largest_difference(one, other):
+def largest_difference(actual, expected):
     """The largest difference between the weights of two runs."""
     apart = jax.tree.map(
-        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), one.weights, other.weights
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()),
+        actual.weights,
+        expected.weights,
     )
     return max(apart.values())
 
@@ -55,13 +57,13 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
     rule = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": recipe.weight_decay},
-         {"params": others, "weight_decay": 0.0}],
+         {"params": vectors, "weight_decay": 0.0}],
         betas=(recipe.beta1, recipe.beta2), eps=1e-8,
     )  # fmt: skip
-    found, wanted = steps(setting, tokens, recipe.steps)[1], []
+    actual, expected = steps(setting, tokens, recipe.steps)[1], []
     for step in range(recipe.steps):
         runs = data.batch(tokens, "train", 0, step, recipe.batch_size, recipe.context)
         runs = torch.tensor(runs.astype(np.int64))
@@ -83,8 +85,8 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
         for group in rule.param_groups:
             group["lr"] = rate
         rule.step()
-        wanted.append([loss.item(), norm.item()])
-    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+        expected.append([loss.item(), norm.item()])
+    np.testing.assert_allclose(actual, expected, rtol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +110,10 @@ def test_variants_share_initial_weights(tokens):
         training.begin(setting_of(small(f"sinks={sinks}"), tokens)).weights
         for sinks in ("none", "logit", "token")
     ]
-    other = training.begin(setting_of(small("seed=1"), tokens)).weights
+    reseeded = training.begin(setting_of(small("seed=1"), tokens)).weights
     for name, weight in variants[0].items():
         assert all(np.array_equal(weight, variant[name]) for variant in variants[1:])
-        assert np.array_equal(weight, other[name]) == (weight.ndim == 1)
+        assert np.array_equal(weight, reseeded[name]) == (weight.ndim == 1)
 
 
 def test_sink_tokens_replace_the_first_inputs_and_are_no_targets():
@@ -119,19 +121,19 @@ def test_sink_tokens_replace_the_first_inputs_and_are_no_targets():
     inputs, targets, counts = training.samples(runs, ())
     assert inputs.tolist() == runs[:, :-1].tolist() and bool(counts.all())
     for front in ((1,), (1, 2)):
-        changed, same, counts = training.samples(runs, front)
+        changed, sample_targets, counts = training.samples(runs, front)
         assert changed[:, : len(front)].tolist() == [list(front)] * 2
         assert changed[:, len(front) :].tolist() == inputs[:, len(front) :].tolist()
-        assert same.tolist() == targets.tolist()  # no target is a sink token
+        assert sample_targets.tolist() == targets.tolist()  # no target is a sink token
         # The second of two sink tokens would have to be predicted by the first.
         assert counts.tolist() == [[1] * 5 if len(front) == 1 else [0, 1, 1, 1, 1]] * 2
 
 
 def test_gradient_accumulation_equals_the_whole_batch(tokens):
-    whole, metrics = steps(setting_of(small(), tokens), tokens, 4)
+    one_batch, metrics = steps(setting_of(small(), tokens), tokens, 4)
     parts, metrics_in_parts = steps(setting_of(small("grad_accum_steps=4"), tokens), tokens, 4)
     np.testing.assert_allclose(metrics, metrics_in_parts, rtol=1e-5)
-    assert largest_difference(whole, parts) < 1e-4
+    assert largest_difference(one_batch, parts) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -153,16 +155,16 @@ def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
 @pytest.mark.parametrize("devices", [1, seldom(2)])
 def test_remat_takes_the_same_steps_in_less_memory(tokens, devices):
     mesh = mesh_of(f"data={devices}") if devices > 1 else None
-    found = []
+    runs = []
     for remat in ("none", "layers"):
         recipe = small("layers=4", "context=64", "sinks=logit", "lr=2e-3", f"remat={remat}")
         setting = setting_of(recipe, tokens, mesh)
-        found.append((*steps(setting, tokens, 3), memory_plan.plan(setting).temporaries))
-    (kept, metrics, most), (again, metrics_again, least) = found
+        runs.append((*steps(setting, tokens, 3), memory_plan.plan(setting).temporaries))
+    (kept, metrics, plain_bytes), (again, metrics_again, remat_bytes) = runs
     np.testing.assert_allclose(metrics, metrics_again, rtol=1e-5)
     assert largest_difference(kept, again) < 1e-4
     # XLA:CPU of jax 0.7.2 joins both computations of a layer again.
-    assert least < (0.6 if jax.__version_info__ >= (0, 12) else 1) * most
+    assert remat_bytes < (0.6 if jax.__version_info__ >= (0, 12) else 1) * plain_bytes
 
 
 def test_a_step_with_a_nan_gradient_changes_nothing(tokens):
@@ -212,7 +214,7 @@ def test_half_precision_keeps_float32_weights(tokens):
 
 def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
     """The gradient of its embedding sums thousands of terms, which is too inexact in bfloat16."""
-    found = {}
+    gradients = {}
     for dtype in ("float32", "bfloat16"):
         setting = setting_of(small(f"dtype={dtype}", "context=512"), tokens)
         runs = np.full((8, 513), 7, np.int32)
@@ -224,9 +226,9 @@ def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
 
         gradient = jax.jit(jax.grad(of_inputs))(weights)["embed"]
         assert gradient.dtype == jnp.float32
-        found[dtype] = np.asarray(gradient, np.float64)
-    off = np.linalg.norm(found["bfloat16"] - found["float32"], axis=1)
-    assert off[7] < 0.02 * np.linalg.norm(found["float32"][7])
+        gradients[dtype] = np.asarray(gradient, np.float64)
+    off = np.linalg.norm(gradients["bfloat16"] - gradients["float32"], axis=1)
+    assert off[7] < 0.02 * np.linalg.norm(gradients["float32"][7])
 
 
 def test_a_nan_update_changes_nothing(tokens):
@@ -302,8 +304,8 @@ def test_bad_settings_are_refused(words):
 def test_weight_decay_shrinks_matrices_and_no_sink_or_gain(optimizer):
     recipe = small(f"optimizer={optimizer}", "weight_decay=0.1", "warmup=0")
     matrices = {"embed": (4, 4), "layers.0.q": (4, 4), "layers.0.down": (4, 4)}
-    others = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4), "sinks": (2, 4)}
-    weights = {name: jnp.ones(shape) for name, shape in (matrices | others).items()}
+    undecayed = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4), "sinks": (2, 4)}
+    weights = {name: jnp.ones(shape) for name, shape in (matrices | undecayed).items()}
     rule = training.optimizer(recipe)
     changes, _ = rule.update(jax.tree.map(jnp.zeros_like, weights), rule.init(weights), weights)
     assert {name for name, change in changes.items() if np.any(change)} == set(matrices)

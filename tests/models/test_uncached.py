@@ -58,19 +58,19 @@ SIZES = [(case, 300) for case in CASES] + [("learned sinks", n) for n in (1, 127
 def test_attention_equals_numpy(rng, case, tokens):
     how = dict(CASES[case])
     q, k, v = random_tokens(rng, tokens, rows=1)
-    wanted, seen = oracle(q, k, v, SPEC.scale, **how)
+    expected, seen = oracle(q, k, v, SPEC.scale, **how)
     window, sink_logits = how.get("window"), how.get("sink_logits")
     spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
     out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink_logits=sink_logits)[0])(
         q, k, v
     )
-    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     out, probabilities = jax.jit(
         lambda *a: uncached.attend_with_probabilities(
             window, spec, None, *a, sink_logits=sink_logits
         )
     )(q, k, v)
-    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(probabilities, seen, atol=2e-6)
 
 
@@ -88,7 +88,7 @@ def test_gradients_equal_those_of_jax(rng, case, tokens):
     if "sink_logits" in how:
         arrays += (jnp.asarray(how["sink_logits"]),)
 
-    def of(function):
+    def gradients_of(function):
         return gradients(
             lambda q, k, v, sink_logits=None: function(
                 how.get("window"), spec, None, q, k, v, sink_logits=sink_logits
@@ -96,10 +96,10 @@ def test_gradients_equal_those_of_jax(rng, case, tokens):
             *arrays,
         )
 
-    for ours, theirs in zip(
-        of(uncached.attend), of(uncached.attend_with_probabilities), strict=True
+    for actual, expected in zip(
+        gradients_of(uncached.attend), gradients_of(uncached.attend_with_probabilities), strict=True
     ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["plain", "window", "zero sink", "learned sinks"])
@@ -110,16 +110,16 @@ def test_a_fused_kernel_supports_sinks(rng, case):
     if case == "learned sinks":  # a sink that is constant zero is a numpy array
         arrays += (jnp.asarray(sink_logits),)
 
-    def fused(q, k, v, given=sink_logits):
-        return uncached.fused_attention(q, k, v, SPEC.scale, window, given, "xla")
+    def fused(q, k, v, sink_logits=sink_logits):
+        return uncached.fused_attention(q, k, v, SPEC.scale, window, sink_logits, "xla")
 
-    def plain(q, k, v, given=sink_logits):
+    def plain(q, k, v, sink_logits=sink_logits):
         spec = dataclasses.replace(SPEC, encoding=NoPosition())
-        return uncached.attend(window, spec, None, q, k, v, sink_logits=given)[0]
+        return uncached.attend(window, spec, None, q, k, v, sink_logits=sink_logits)[0]
 
     np.testing.assert_allclose(fused(*arrays), plain(*arrays), atol=2e-6)
-    for one, other in zip(gradients(fused, *arrays), gradients(plain, *arrays), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+    for actual, expected in zip(gradients(fused, *arrays), gradients(plain, *arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_a_learned_sink_survives_half_precision():
@@ -175,6 +175,6 @@ def test_attention_on_the_first_token_is_that_of_an_independent_program(stories)
     reported = json.loads((stories / "perplexity.json").read_text("utf-8"))
     llm = models.load(stories)
     ids = jnp.asarray([reported["first4096_ids"][:512]], jnp.int32)
-    found = uncached.mass_on_first(llm.config, llm.weights, ids, 64).mean(1)
+    actual = uncached.mass_on_first(llm.config, llm.weights, ids, 64).mean(1)
     expected = reported["first_token_attention"]["per_layer_mean"]
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)

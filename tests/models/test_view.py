@@ -43,9 +43,9 @@ class Scripts(HTMLParser):
         self.scripts, self.addresses, self._id = {}, [], None
 
     def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self._id = given.get("id", "") if tag == "script" else None
-        self.addresses += [given[name] for name in ("src", "href") if name in given]
+        values = dict(attributes)
+        self._id = values.get("id", "") if tag == "script" else None
+        self.addresses += [values[name] for name in ("src", "href") if name in values]
 
     def handle_data(self, text):
         if self._id is not None:
@@ -53,9 +53,9 @@ class Scripts(HTMLParser):
 
 
 def parsed(page: str) -> Scripts:
-    found = Scripts()
-    found.feed(page)
-    return found
+    scripts = Scripts()
+    scripts.feed(page)
+    return scripts
 
 
 def rows(packed: str, shape: tuple[int, int], tokens: int) -> list[np.ndarray]:
@@ -65,15 +65,15 @@ def rows(packed: str, shape: tuple[int, int], tokens: int) -> list[np.ndarray]:
     return [flat[:, :, n * (n + 1) // 2 : (n + 1) * (n + 2) // 2] for n in range(tokens)]
 
 
-def data_of(llm, found) -> dict:
-    return json.loads(parsed(view.page(llm, found, "tiny", "text.txt")).scripts["data"])
+def data_of(llm, record) -> dict:
+    return json.loads(parsed(view.page(llm, record, "tiny", "text.txt")).scripts["data"])
 
 
 def test_the_cached_tokens_are_those_of_streaming(llm, streamed):
     data = data_of(llm, streamed)
     config = llm.config
-    found = rows(data["cached"], (config.layers, config.kv_heads), TOKENS)
-    for n, codes in enumerate(found):
+    cached = rows(data["cached"], (config.layers, config.kv_heads), TOKENS)
+    for n, codes in enumerate(cached):
         token = np.arange(n + 1)
         expected = (token < SINKS) | (token > n - WINDOW)
         np.testing.assert_array_equal(codes, np.broadcast_to(view.ONE * expected, codes.shape))
@@ -82,8 +82,8 @@ def test_the_cached_tokens_are_those_of_streaming(llm, streamed):
 
 def test_the_attention_of_a_token_sums_to_one(llm, streamed):
     data = data_of(llm, streamed)
-    found = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
-    for codes in found:
+    attention = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
+    for codes in attention:
         np.testing.assert_allclose(((codes / 255.0) ** 2).sum(axis=2), 1, atol=0.02)
 
 
@@ -114,9 +114,9 @@ def layer_0(llm, ids) -> np.ndarray:
 
 def test_the_attention_of_the_first_layer_is_that_of_numpy(llm, streamed, ids):
     data = data_of(llm, streamed)
-    found = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
+    attention = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
     expected = layer_0(llm, ids)
-    for n, codes in enumerate(found):
+    for n, codes in enumerate(attention):
         np.testing.assert_allclose((codes[0] / 255.0) ** 2, expected[:, n, : n + 1], atol=0.005)
 
 
@@ -131,8 +131,8 @@ def test_losses_are_those_of_scoring(llm, streamed, ids):
 
 def test_a_prompt_is_compressed_at_its_end(llm, ids):
     prompt, capacity = 16, 8
-    found = view.record(llm, ids, f"snapkv:capacity={capacity},window=4", prompt)
-    data = data_of(llm, found)
+    record = view.record(llm, ids, f"snapkv:capacity={capacity},window=4", prompt)
+    data = data_of(llm, record)
     shape = (llm.config.layers, llm.config.kv_heads)
     for n, codes in enumerate(rows(data["cached"], shape, TOKENS)):
         count = n + 1 if n + 1 < prompt else capacity + n + 1 - prompt
@@ -143,40 +143,40 @@ def test_a_prompt_is_compressed_at_its_end(llm, ids):
 
 def test_weights_have_sixteen_codes_an_octave(llm, ids):
     policy = "stratified:sinks=1,window=3,sample=4,weighted=true"
-    found = view.record(llm, ids, policy, TOKENS)
+    record = view.record(llm, ids, policy, TOKENS)
     stream = models.Stream(llm, policy, tokens=TOKENS)
     stream.prefill([ids])
-    for layer, codes in enumerate(found.cached[:, :, -TOKENS:]):
+    for layer, codes in enumerate(record.cached[:, :, -TOKENS:]):
         state = stream.decoding.states[layer]
         weights = view.weights_of_layer(*stream.policies[layer].cached(llm.spec, state), TOKENS)
         np.testing.assert_array_equal(codes > 0, weights > 0)
         cached = weights > 0
         decoded = 2 ** ((codes[cached].astype(float) - view.ONE) / view.OCTAVE)
         np.testing.assert_allclose(decoded, weights[cached], rtol=0.03)
-    assert len(set(found.cached[:, :, -TOKENS:].ravel())) > 2
+    assert len(set(record.cached[:, :, -TOKENS:].ravel())) > 2
 
 
 def test_chosen_layers(llm, ids, streamed):
-    found = view.record(llm, ids, POLICY, TOKENS, layers=[1])
-    assert found.layers == (1,)
-    np.testing.assert_array_equal(found.attention[0], streamed.attention[1])
-    np.testing.assert_array_equal(found.cached[0], streamed.cached[1])
+    record = view.record(llm, ids, POLICY, TOKENS, layers=[1])
+    assert record.layers == (1,)
+    np.testing.assert_array_equal(record.attention[0], streamed.attention[1])
+    np.testing.assert_array_equal(record.cached[0], streamed.cached[1])
 
 
 def test_an_interrupted_view_shows_the_tokens_read(llm, ids, streamed):
     done = []
-    found = view.record(
+    record = view.record(
         llm, ids, POLICY, TOKENS, progress=done.append, stopped=lambda: len(done) == 10
     )
-    assert found.ids == tuple(ids[:10]) and len(found.losses) == len(found.full_losses) == 9
+    assert record.ids == tuple(ids[:10]) and len(record.losses) == len(record.full_losses) == 9
     size = 10 * 11 // 2
-    np.testing.assert_array_equal(found.cached, streamed.cached[:, :, :size])
+    np.testing.assert_array_equal(record.cached, streamed.cached[:, :, :size])
 
 
 def test_a_press_at_the_first_token_shows_two(llm, ids):
     """One token predicts nothing."""
-    found = view.record(llm, ids, POLICY, TOKENS, stopped=lambda: True)
-    assert found.ids == tuple(ids[:2]) and len(found.losses) == len(found.full_losses) == 1
+    record = view.record(llm, ids, POLICY, TOKENS, stopped=lambda: True)
+    assert record.ids == tuple(ids[:2]) and len(record.losses) == len(record.full_losses) == 1
 
 
 def test_the_second_sink_token_has_no_loss(llm, tmp_path, ids):
@@ -197,10 +197,10 @@ def test_the_page_is_whole_and_loads_nothing(llm, ids):
     words = "</script><b>&amp;"
     odd = llm.tokenizer.encode(words, bos=False)
     page = view.page(llm, view.record(llm, odd, POLICY, len(odd)), "tiny", "<text>.txt")
-    found = parsed(page)
-    data = json.loads(found.scripts["data"])
+    scripts = parsed(page)
+    data = json.loads(scripts.scripts["data"])
     assert "".join(data["words"]) == words and data["text"] == "<text>.txt"
-    assert found.addresses == [] and not re.search(r"https?:|@import|url\(|fetch\(", page)
+    assert scripts.addresses == [] and not re.search(r"https?:|@import|url\(|fetch\(", page)
     assert "__DATA__" not in page and page.rstrip().endswith("</html>")
 
 
@@ -211,9 +211,9 @@ def test_what_cannot_be_shown_is_refused(llm, ids, monkeypatch):
         ((POLICY, 24, 9, [0, 7]), ("layer 7", "layers 0 to 1")),
         (("snapkv", 24, 12, None), ("at least 1025", "got a prompt of 12", "--prompt-tokens")),
     ]
-    for given, words in cases:
+    for arguments, words in cases:
         with pytest.raises(UserError) as error:
-            view.check(llm, *given)
+            view.check(llm, *arguments)
         assert all(word in str(error.value) for word in words), error.value
     monkeypatch.setattr(view, "MAX_TOKENS", 100)
     with pytest.raises(UserError, match="at most 100 tokens, got 101"):

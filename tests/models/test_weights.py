@@ -33,39 +33,39 @@ def load(folder: Path, dtype: str = "float32", **options) -> dict[str, jax.Array
     return load_weights(folder, read_config(folder), dtype, **options)
 
 
-def same(loaded: dict[str, jax.Array], folder: Path, written: dict[str, np.ndarray]) -> None:
+def check(loaded: dict[str, jax.Array], folder: Path, written: dict[str, np.ndarray]) -> None:
     table = shapes(read_config(folder))
     assert set(loaded) == set(table)
-    for ours, (theirs, shape) in table.items():
-        assert loaded[ours].shape == shape
-        np.testing.assert_array_equal(np.asarray(loaded[ours]), written[theirs], err_msg=ours)
+    for name, (file_name, shape) in table.items():
+        assert loaded[name].shape == shape
+        np.testing.assert_array_equal(np.asarray(loaded[name]), written[file_name], err_msg=name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, tmp_path):
     write_model(tmp_path, name)
-    same(load(tmp_path), tmp_path, tensors(tmp_path))
+    check(load(tmp_path), tmp_path, tensors(tmp_path))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
-def test_dtypes(stored, wanted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(stored, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "jaxkv.models.hf.weights.PIECE", 1000
     )  # several pieces per tensor, the last one shorter
     write_model(tmp_path, "llama32", dtype=stored)
     written = tensors(tmp_path, dtype=stored)
-    expected = {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()}
-    loaded = load(tmp_path, wanted)
-    assert all(array.dtype == wanted for array in loaded.values())
-    same(loaded, tmp_path, expected)
+    expected = {name: value.astype(jnp.dtype(dtype)) for name, value in written.items()}
+    loaded = load(tmp_path, dtype)
+    assert all(array.dtype == dtype for array in loaded.values())
+    check(loaded, tmp_path, expected)
 
 
 def test_shards_and_progress(tmp_path):
     write_model(tmp_path, "qwen3", shards=3)
     seen: list[tuple[int, int]] = []
     loaded = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
-    same(loaded, tmp_path, tensors(tmp_path))
+    check(loaded, tmp_path, tensors(tmp_path))
     assert seen == sorted(seen) and len(seen) == len(loaded)
     assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
 
@@ -79,7 +79,7 @@ def test_the_index_decides_between_two_tensors_of_one_name(shards, tmp_path):
     for file in set(weight_map.values()):
         part = {name: w if weight_map[name] == file else w + 1 for name, w in written.items()}
         save_file(part, tmp_path / file)
-    same(load(tmp_path), tmp_path, written)
+    check(load(tmp_path), tmp_path, written)
 
 
 def test_an_index_that_names_another_file_is_refused(tmp_path):
@@ -102,7 +102,7 @@ def test_names_without_the_model_prefix(tmp_path):
     written = tensors(tmp_path)
     bare = {name.removeprefix("model."): value for name, value in written.items()}
     write_tensors(tmp_path, bare)
-    same(load(tmp_path), tmp_path, written)
+    check(load(tmp_path), tmp_path, written)
 
 
 @pytest.mark.parametrize("name", ["output.weight", "model.lm_head.weight"])
@@ -110,16 +110,16 @@ def test_other_names_of_the_head_are_accepted(name, tmp_path):
     write_model(tmp_path, "llama2")
     written = tensors(tmp_path)
     write_tensors(tmp_path, {name if k == HEAD else k: v for k, v in written.items()})
-    same(load(tmp_path), tmp_path, written)
+    check(load(tmp_path), tmp_path, written)
 
 
 def test_a_tied_head_is_found_under_either_name(tmp_path):
     write_model(tmp_path, "llama32")
     written = tensors(tmp_path)
     write_tensors(tmp_path, {HEAD if k == EMBED else k: v for k, v in written.items()})
-    same(load(tmp_path), tmp_path, written)
+    check(load(tmp_path), tmp_path, written)
     write_tensors(tmp_path, written | {HEAD: written[EMBED].copy()})
-    same(load(tmp_path), tmp_path, written)
+    check(load(tmp_path), tmp_path, written)
     write_tensors(tmp_path, written | {HEAD: written[EMBED] + 1})
     with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
         load(tmp_path)
@@ -152,21 +152,21 @@ def test_rotary_buffers_are_ignored(tmp_path):
     write_model(tmp_path, "llama2")
     buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}
     write_tensors(tmp_path, tensors(tmp_path) | buffer)
-    same(load(tmp_path), tmp_path, tensors(tmp_path))
+    check(load(tmp_path), tmp_path, tensors(tmp_path))
 
 
 def test_weights_load_with_a_sharding(tmp_path):
     write_model(tmp_path, "llama2")
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-    both = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     split = NamedSharding(mesh, P("model"))
 
     def by_name(name: str, shape: tuple[int, ...]) -> NamedSharding:
-        return split if name.endswith((".q", ".k")) else both
+        return split if name.endswith((".q", ".k")) else replicated
 
     loaded = load(tmp_path, sharding=by_name)
-    same(loaded, tmp_path, tensors(tmp_path))
-    assert loaded["layers.0.q"].sharding == split and loaded["embed"].sharding == both
+    check(loaded, tmp_path, tensors(tmp_path))
+    assert loaded["layers.0.q"].sharding == split and loaded["embed"].sharding == replicated
     assert load(tmp_path, sharding=split)["norm"].sharding == split
 
 
@@ -306,15 +306,15 @@ def large(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    "stored, wanted",
+    "stored, dtype",
     [("bfloat16", "float32"), ("bfloat16", "bfloat16"),
      ("float32", "float32"), ("float32", "bfloat16")],
 )  # fmt: skip
-def test_peak_memory(stored, wanted, large):
+def test_peak_memory(stored, dtype, large):
     folder = large[stored]
     weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
-    model = weights * jnp.dtype(wanted).itemsize
-    used = peak(folder, wanted) - peak(large["float32"], "")
+    model = weights * jnp.dtype(dtype).itemsize
+    used = peak(folder, dtype) - peak(large["float32"], "")
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
 
 

@@ -35,14 +35,14 @@ def write_byte_level(
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {word: i for i, word in enumerate(WORDS)}
-    made = tokenizers.Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in MERGES]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    made.decoder = decoders.ByteLevel()
+    coder = tokenizers.Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in MERGES]))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    coder.decoder = decoders.ByteLevel()
     for token in added:
-        made.add_special_tokens([token]) if isinstance(token, str) else made.add_tokens([token])
+        coder.add_special_tokens([token]) if isinstance(token, str) else coder.add_tokens([token])
     for name, value in parts.items():
-        setattr(made, name, value)
-    made.save(str(folder / "tokenizer.json"))
+        setattr(coder, name, value)
+    coder.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(config or {})
     write_json(folder / "tokenizer_config.json", fields)
     write_json(folder / "config.json", {"model_type": "llama"})
@@ -54,11 +54,11 @@ def write_unigram(folder: Path, added: Sequence[str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     letters = [(letter, -9.0) for letter in "▁userymaitnb<>|/[]INST_xd"]
     vocab = [("<unk>", 0.0), *((text, 0.0) for text in added), *letters]
-    made = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    made.add_special_tokens(list(added))
-    made.save(str(folder / "tokenizer.json"))
+    coder = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
+    coder.pre_tokenizer = pre_tokenizers.Metaspace()
+    coder.decoder = decoders.Metaspace()
+    coder.add_special_tokens(list(added))
+    coder.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
     return folder
 
@@ -69,24 +69,24 @@ def write_llama_2(folder: Path, mark: AddedToken) -> Path:
     words = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(PIECES)]
     merges = [("u", "s"), ("e", "r"), ("us", "er"), ("▁", "user"), ("▁", "a"), ("s", "y"),
               ("i", "m"), ("▁", "▁")]  # fmt: skip
-    made = tokenizers.Tokenizer(
+    coder = tokenizers.Tokenizer(
         models.BPE(
             {word: i for i, word in enumerate(words)},
             merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True,
         )
     )  # fmt: skip
-    made.normalizer = normalizers.Sequence(
+    coder.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence([
+    coder.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
-    made.add_special_tokens(
+    coder.add_special_tokens(
         [AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")]
     )
-    made.add_tokens([mark])
-    made.save(str(folder / "tokenizer.json"))
+    coder.add_tokens([mark])
+    coder.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
               "unk_token": "<unk>"}  # fmt: skip
     write_json(folder / "tokenizer_config.json", fields)

@@ -18,8 +18,8 @@ def stored_in_int8(k, v, exact, theta, start=0):
     rotated = k
     if theta is not None:
         rotated = rotate_heads(k, start + np.arange(len(k)), theta)
-    found = in_int8(rotated)
+    restored = in_int8(rotated)
     if theta is not None:
-        found = rotate_heads(found, -start - np.arange(len(k)), theta)
+        restored = rotate_heads(restored, -start - np.arange(len(k)), theta)
     later = np.arange(len(k))[:, None, None] >= exact
-    return np.where(later, found, k), np.where(later, in_int8(v), v)
+    return np.where(later, restored, k), np.where(later, in_int8(v), v)

@@ -56,8 +56,8 @@ def attention(
         rng = None if rngs is None else rngs[kv]
         heads_of = range(kv * group, (kv + 1) * group)
         group_slopes = None if slopes is None else [slopes[n] for n in heads_of]
-        own = q[:, heads_of], k[:, kv], v[:, kv]
-        inputs = Inputs(tokens, prompt, rng, *own, start, group_slopes)
+        head_qkv = q[:, heads_of], k[:, kv], v[:, kv]
+        inputs = Inputs(tokens, prompt, rng, *head_qkv, start, group_slopes)
         for t, (view, after, *gaps) in enumerate(rule(inputs)):
             cached[t][kv] = after
             per_query_head = isinstance(view[0], list)

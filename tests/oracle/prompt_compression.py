@@ -62,10 +62,10 @@ def as_published(rounds, block, theta, scale, key_scale, c):
         for round in range(rounds if numbers else 0):
             signs, half = [], len(numbers) // 2
             for at in range(0, len(numbers), block):
-                some = numbers[at : at + block]
+                chunk = numbers[at : at + block]
                 v = inputs.v * times[:, None]
-                phi = gram(some, inputs.k, v, theta, scale, key_scale, False)
-                uniforms = [uniform(16 * (at + i) + round, inputs.rng) for i in range(len(some))]
+                phi = gram(chunk, inputs.k, v, theta, scale, key_scale, False)
+                uniforms = [uniform(16 * (at + i) + round, inputs.rng) for i in range(len(chunk))]
                 signs += walk(phi, uniforms, c)
             end = next(i for i in range(len(signs)) if signs[: i + 1].count(signs[i]) == half)
             rarer = [n for n, sign in zip(numbers[:end], signs, strict=False) if sign != signs[end]]

@@ -109,8 +109,8 @@ def by_weight(share):
     return choose
 
 
-def in_buckets(bits, tables, least=2, center=True, budget=10**9, floor=0.0):
-    """`magicpig`: the keys that share the query's bucket in at least `least` tables.
+def in_buckets(bits, tables, min_tables=2, center=True, budget=10**9, floor=0.0):
+    """`magicpig`: the keys that share the query's bucket in at least `min_tables` tables.
 
     Of more keys than the budget, every total/budget-th is taken, from a random one on. The weight
     of a key is one over its probability of being selected.
@@ -122,17 +122,17 @@ def in_buckets(bits, tables, least=2, center=True, budget=10**9, floor=0.0):
             query = query._replace(k=query.k - query.k[query.prompt].mean(axis=0))
         sides = lambda x: (x @ planes > 0).reshape(len(x), tables, bits)  # noqa: E731
         agree = (sides(query.k) == sides(query.q[None])).all(axis=2).sum(axis=1)
-        found, share = [n for n in query.candidates if agree[n] >= least], 1.0
-        if len(found) > budget:
-            draw = np.float32(uniform(query.at, query.rng)) * np.float32(len(found))
-            begin, share = min(int(draw), len(found) - 1), budget / len(found)
-            found = [found[(j * len(found) + begin) // budget] for j in range(budget)]
+        matches, share = [n for n in query.candidates if agree[n] >= min_tables], 1.0
+        if len(matches) > budget:
+            draw = np.float32(uniform(query.at, query.rng)) * np.float32(len(matches))
+            begin, share = min(int(draw), len(matches) - 1), budget / len(matches)
+            matches = [matches[(j * len(matches) + begin) // budget] for j in range(budget)]
         size = np.linalg.norm(query.q) * np.linalg.norm(query.k, axis=1)
         cosine = np.divide(query.k @ query.q, size, out=np.zeros_like(size), where=size > 1e-9)
         p = (1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi) ** bits
         u = sum(math.comb(tables, i) * p**i * (1 - p) ** (tables - i)
-                for i in range(least, tables + 1))  # fmt: skip
-        return {n: -math.log((u[n] + floor) * share) for n in found}
+                for i in range(min_tables, tables + 1))  # fmt: skip
+        return {n: -math.log((u[n] + floor) * share) for n in matches}
 
     return choose
 
@@ -177,9 +177,9 @@ def verified(top, base, epsilon, quantile):
         chosen = dict.fromkeys(best, 0.0)
         if not rest:
             return chosen
-        known = sum(e) - sum(e[rest])
+        exact_sum = sum(e) - sum(e[rest])
         spread = first.std(ddof=1) if len(first) > 1 else 0.0
-        error = quantile * len(rest) * spread / (epsilon * (known + len(rest) * first.mean()))
+        error = quantile * len(rest) * spread / (epsilon * (exact_sum + len(rest) * first.mean()))
         budget = min(max(math.ceil(error**2), len(first)), len(rest))
         return chosen | dict.fromkeys(rest[:budget], math.log(len(rest) / budget))
 

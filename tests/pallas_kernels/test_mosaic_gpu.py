@@ -41,24 +41,24 @@ def interpreted():
 
 def test_walks_equal_the_scan_bit_for_bit():
     """Two groups of walks, the second one padded, of a padded number of steps."""
-    given = walks.gram(sign_walk.shapes.WalkBenchShape(11, 40, 1, 24))
-    signs, inner = reference.walk(*given)
-    found = api.on_mosaic_gpu("walk", {}, *given, interpret=interpreted())
-    np.testing.assert_array_equal(found[0], signs)
-    np.testing.assert_array_equal(found[1], inner)
+    arguments = walks.gram(sign_walk.shapes.WalkBenchShape(11, 40, 1, 24))
+    signs, inner = reference.walk(*arguments)
+    actual = api.on_mosaic_gpu("walk", {}, *arguments, interpret=interpreted())
+    np.testing.assert_array_equal(actual[0], signs)
+    np.testing.assert_array_equal(actual[1], inner)
 
 
 def test_products_and_walk_give_the_same_signs():
     walks.check_products_and_walk(api.on_mosaic_gpu, sign_walk.shapes.SMALL["pairs"], interpreted())
 
 
-@pytest.mark.parametrize("what", ["walk", "balance"])
+@pytest.mark.parametrize("kernel", ["walk", "balance"])
 @pytest.mark.parametrize("name", sign_walk.shapes.PROMPT)
-def test_the_walk_is_lowered_for_cuda(what, name):
+def test_the_walk_is_lowered_for_cuda(kernel, name):
     shape = sign_walk.shapes.PROMPT[name]
-    assert CUSTOM_CALL in walks.lowered(what, shape, "mosaic_gpu", ("cuda",))
+    assert CUSTOM_CALL in walks.lowered(kernel, shape, "mosaic_gpu", ("cuda",))
     with walks.abstract_h100():
-        assert CUSTOM_CALL not in walks.lowered(what, shape, None, ("cuda",)), "never by itself"
+        assert CUSTOM_CALL not in walks.lowered(kernel, shape, None, ("cuda",)), "never by itself"
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_sampled_attention_is_the_softmax(monkeypatch, dtype, weight, softcap):
     monkeypatch.setattr(mosaic_gpu, "BLOCK", 16)
     monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 8)
     shape = sampled_attention.shapes.AttentionBenchShape(1, 4, 2, 65, 64, 40, dtype)
-    given = sampled_attention.shapes.inputs(shape, weight)
+    arguments = sampled_attention.shapes.inputs(shape, weight)
     settings = attention.settings_of(weight, softcap)
-    found = mosaic_gpu.attend(settings, *given, interpret=interpreted())
-    attention.check(found, settings, given, 1e-5 if dtype == "float32" else 1e-2)
+    actual = mosaic_gpu.attend(settings, *arguments, interpret=interpreted())
+    attention.check(actual, settings, arguments, 1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.parametrize("dtype, weight", [("float32", "angles"), seldom("bfloat16", "log")])

@@ -79,11 +79,11 @@ def plain(settings, q, k, v, slots, count, weight):
     return out, lse
 
 
-def check(found, settings, args, atol):
+def check(actual, settings, args, atol):
     out, lse = plain(settings, *args)
-    np.testing.assert_allclose(found.out, out, rtol=0, atol=atol)
-    np.testing.assert_allclose(found.lse, lse, rtol=0, atol=atol)
-    assert found.out.dtype == found.lse.dtype == jnp.float32
+    np.testing.assert_allclose(actual.out, out, rtol=0, atol=atol)
+    np.testing.assert_allclose(actual.lse, lse, rtol=0, atol=atol)
+    assert actual.out.dtype == actual.lse.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("on", ON)
@@ -104,13 +104,13 @@ def check(found, settings, args, atol):
 )
 def test_every_implementation_is_the_softmax(name, dtype, weight, softcap, on):
     shape = shapes.SMALL[name]._replace(dtype=dtype)
-    given = shapes.inputs(shape, weight)
+    args = shapes.inputs(shape, weight)
     if on == "tpu" and name != "tiles":
-        assert not tpu.supports(given[1], shape.sample)
+        assert not tpu.supports(args[1], shape.sample)
         return
     settings = settings_of(weight, softcap)
     tolerance = 1e-5 if dtype == "float32" else 1e-2
-    check(ON[on](settings, *given), settings, given, tolerance)
+    check(ON[on](settings, *args), settings, args, tolerance)
 
 
 @pytest.mark.parametrize("on", ON)
@@ -118,13 +118,13 @@ def test_entries_after_the_count_change_no_bit(on):
     shape, settings = shapes.SMALL["tiles"], settings_of("log")
     q, k, v, slots, count, weight = shapes.inputs(shape, "log")
     after = ~reference.in_sample(slots, count)
-    other = jnp.where(after, slots[..., ::-1], slots), count, jnp.where(after, 50.0, weight)
-    wanted = ON[on](settings, q, k, v, slots, count, weight)
-    same(wanted, ON[on](settings, q, k, v, *other))
+    changed = jnp.where(after, slots[..., ::-1], slots), count, jnp.where(after, 50.0, weight)
+    expected = ON[on](settings, q, k, v, slots, count, weight)
+    check_same(expected, ON[on](settings, q, k, v, *changed))
 
 
-def same(wanted, found):
-    jax.tree.map(np.testing.assert_array_equal, wanted, found)
+def check_same(expected, actual):
+    jax.tree.map(np.testing.assert_array_equal, expected, actual)
 
 
 @pytest.mark.parametrize("weight", ["log", "angles"])
@@ -135,28 +135,30 @@ def test_sequences_are_independent_bit_for_bit(weight):
     """
     shape = shapes.SMALL["threes"]._replace(slots=1165, sample=700, batch=3)
     attend = jax.jit(partial(sampled_attention, settings=settings_of(weight)))
-    given = shapes.inputs(shape, weight)
-    wanted = attend(*given)
-    fuller = given[4].at[1:].set(np.int32(700))
-    same(*(jax.tree.map(lambda a: a[0], x) for x in (wanted, attend(*given[:4], fuller, given[5]))))
+    args = shapes.inputs(shape, weight)
+    expected = attend(*args)
+    fuller = args[4].at[1:].set(np.int32(700))
+    check_same(
+        *(jax.tree.map(lambda a: a[0], x) for x in (expected, attend(*args[:4], fuller, args[5])))
+    )
     for b in range(3):
-        alone = attend(*jax.tree.map(lambda a: a[b : b + 1], given))  # noqa: B023
-        one = jax.tree.map(lambda a: a[b : b + 1], wanted)  # noqa: B023
+        alone = attend(*jax.tree.map(lambda a: a[b : b + 1], args))  # noqa: B023
+        row = jax.tree.map(lambda a: a[b : b + 1], expected)  # noqa: B023
         if jax.default_backend() == "gpu":
-            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), one, alone)
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), row, alone)
         else:
-            same(one, alone)
+            check_same(row, alone)
 
 
 def test_slots_and_counts_out_of_bounds_are_clipped():
     q, k, v, slots, count, _ = shapes.inputs(shapes.SMALL["alone"])
     attend = jax.jit(partial(sampled_attention, q, k, v, settings=settings_of("none")))
     wild = jnp.where(reference.in_sample(slots, count), slots, np.int32(-(2**30)))
-    same(attend(slots, count), attend(wild, count))
-    same(attend(slots, count), attend(jnp.where(wild < 0, np.int32(2**30), wild), count))
+    check_same(attend(slots, count), attend(wild, count))
+    check_same(attend(slots, count), attend(jnp.where(wild < 0, np.int32(2**30), wild), count))
     full = jnp.full_like(count, slots.shape[-1])
-    same(attend(slots, full), attend(slots, full + 5))
-    same(attend(slots, full * 0), attend(slots, full * 0 - 5))
+    check_same(attend(slots, full), attend(slots, full + 5))
+    check_same(attend(slots, full * 0), attend(slots, full * 0 - 5))
 
 
 @pytest.mark.parametrize("on", ON)
@@ -165,8 +167,8 @@ def test_empty_samples_give_out_0_and_lse_minus_infinity(on):
     shape = shapes.SMALL["tiles"]
     q, k, v, slots, count, weight = shapes.inputs(shape, "log")
     for none in ((slots, count * 0, weight), (slots, count, jnp.full_like(weight, -jnp.inf))):
-        found = ON[on](settings_of("log"), q, k, v, *none)
-        assert np.all(np.asarray(found.out) == 0) and np.all(np.asarray(found.lse) == -np.inf)
+        empty = ON[on](settings_of("log"), q, k, v, *none)
+        assert np.all(np.asarray(empty.out) == 0) and np.all(np.asarray(empty.lse) == -np.inf)
     angles = shapes.inputs(shape, "angles")[5]
     angles = angles._replace(norms=angles.norms.at[:, :, ::3].set(0), length=angles.length * 0)
     args, settings = (q, k, v, slots, count, angles), settings_of("angles")
@@ -179,15 +181,15 @@ def test_dense_counts_repeated_slots():
     slots = slots // 2
     weight = weights[*reference.cache_index(slots, 2)]
     settings = settings_of("log")
-    given = q, k, v, slots, jnp.full_like(count, 33), weight
-    check(dense.attend(settings, *given), settings, given, 1e-5)
+    args = q, k, v, slots, jnp.full_like(count, 33), weight
+    check(dense.attend(settings, *args), settings, args, 1e-5)
 
 
 @pytest.mark.parametrize("implementation", [None, seldom("xla"), seldom("dense")])
 @pytest.mark.parametrize("weight", ["log", "angles"])
 def test_gradients_are_those_of_a_masked_softmax(weight, implementation):
-    given = shapes.inputs(shapes.SMALL["alone"]._replace(batch=2, heads=4), weight)
-    slots, count = given[3:5]
+    args = shapes.inputs(shapes.SMALL["alone"]._replace(batch=2, heads=4), weight)
+    slots, count = args[3:5]
     settings = settings_of(weight, 2.0)
 
     def loss(attend, q, k, v, log_weight):
@@ -218,20 +220,20 @@ def test_gradients_are_those_of_a_masked_softmax(weight, implementation):
         out = jnp.einsum("bns,bnsh->bnh", share, jnp.repeat(v, 2, 1), precision="highest")
         return out, jax.nn.logsumexp(jnp.where(empty, np.float32(0), logits), axis=-1)
 
-    floats = (*given[:3], given[5])
+    floats = (*args[:3], args[5])
     gradient = jax.jit(jax.grad(loss, (1, 2, 3, 4)), static_argnums=0)
-    wanted, found = gradient(masked, *floats), gradient(sampled, *floats)
+    expected, actual = gradient(masked, *floats), gradient(sampled, *floats)
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-5)
-    jax.tree.map(close, found[:3], wanted[:3])
+    jax.tree.map(close, actual[:3], expected[:3])
     if weight == "log":
-        close(found[3], jnp.where(reference.in_sample(slots, count), wanted[3], np.float32(0)))
+        close(actual[3], jnp.where(reference.in_sample(slots, count), expected[3], np.float32(0)))
     else:
-        assert not any(np.any(a) for a in found[3]), "a sampling probability has no gradient"
+        assert not any(np.any(a) for a in actual[3]), "a sampling probability has no gradient"
 
 
 def test_unsupported_implementations_are_refused_by_name():
-    given = shapes.inputs(shapes.SMALL["alone"])
-    attend = partial(sampled_attention, *given, settings=settings_of("none"))
+    args = shapes.inputs(shapes.SMALL["alone"])
+    attend = partial(sampled_attention, *args, settings=settings_of("none"))
     with pytest.raises(
         ValueError, match=r"33 of 65 slots of head dim 16, float32, is supported by xla, d"
     ):
@@ -239,16 +241,16 @@ def test_unsupported_implementations_are_refused_by_name():
     with pytest.raises(ValueError, match=r"got 'cuda'; leave it out"):
         attend(implementation="cuda")
     with pytest.raises(ValueError, match=r"go together"):
-        sampled_attention(*given, settings=settings_of("angles"))
+        sampled_attention(*args, settings=settings_of("angles"))
     if jax.default_backend() == "cpu":
-        same(attend(), attend(implementation="xla"))
+        check_same(attend(), attend(implementation="xla"))
 
 
 def test_equal_settings_are_compiled_once():
-    given = shapes.inputs(shapes.SMALL["alone"], "angles")
+    args = shapes.inputs(shapes.SMALL["alone"], "angles")
     attend = jax.jit(sampled_attention, static_argnames=("settings", "implementation"))
     for _ in range(2):
-        attend(*given, settings=LogitSettings(0.5, None, Hashing()))
+        attend(*args, settings=LogitSettings(0.5, None, Hashing()))
     assert attend._cache_size() == 1
 
 
@@ -286,55 +288,58 @@ def structs(
     """The shapes and dtypes of `shapes.inputs`."""
     batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
 
-    def struct(*size: int, of: str = "float32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(size, of, sharding=sharding)
+    def struct(*size: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
 
-    cache = struct(batch, kv_heads, slots, head_dim, of=dtype)
-    each = struct(batch, heads)
+    cache = struct(batch, kv_heads, slots, head_dim, dtype=dtype)
+    norms = struct(batch, heads)
     weights = {
         "none": None,
         "log": struct(batch, heads, sample),
-        "angles": Angles(struct(batch, kv_heads, slots), each, each),
+        "angles": Angles(struct(batch, kv_heads, slots), norms, norms),
     }
-    chosen, count = struct(batch, heads, sample, of="int32"), struct(batch, heads, of="int32")
-    return struct(batch, heads, head_dim, of=dtype), cache, cache, chosen, count, weights[weight]
+    chosen, count = struct(batch, heads, sample, dtype="int32"), struct(batch, heads, dtype="int32")
+    return struct(batch, heads, head_dim, dtype=dtype), cache, cache, chosen, count, weights[weight]
 
 
 def has_gathered_array(text, shape):
     """Whether a program has an array as large as all gathered slots."""
-    sizes = (re.findall(r"\d+(?=x)", found) for found in re.findall(r"tensor<([\dx]+x)[a-z]", text))
+    sizes = (
+        re.findall(r"\d+(?=x)", dimensions)
+        for dimensions in re.findall(r"tensor<([\dx]+x)[a-z]", text)
+    )
     gathered = shape.batch * shape.heads * shape.sample * shape.head_dim
     return any(np.prod([int(x) for x in size]) == gathered for size in sizes)
 
 
 def test_only_blocks_of_slots_are_gathered():
     args = structs(shapes.LARGEST)
-    for function, wanted in ((reference.attend, False), (reference.gathered, True)):
+    for function, expected in ((reference.attend, False), (reference.gathered, True)):
         text = jax.jit(partial(function, settings_of("none"))).lower(*args).as_text()
-        assert has_gathered_array(text, shapes.LARGEST) == wanted
+        assert has_gathered_array(text, shapes.LARGEST) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, weight", [("float32", "log"), ("bfloat16", "angles")])
 def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd, dtype, weight):
     shape = shapes.SMALL["tiles"]._replace(dtype=dtype, slots=400, sample=300)
-    given = shapes.inputs(shape, weight)
+    args = shapes.inputs(shape, weight)
     settings = settings_of(weight)
-    found = tpu.attend(settings, *given, interpret=CHECKED)
-    check(found, settings, given, 1e-5 if dtype == "float32" else 1e-2)
+    actual = tpu.attend(settings, *args, interpret=CHECKED)
+    check(actual, settings, args, 1e-5 if dtype == "float32" else 1e-2)
     assert "RACE" not in capfd.readouterr().out, "jax only prints races"
 
 
 def test_only_xla_reads_host_memory():
     shape = shapes.SMALL["tiles"]
-    given = list(shapes.inputs(shape, "log"))
+    args = list(shapes.inputs(shape, "log"))
     call = partial(sampled_attention, settings=settings_of("log"))
-    wanted = call(*given, implementation="xla")
-    given[1:3] = map(host_memory.to_host, given[1:3])
-    found = call(*given, implementation="xla").out
-    np.testing.assert_allclose(found, wanted.out, rtol=1e-6, atol=1e-6)
+    expected = call(*args, implementation="xla")
+    args[1:3] = map(host_memory.to_host, args[1:3])
+    actual = call(*args, implementation="xla").out
+    np.testing.assert_allclose(actual, expected.out, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="is supported by xla, got 'dense'"):
-        call(*given, implementation="dense")
+        call(*args, implementation="dense")
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,9 @@ def plain(gram, thresholds):
 
 @pytest.mark.parametrize("name", shapes.SMALL)
 def test_the_scan_equals_numpy(name):
-    given = gram(shapes.SMALL[name])
-    walk = api.sign_walk(*given)
-    signs, inner = plain(*given)
+    arguments = gram(shapes.SMALL[name])
+    walk = api.sign_walk(*arguments)
+    signs, inner = plain(*arguments)
     np.testing.assert_array_equal(walk.signs, signs)
     np.testing.assert_array_equal(walk.inner, inner)
     saturated = np.mean(np.abs(inner) > 0.5)
@@ -67,15 +67,15 @@ def test_the_scan_equals_numpy(name):
 def test_gram_matrices_are_those_of_the_formula():
     for name, shape in shapes.SMALL.items():
         keys, values, _, shift, gain = (np.asarray(x, np.float64) for x in shapes.inputs(shape))
-        wanted = np.zeros((shape.blocks, shape.steps, shape.steps))
+        expected = np.zeros((shape.blocks, shape.steps, shape.steps))
         for p in range(shape.members):
             for q in range(shape.members):
                 of_keys = np.einsum("mid,mjd->mij", keys[:, p], keys[:, q])
                 of_values = np.einsum("mid,mjd->mij", values[:, p], values[:, q])
                 kernel = np.exp(of_keys - shift[:, None, None]) * (of_values + TAU)
-                wanted += kernel * (1 if p == q else -1)
-        wanted *= gain[:, None, None]
-        np.testing.assert_allclose(gram(shape)[0], wanted, atol=2e-6, err_msg=name)
+                expected += kernel * (1 if p == q else -1)
+        expected *= gain[:, None, None]
+        np.testing.assert_allclose(gram(shape)[0], expected, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("platform", ON)
@@ -83,20 +83,20 @@ def test_the_kernels_equal_the_scan_bit_for_bit(platform):
     # Interpreting the GPU kernel is slow: a quarter of the walks there.
     many = MANY._replace(blocks=100) if platform == "gpu" and interpreted("gpu") else MANY
     for shape, share in [*((small, 0.8) for small in shapes.SMALL.values()), (many, 1.0)]:
-        given = gram(shape, share)
-        signs, inner = reference.walk(*given)
-        found = ON[platform]("walk", {}, *given, interpret=interpreted(platform))
-        np.testing.assert_array_equal(found[0], signs)
-        np.testing.assert_array_equal(found[1], inner)
+        arguments = gram(shape, share)
+        signs, inner = reference.walk(*arguments)
+        actual = ON[platform]("walk", {}, *arguments, interpret=interpreted(platform))
+        np.testing.assert_array_equal(actual[0], signs)
+        np.testing.assert_array_equal(actual[1], inner)
 
 
 @pytest.mark.slow
 def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd):
-    given = gram(MANY, 1.0)
-    signs, inner = reference.walk(*given)
-    found = api.on_tpu("walk", {}, *given, interpret=CHECKED)
-    np.testing.assert_array_equal(found[0], signs)
-    np.testing.assert_array_equal(found[1], inner)
+    arguments = gram(MANY, 1.0)
+    signs, inner = reference.walk(*arguments)
+    actual = api.on_tpu("walk", {}, *arguments, interpret=CHECKED)
+    np.testing.assert_array_equal(actual[0], signs)
+    np.testing.assert_array_equal(actual[1], inner)
     check_products_and_walk(api.on_tpu, shapes.SMALL["pairs"], CHECKED)
     assert "RACE" not in capfd.readouterr().out, "jax only prints races"
 
@@ -109,12 +109,12 @@ def test_products_and_walk_give_the_same_signs(platform, name):
 
 def check_products_and_walk(on, shape, interpret):
     """Signs must be equal until a step where s is close to its threshold."""
-    given = shapes.inputs(shape, share=0.8)
-    wanted, inner = (np.asarray(x) for x in reference.balance(*given, TAU))
-    signs, _ = on("balance", {"tau": TAU}, *given, interpret=interpret)
-    for block, at in enumerate(np.argmax(np.asarray(signs) != wanted, axis=1)):
-        if signs[block, at] != wanted[block, at]:
-            assert abs(inner[block, at] - given[2][block, at]) < 1e-4
+    arguments = shapes.inputs(shape, share=0.8)
+    expected, inner = (np.asarray(x) for x in reference.balance(*arguments, TAU))
+    signs, _ = on("balance", {"tau": TAU}, *arguments, interpret=interpret)
+    for block, at in enumerate(np.argmax(np.asarray(signs) != expected, axis=1)):
+        if signs[block, at] != expected[block, at]:
+            assert abs(inner[block, at] - arguments[2][block, at]) < 1e-4
 
 
 def test_leading_axes_are_independent_walks():
@@ -138,13 +138,13 @@ def test_unsupported_implementations_are_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
-@pytest.mark.parametrize("what", ["walk", "balance"])
+@pytest.mark.parametrize("kernel", ["walk", "balance"])
 @pytest.mark.parametrize("name", shapes.PROMPT)
-def test_the_kernel_is_lowered_for_cuda(what, name):
+def test_the_kernel_is_lowered_for_cuda(kernel, name):
     shape = shapes.PROMPT[name]
     with abstract_h100():
-        text = lowered(what, shape, "pallas_gpu", ("cuda",))
-        chosen = lowered(what, shape, None, ("cuda",))
+        text = lowered(kernel, shape, "pallas_gpu", ("cuda",))
+        chosen = lowered(kernel, shape, None, ("cuda",))
     assert "__gpu$xla.gpu.triton" in text
     assert chosen.count("__gpu$xla.gpu.triton") == 1
 
@@ -159,21 +159,21 @@ def abstract_h100():
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def lowered(what, shape, implementation, platforms):
-    function, args = call(what, shape, implementation)
+def lowered(kernel, shape, implementation, platforms):
+    function, args = call(kernel, shape, implementation)
     return function.trace(*args).lower(lowering_platforms=platforms).as_text()
 
 
-def call(what, shape, implementation, place=None):
+def call(kernel, shape, implementation, place=None):
     """The jitted public function and the shapes of its arguments."""
-    given = jax.eval_shape(partial(shapes.arguments, shape))
-    if what == "walk":
+    arguments = jax.eval_shape(partial(shapes.arguments, shape))
+    if kernel == "walk":
         square = (shape.blocks, shape.steps, shape.steps)
-        given = jax.ShapeDtypeStruct(square, jnp.float32), given[2]
+        arguments = jax.ShapeDtypeStruct(square, jnp.float32), arguments[2]
         function = partial(api.sign_walk, implementation=implementation)
     else:
         function = partial(api.balance_walk, tau=TAU, implementation=implementation)
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in given]
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arguments]
     return jax.jit(function), args
 
 
@@ -202,19 +202,19 @@ def main() -> None:
     """Print one line of JSON per TPU generation, function and shape."""
     for kind in ("v5e:2x2", "v6e:2x2"):
         device = topologies.get_topology_desc(platform="tpu", topology_name=kind).devices[0]
-        for what in ("walk", "balance"):
+        for kernel in ("walk", "balance"):
             for name, shape in shapes.LARGEST.items():
-                function, args = call(what, shape, None, SingleDeviceSharding(device))
+                function, args = call(kernel, shape, None, SingleDeviceSharding(device))
                 compiled = function.lower(*args).compile()
                 text, size = compiled.as_text(), shape.blocks * shape.steps**2
                 report = {
                     "kind": kind,
-                    "what": what,
+                    "what": kernel,
                     "name": name,
                     "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
                     "gram matrices": any(
-                        np.prod([int(x) for x in found.split(",")]) == size
-                        for found in re.findall(r"f32\[([\d,]+)\]", text)
+                        np.prod([int(x) for x in dimensions.split(",")]) == size
+                        for dimensions in re.findall(r"f32\[([\d,]+)\]", text)
                     ),
                     "gram bytes": 4 * size,
                     "temporary": compiled.memory_analysis().temp_size_in_bytes,

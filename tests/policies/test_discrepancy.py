@@ -92,8 +92,8 @@ def test_error_beside_uniform(name, order, record_property):
     how, bounds = RATIOS[name]
     ratio = error(order, halved(how, order)[0]) / error_of_uniform(order)
     record_property("ratio", float(ratio))
-    least, most = bounds[order]
-    assert least <= ratio <= most
+    low, high = bounds[order]
+    assert low <= ratio <= high
 
 
 def test_the_share_of_signs_without_randomness():
@@ -153,8 +153,8 @@ def test_doubled_tokens_are_halved_exactly(how):
     random = np.random.default_rng(3)
     k, v = (np.repeat(random.normal(size=(1, 128, HEAD_DIM)), 2, axis=1) for _ in range(2))
     uniforms = jnp.asarray(random.random((1, 256)), jnp.float32)
-    given = (jnp.asarray(a, jnp.float32) for a in (k, v))
-    done = halve(how, HEAD_DIM**-0.5, *given, uniforms)
+    arrays = (jnp.asarray(a, jnp.float32) for a in (k, v))
+    done = halve(how, HEAD_DIM**-0.5, *arrays, uniforms)
     assert how.mode == "walk" or not np.asarray(done.inner).any()
     chosen = np.asarray(done.chosen)
     assert (chosen // 2 == np.arange(128)).all()
@@ -164,12 +164,12 @@ def test_doubled_tokens_are_halved_exactly(how):
 
 
 def test_bad_settings_are_refused():
-    for given, message in (
+    for settings, message in (
         ({"key_scale": 0.0}, "key_scale must be above 0"),
         ({"c": -1.0}, "c must be 0 or more and finite, got -1.0"),
     ):
         with pytest.raises(UserError, match=message):
-            Halving(**given)
+            Halving(**settings)
     odd = jnp.zeros((1, 5, 8))
     with pytest.raises(UserError, match="must be even to be halved, got 5"):
         halve(Halving(), 1.0, odd, odd, jnp.zeros((1, 5)))

@@ -46,8 +46,8 @@ def test_growth_preserves_the_cached_tokens():
     grown = POLICY.reserve(SPEC, state, 9)
     np.testing.assert_array_equal(grown.k[:, :, :4], state.k)
     assert batch.nbytes(grown) > batch.nbytes(state)
-    one, other = (feed(s, 3, 1)[0] for s in (state, grown))
-    np.testing.assert_allclose(one, other, atol=1e-6)
+    actual, expected = (feed(s, 3, 1)[0] for s in (state, grown))
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -82,11 +82,11 @@ def test_tokens_without_slots_are_refused_outside_compiled_calls():
         step(POLICY, SPEC, state, x, x, x, positions, valid)
     out, state = step(POLICY, SPEC, POLICY.reserve(SPEC, state, 6), x, x, x, positions, valid)
     assert np.isfinite(out).all()
-    one = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 5, valid[:, :1])
+    token = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 5, valid[:, :1])
     for _ in range(3):  # they fill the 8 slots
-        _, state = step(POLICY, SPEC, state, *one)
+        _, state = step(POLICY, SPEC, state, *token)
     with pytest.raises(UserError, match="a sequence has 8 slots and 9 are needed"):
-        step(POLICY, SPEC, state, *one)
+        step(POLICY, SPEC, state, *token)
 
 
 def test_a_state_that_is_closed_over_compiles():
@@ -103,5 +103,5 @@ def test_tokens_lost_in_a_compiled_call_are_reported_by_the_next_uncompiled_call
     x = jnp.ones((1, 1, 1, 8))
     for valid in (True, False):
         with pytest.raises(UserError, match="they are lost; begin again"):
-            positions, there = jnp.full((1, 1), 5, jnp.uint32), jnp.full((1, 1), valid)
-            step(POLICY, SPEC, state, x, x, x, positions, there)
+            positions, valid_tokens = jnp.full((1, 1), 5, jnp.uint32), jnp.full((1, 1), valid)
+            step(POLICY, SPEC, state, x, x, x, positions, valid_tokens)

@@ -23,7 +23,7 @@ def read(policy, q, k, v):
     """The outputs [T,B,N,H], and the states after each token."""
     begin = policy.init(SPEC, k.shape[0], jax.random.key(0))
 
-    def one(state, token):
+    def update_token(state, token):
         at, *arrays = token
         positions = jnp.full((k.shape[0], 1), at, jnp.uint32)
         valid = jnp.ones(positions.shape, bool)
@@ -31,7 +31,7 @@ def read(policy, q, k, v):
         return state, (out[:, 0], state)
 
     tokens = jnp.arange(LENGTH, dtype=jnp.uint32), *(x.swapaxes(0, 1) for x in (q, k, v))
-    return jax.lax.scan(one, begin, tokens)[1]
+    return jax.lax.scan(update_token, begin, tokens)[1]
 
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
@@ -50,17 +50,17 @@ def test_a_key_that_is_not_finite_stays_in_its_sequence_and_kv_head(rng, at, lea
     plain, before = read(policy, q, k, v)
     outs, after = read(policy, q, k.at[0, at, 0].set(bad), v)
     # The other sequence, and the other KV head with its two query heads.
-    for here in (np.s_[:, 1], np.s_[:, 0, 2:]):
-        np.testing.assert_array_equal(outs[here], plain[here])
-    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(one[:, 1], other[:, 1])
-        if one.ndim > 2:  # all but the count
-            np.testing.assert_array_equal(one[:, 0, 1:], other[:, 0, 1:])
+    for unaffected in (np.s_[:, 1], np.s_[:, 0, 2:]):
+        np.testing.assert_array_equal(outs[unaffected], plain[unaffected])
+    for actual, expected in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
+        if actual.ndim > 2:  # all but the count
+            np.testing.assert_array_equal(actual[:, 0, 1:], expected[:, 0, 1:])
     tokens = np.arange(LENGTH)
     cached = (tokens >= at) & (tokens < (leaves or LENGTH))
     filled = tokens[:, None] >= np.arange(7)
-    found = (np.asarray(after.tokens.positions[:, 0, 0]) == at) & filled
-    np.testing.assert_array_equal(found.any(axis=1), cached)
+    kept = (np.asarray(after.tokens.positions[:, 0, 0]) == at) & filled
+    np.testing.assert_array_equal(kept.any(axis=1), cached)
     is_nan = np.isnan(outs[:, 0, :2]).all(axis=-1)
     np.testing.assert_array_equal(is_nan, np.stack([cached, cached], axis=1))
     assert np.isfinite(outs[~cached, 0]).all()

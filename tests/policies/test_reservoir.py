@@ -26,7 +26,7 @@ def draw(policy, tokens, seeds, chunk):
     """The sampled positions [seeds,S] after `tokens` tokens, one sequence per seed."""
     zeros = jnp.zeros((seeds, chunk, 1, 1))
 
-    def one(state, first):
+    def update_chunk(state, first):
         positions = (first + jnp.arange(chunk))[None]
         valid = jnp.broadcast_to(positions < tokens, (seeds, chunk))
         positions = jnp.broadcast_to(positions.astype(jnp.uint32), (seeds, chunk))
@@ -34,7 +34,7 @@ def draw(policy, tokens, seeds, chunk):
         return policy.update(SPEC, state, new)[1], None
 
     state = policy.init(SPEC, seeds, jax.random.key(0))
-    state, _ = jax.lax.scan(one, state, jnp.arange(0, tokens, chunk))
+    state, _ = jax.lax.scan(update_chunk, state, jnp.arange(0, tokens, chunk))
     return state.sample.positions[:, 0]
 
 
@@ -56,17 +56,17 @@ def chi_square(chosen, n):
 def test_uniform_is_accepted_and_the_listing_is_not(record_property):
     """Threshold: chi-square of 119.9 with 63 degrees of freedom, where p is 1e-4."""
     setting = {"tokens": 64, "sample": 8, "seeds": 4000}
-    found = {name: float(chi_square(sampled(name, 8, 64, 4000), 64)) for name in SCHEMES}
-    for name, value in (setting | found).items():
+    statistics = {name: float(chi_square(sampled(name, 8, 64, 4000), 64)) for name in SCHEMES}
+    for name, value in (setting | statistics).items():
         record_property(name, value)
-    assert found["uniform"] < 119.9 and found["geometric"] > 10_000
+    assert statistics["uniform"] < 119.9 and statistics["geometric"] > 10_000
 
 
 def test_figure_4():
     """Of 3, 4 and 5 evicted tokens, each is sampled with probability 2/3, 1/2 and 2/5."""
-    for left, share in ((3, 2 / 3), (4, 1 / 2), (5, 2 / 5)):
-        chosen = sampled("uniform", 2, left, 8000)
-        of_each = np.bincount(chosen.ravel(), minlength=left) / len(chosen)
+    for num_tokens, share in ((3, 2 / 3), (4, 1 / 2), (5, 2 / 5)):
+        chosen = sampled("uniform", 2, num_tokens, 8000)
+        of_each = np.bincount(chosen.ravel(), minlength=num_tokens) / len(chosen)
         assert np.abs(of_each - share).max() < 4 * np.sqrt(share * (1 - share) / 8000)
 
 
@@ -84,22 +84,22 @@ SUBSETS = {  # each sample of two out of five, and its probability
 @pytest.mark.parametrize("scheme", SUBSETS)
 def test_the_probability_of_every_sample_of_two_out_of_five(scheme):
     seeds = 20_000
-    found = Counter(tuple(sorted(row)) for row in sampled(scheme, 2, 5, seeds).tolist())
-    assert set(found) == set(SUBSETS[scheme]) and abs(sum(SUBSETS[scheme].values()) - 1) < 1e-12
+    counts = Counter(tuple(sorted(row)) for row in sampled(scheme, 2, 5, seeds).tolist())
+    assert set(counts) == set(SUBSETS[scheme]) and abs(sum(SUBSETS[scheme].values()) - 1) < 1e-12
     for subset, p in SUBSETS[scheme].items():
-        assert abs(found[subset] / seeds - p) < 4 * np.sqrt(p * (1 - p) / seeds), subset
+        assert abs(counts[subset] / seeds - p) < 4 * np.sqrt(p * (1 - p) / seeds), subset
 
 
 @pytest.mark.parametrize("scheme", ["uniform", "geometric"])
 def test_the_sample_does_not_depend_on_chunking(scheme):
-    one = sampled(scheme, 8, 499, 4, chunk=1)
+    by_token = sampled(scheme, 8, 499, 4, chunk=1)
     for chunk in (3, 64, 500):
-        np.testing.assert_array_equal(one, sampled(scheme, 8, 499, 4, chunk))
+        np.testing.assert_array_equal(by_token, sampled(scheme, 8, 499, 4, chunk))
 
 
 def test_samples_of_two_parts_merge_to_the_sample_of_the_whole():
     """The lowest draws of the samples of two parts are the sample of the whole stream."""
-    whole = sampled("uniform", 16, 400, 1)[0]
+    expected = sampled("uniform", 16, 400, 1)[0]
     policy, rng = Reservoir(0, 1, 16), jax.random.key(0)
     seeds = np.asarray(policy.init(SPEC, 1, rng).rng)[0, 0]
 
@@ -107,7 +107,7 @@ def test_samples_of_two_parts_merge_to_the_sample_of_the_whole():
         return sorted(numbers, key=lambda n: oracle.priority(n, seeds))[:16]
 
     parts = lowest(range(150)), lowest(range(150, 400))
-    assert sorted(lowest([*parts[0], *parts[1]])) == sorted(whole.tolist())
+    assert sorted(lowest([*parts[0], *parts[1]])) == sorted(expected.tolist())
 
 
 def test_bad_settings_are_refused():

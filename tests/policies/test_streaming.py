@@ -38,8 +38,8 @@ def feed(policy, *chunks):
 
 def cached(policy, state):
     """The cached positions, in order."""
-    found = policy.cached(SPEC, state)
-    return sorted(np.asarray(found.positions)[np.asarray(found.log_weight) == 0].tolist())
+    tokens = policy.cached(SPEC, state)
+    return sorted(np.asarray(tokens.positions)[np.asarray(tokens.log_weight) == 0].tolist())
 
 
 def padded(tokens):
@@ -68,9 +68,9 @@ def test_figure_4(rng):
     keys = oracle.rotate(k.astype(np.float64), np.arange(8), THETA)
     query = oracle.rotate(np.asarray(new.q, np.float64)[0, 0], np.full(2, 7), THETA)
     weights = np.exp(query @ keys.T * SPEC.scale)
-    wanted = weights @ v / weights.sum(axis=1, keepdims=True)
+    expected = weights @ v / weights.sum(axis=1, keepdims=True)
     for out in outputs(policy, state, new):
-        np.testing.assert_allclose(out[0, 0], wanted, atol=1e-6)
+        np.testing.assert_allclose(out[0, 0], expected, atol=1e-6)
 
 
 def test_the_published_code_sees_one_key_more(rng):
@@ -78,26 +78,26 @@ def test_the_published_code_sees_one_key_more(rng):
     # larger by one gives the same.
     sinks, window = 2, 3
     past, new = chunk(rng, 0, 9), chunk(rng, 9, 1)
-    ours, wider = Streaming(sinks, window), Streaming(sinks, window + 1)
+    narrow, wider = Streaming(sinks, window), Streaming(sinks, window + 1)
     published = [0, 1, 6, 7, 8]  # cached after nine tokens
-    assert cached(ours, feed(ours, past)) == published
-    assert cached(ours, feed(ours, past, new)) == [0, 1, 7, 8, 9]
+    assert cached(narrow, feed(narrow, past)) == published
+    assert cached(narrow, feed(narrow, past, new)) == [0, 1, 7, 8, 9]
     assert cached(wider, feed(wider, past, new)) == [*published, 9]
-    pairs = (outputs(p, feed(p, past), new) for p in (ours, wider))
-    for one, other in zip(*pairs, strict=True):
-        assert np.abs(np.asarray(one - other)).max() > 1e-3
+    pairs = (outputs(p, feed(p, past), new) for p in (narrow, wider))
+    for narrow_out, wider_out in zip(*pairs, strict=True):
+        assert np.abs(np.asarray(narrow_out - wider_out)).max() > 1e-3
 
 
 def test_cache_relative_and_absolute_positions_differ_after_the_first_eviction(rng):
     past, new = chunk(rng, 0, 12), chunk(rng, 12, 1)
     cache, absolute = Streaming(2, 3), Streaming(2, 3, "absolute")
     pairs = (outputs(p, feed(p, past), new) for p in (cache, absolute))
-    for one, other in zip(*pairs, strict=True):
-        assert np.abs(np.asarray(one - other)).max() > 1e-3
+    for first_out, second_out in zip(*pairs, strict=True):
+        assert np.abs(np.asarray(first_out - second_out)).max() > 1e-3
     early, late = chunk(rng, 0, 4), chunk(rng, 4, 1)
     pairs = (outputs(p, feed(p, early), late) for p in (cache, absolute))
-    for one, other in zip(*pairs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for first_out, second_out in zip(*pairs, strict=True):
+        np.testing.assert_allclose(first_out, second_out, atol=1e-6)
 
 
 @pytest.mark.parametrize(

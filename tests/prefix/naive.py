@@ -47,14 +47,14 @@ class Naive:
         return (entry.uses if self.lfu else 0, entry.time, -len(prefix))
 
     def usable(self, root, tokens):
-        found = 0
+        matched = 0
         for prefix in self.prefixes(root, tokens):
             if prefix not in self.entries:
                 break
-            found += self.block
+            matched += self.block
         if self.cap:
-            found = min(found, len(tokens) - 1)
-        return found // self.block * self.block
+            matched = min(matched, len(tokens) - 1)
+        return matched // self.block * self.block
 
     def admit(self, root, tokens, room):
         shared = self.prefixes(root, tokens)[: self.usable(root, tokens) // self.block]

@@ -61,9 +61,9 @@ def test_a_field_counts_with_its_name_type_and_value():
 def test_every_setting_of_a_cache_changes_its_root(field):
     """Behaviour 20."""
     value = ABOUT[field]
-    other = value + 1 if isinstance(value, int) else value[:-1]
+    changed = value + 1 if isinstance(value, int) else value[:-1]
     assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT)) == 12
-    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT | {field: other})) == 0
+    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT | {field: changed})) == 0
 
 
 def test_the_integer_type_of_tokens_does_not_matter():
@@ -125,21 +125,21 @@ def test_the_index_needs_no_jax():
 def test_a_hash_covers_the_whole_prefix():
     for hashing in ("chained", "direct"):
         chain = BlockHasher(2, hashing)
-        one, other = (
+        prompt, other_root = (
             chain.hash_prompt([1, 2, 3, 4], root_hash()),
             chain.hash_prompt([9, 2, 3, 4], root_hash()),
         )
-        assert not set(one.hashes) & set(other.hashes)
+        assert not set(prompt.hashes) & set(other_root.hashes)
         longer = chain.hash_prompt([1, 2, 3, 4, 5], root_hash(), partial=True)
-        assert longer.hashes[:2] == one.hashes and len(longer.hashes) == 3
-        assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == one.hashes
-    assert BlockHasher(2).hash_prompt([1], root_hash(), partial=True).hashes != one.hashes[:1]
+        assert longer.hashes[:2] == prompt.hashes and len(longer.hashes) == 3
+        assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == prompt.hashes
+    assert BlockHasher(2).hash_prompt([1], root_hash(), partial=True).hashes != prompt.hashes[:1]
 
 
 def test_a_chained_hash_by_its_definition():
     """The definition is fixed, because another machine may recompute the hash."""
-    (found,) = BlockHasher(2).hash_prompt([1, 2], root_hash()).hashes
-    assert found == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
+    (block_hash,) = BlockHasher(2).hash_prompt([1, 2], root_hash()).hashes
+    assert block_hash == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)

@@ -45,8 +45,8 @@ def test_04_a_shared_tail_is_copied():
     pool = BlockPool(4, mode="alias")
     first = admit(pool, P)
     pool.append(first, 1)
-    found = match(pool, P)
-    assert (found.matched, found.usable, found.pages) == (14, 13, first.pages)
+    matched = match(pool, P)
+    assert (matched.matched, matched.usable, matched.pages) == (14, 13, first.pages)
     second = admit(pool, P)
     assert second.cached == 13
     assert second.copies == [Copy(first.pages[3], second.pages[3], 1)]
@@ -160,16 +160,16 @@ def test_11_the_least_recently_used_is_evicted_first():
 
 
 def test_12_eviction_order_of_two_releases_at_one_time():
-    left = {}
+    cached_pages = {}
     for order in ("lru-deepest-first", "lru"):
         pool = BlockPool(4, mode="full", order=order, clock=repeat(5).__next__)
         a, b = admit(pool, P[:8]), admit(pool, list(range(12)))
         pool.release(a)
         pool.release(b)
         names = dict(zip(a.pages + b.pages, ("A0", "A1", "B0", "B1", "B2"), strict=True))
-        left[order] = [names[page] for page in cached(pool)]
-    assert left["lru-deepest-first"] == ["B2", "A1", "B1", "A0", "B0"]
-    assert left["lru"] == ["A1", "A0", "B2", "B1", "B0"]
+        cached_pages[order] = [names[page] for page in cached(pool)]
+    assert cached_pages["lru-deepest-first"] == ["B2", "A1", "B1", "A0", "B0"]
+    assert cached_pages["lru"] == ["A1", "A0", "B2", "B1", "B0"]
 
 
 @pytest.mark.parametrize("order", ["lru", "lru-deepest-first", "lfu"])
@@ -192,8 +192,8 @@ def test_16_nothing_is_found_after_a_gap():
     prompt = pool.hash_prompt(P, ROOT)
     serve(pool, P)
     assert drop_block(pool, prompt.hashes[0]) and not drop_block(pool, prompt.hashes[0])
-    found = pool.match(prompt)
-    assert (found.matched, found.missed) == (0, {"tail": 2, "evicted": 12})
+    matched = pool.match(prompt)
+    assert (matched.matched, matched.missed) == (0, {"tail": 2, "evicted": 12})
     assert (pool.entries, pool.cached) == (2, 2)
     lease = admit(pool, P)
     drop_block(pool, prompt.hashes[0])  # while a request uses it
@@ -206,8 +206,8 @@ def test_16_nothing_is_found_after_a_gap():
 def test_21_equal_hashes_are_not_equal_tokens(mode, hashing):
     pool = BlockPool(4, mode=mode, hashing=hashing, hash=lambda data: b"same")
     first = admit(pool, P[:4])
-    other = pool.hash_prompt(range(8), ROOT)
-    assert pool.match(other).missed == {"collision": 8}
+    colliding = pool.hash_prompt(range(8), ROOT)
+    assert pool.match(colliding).missed == {"collision": 8}
     second = admit(pool, range(8))
     assert second.cached == 0 and not set(first.pages) & set(second.pages)
     assert match(pool, [*P[:4], 9]).pages == first.pages  # the first entry stays
@@ -272,12 +272,12 @@ def test_23_lookups_find_one_of_two_equal_tails(mode, later):
 
 def test_25_a_cancelled_request_leaves_only_computed_blocks():
     pool = BlockPool(4, mode="alias")
-    other = admit(pool, P[:4])
-    before = refs(other)
+    neighbour = admit(pool, P[:4])
+    before = refs(neighbour)
     lease = admit(pool, P, computed=9)
     assert match(pool, P).matched == 8
     pool.release(lease)  # cancelled
-    assert refs(other) == before and (pool.entries, pool.cached) == (2, 1)
+    assert refs(neighbour) == before and (pool.entries, pool.cached) == (2, 1)
 
 
 def test_35_reset_and_double_release():
@@ -299,10 +299,10 @@ def test_copying_a_tail_counts_as_use(order):
     pool = BlockPool(4, order=order)
     first = admit(pool, P)
     pool.release(first)
-    other = admit(pool, range(12))
-    pool.release(other)
+    reader = admit(pool, range(12))
+    pool.release(reader)
     serve(pool, P)
-    assert cached(pool) == other.pages[::-1] + first.pages[::-1]
+    assert cached(pool) == reader.pages[::-1] + first.pages[::-1]
 
 
 @pytest.mark.parametrize("mode", MODES)

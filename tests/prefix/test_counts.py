@@ -12,11 +12,11 @@ def test_26_counts_of_two_equal_requests():
     pool = BlockPool(4, mode="full")
     serve(pool, P, new=range(30))  # only the first lookup counts
     serve(pool, P)
-    found = pool.counts.lookups
-    assert (found.tokens_hit, found.tokens) == (12, 28)
-    assert (found.full_blocks_hit, found.full_blocks) == (3, 6)
-    assert (found.blocks_hit, found.blocks) == (3, 8)
-    assert (found.requests_hit, found.requests) == (1, 2)
+    lookups = pool.counts.lookups
+    assert (lookups.tokens_hit, lookups.tokens) == (12, 28)
+    assert (lookups.full_blocks_hit, lookups.full_blocks) == (3, 6)
+    assert (lookups.blocks_hit, lookups.blocks) == (3, 8)
+    assert (lookups.requests_hit, lookups.requests) == (1, 2)
 
 
 def test_27_a_request_counts_once():
@@ -52,9 +52,9 @@ def test_28_every_missed_token_has_one_reason(mode, tokens, missed):
     while pool.cached:
         pool._pages.evict()
     serve(pool, P)
-    found = match(pool, tokens)
-    assert found.missed == missed
-    assert sum(missed.values()) + found.usable == len(tokens)
+    matched = match(pool, tokens)
+    assert matched.missed == missed
+    assert sum(missed.values()) + matched.usable == len(tokens)
 
 
 def test_28_tokens_evicted_long_ago_count_as_cold():
@@ -70,6 +70,6 @@ def test_a_block_copied_and_then_shared_counts_one_use():
     pool = BlockPool(4, order="lfu")
     for _ in range(4):
         serve(pool, P[:12])
-    for left in (8, 4, 0):
+    for num_matched in (8, 4, 0):
         pool._pages.evict()
-        assert match(pool, P[:12]).matched == left
+        assert match(pool, P[:12]).matched == num_matched

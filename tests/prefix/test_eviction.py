@@ -36,16 +36,16 @@ def test_equal_times_distinguish_heap_from_list():
 
 @pytest.mark.parametrize("order", [LRU, LRUDeepestFirst, LFU])
 def test_an_order_contains_what_was_added(order):
-    one = fill(order(), count())
-    assert len(one) == 5 and list(one) == ["A1", "A0", "B2", "B1", "B0"]
-    one.remove("A0")
+    entries = fill(order(), count())
+    assert len(entries) == 5 and list(entries) == ["A1", "A0", "B2", "B1", "B0"]
+    entries.remove("A0")
     with pytest.raises(KeyError):
-        one.remove("A0")
-    assert [one.pop(), len(one), one.pop()] == ["A1", 3, "B2"]
-    one.add("A0", 9, 0, 1)
-    assert list(one) == drain(one) == ["B1", "B0", "A0"]
+        entries.remove("A0")
+    assert [entries.pop(), len(entries), entries.pop()] == ["A1", 3, "B2"]
+    entries.add("A0", 9, 0, 1)
+    assert list(entries) == drain(entries) == ["B1", "B0", "A0"]
     with pytest.raises(LookupError):
-        one.pop()
+        entries.pop()
 
 
 def test_heap_and_list_pop_the_same():
@@ -122,8 +122,8 @@ def test_lfu_keeps_the_most_used_prefix_in_a_pool():
     matched = {}
     for order in ("lfu", "lru", "lru-deepest-first"):
         pool = BlockPool(4, num_blocks=4, order=order, cap=False)
-        often, recent, other = (list(range(n, n + 8)) for n in (0, 100, 200))
-        for prompt in (often, often, often, recent, other):
+        often, recent, unused = (list(range(n, n + 8)) for n in (0, 100, 200))
+        for prompt in (often, often, often, recent, unused):
             serve(pool, prompt)
         matched[order] = [match(pool, prompt).matched for prompt in (often, recent)]
     assert matched == {"lfu": [8, 0], "lru": [0, 8], "lru-deepest-first": [0, 8]}

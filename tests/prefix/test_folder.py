@@ -30,11 +30,11 @@ def write(folder: PrefixFolder, number: int, owner: str | None = None, settings=
 
 def numbers(folder: PrefixFolder) -> set[int]:
     """The numbers of the indexed files, which must be those on the disk."""
-    found = {n for n in range(100) if folder.has(SETTINGS, hash_of(n))}
+    entries = {n for n in range(100) if folder.has(SETTINGS, hash_of(n))}
     names = {path.name for path in folder.path.glob("*.prefix") if path.name.startswith(SETTINGS)}
-    assert {name[-71:-7] for name in names} == {hash_of(n).hex() for n in found}
+    assert {name[-71:-7] for name in names} == {hash_of(n).hex() for n in entries}
     assert folder.bytes == sum(path.stat().st_size for path in folder.path.glob("*.prefix"))
-    return found
+    return entries
 
 
 def test_the_least_recently_used_file_leaves_first_also_after_a_restart(tmp_path):

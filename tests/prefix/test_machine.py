@@ -76,16 +76,16 @@ class Machine(RuleBasedStateMachine):
         self.queried = 0
 
     @precondition(lambda self: len(self.requests) < 5)
-    @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE, room=MORE, now=st.booleans(), data=st.data())
-    def admit(self, salt, like, keep, more, room, now, data):
+    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE, room=MORE, now=st.booleans(), data=st.data())
+    def admit(self, salt, like, keep, grow, room, now, data):
         """Admit a request. now: compute its prompt at once."""
         tokens = [*self.prompts[like % len(self.prompts)][:keep]]
-        tokens += data.draw(st.lists(TOKENS, min_size=more, max_size=more))
+        tokens += data.draw(st.lists(TOKENS, min_size=grow, max_size=grow))
         self.prompts = [*self.prompts[-6:], tokens]
         prompt = self.pool.hash_prompt(tokens, salt)
-        found = self.pool.match(prompt)
-        assert found.usable + sum(found.missed.values()) == len(tokens)
-        assert found.usable <= found.matched <= len(tokens)
+        matched_blocks = self.pool.match(prompt)
+        assert matched_blocks.usable + sum(matched_blocks.missed.values()) == len(tokens)
+        assert matched_blocks.usable <= matched_blocks.matched <= len(tokens)
         lease = self.pool.admit(prompt, extra_tokens=room)
         table = self.naive.admit(salt, tokens, room) if self.naive else None
         if self.naive:
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         if self.naive:
             assert (
                 lease.cached
-                == found.usable
+                == matched_blocks.usable
                 == sum(self.block for prefix in table.prefixes if prefix)
             )
         if self.pool.cap:
@@ -138,12 +138,12 @@ class Machine(RuleBasedStateMachine):
             self.publish(request)
         self.prompts = [*self.prompts[-6:], request.tokens]
 
-    @rule(salt=SALT, like=PICK, keep=KEEP, more=MORE,
+    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE,
           new=st.lists(TOKENS, max_size=6), data=st.data())  # fmt: skip
-    def serve(self, salt, like, keep, more, new, data):
+    def serve(self, salt, like, keep, grow, new, data):
         """Serve a whole request."""
         before = len(self.requests)
-        self.admit(salt, like, keep, more, 0, True, data)
+        self.admit(salt, like, keep, grow, 0, True, data)
         if len(self.requests) > before:
             self.generate(before, new)
             self.release(before)
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
 
     def write(self, request, position):
         block, row = request.lease.blocks[position // self.block], position % self.block
-        sharers = [other for other in self.requests if block in other.lease.blocks]
+        sharers = [sharer for sharer in self.requests if block in sharer.lease.blocks]
         assert sharers == [request], "written while another request uses it"
         assert not block.hashes or row >= len(block.tokens) // TOKEN, "written where it is cached"
         prefix = (request.root, *request.tokens[: position + 1])
@@ -218,13 +218,13 @@ class Machine(RuleBasedStateMachine):
         on_host = [block for block in set(pool._index._entries.values()) if block.on_host]
         assert pool.host_taken == len({block.page for block in on_host}) == len(on_host)
         assert not any(block.refs for block in on_host)
-        found = pool.counts.lookups
-        assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
-        assert found.blocks_hit <= found.blocks and found.full_blocks_hit <= found.full_blocks
+        counts = pool.counts.lookups
+        assert counts.tokens == self.queried == counts.tokens_hit + sum(counts.missed.values())
+        assert counts.blocks_hit <= counts.blocks and counts.full_blocks_hit <= counts.full_blocks
 
     @invariant()
     def cached_tokens_have_their_content(self):
-        pool, known = self.pool, {root: (root,) for root in ROOTS}
+        pool, prefixes = self.pool, {root: (root,) for root in ROOTS}
         entries = pool._index._entries
         assert all(hash in block.hashes for hash, block in entries.items())
         for block in sorted(set(entries.values()), key=lambda block: block.depth):
@@ -232,13 +232,13 @@ class Machine(RuleBasedStateMachine):
             if not isinstance(parent, bytes) and not parent.hashes:
                 assert self.forced, "an orphan"
                 continue
-            if parent not in known:
+            if parent not in prefixes:
                 continue  # an orphan's child
-            prefix = known[block] = known[parent] + tuple(
+            prefix = prefixes[block] = prefixes[parent] + tuple(
                 int.from_bytes(block.tokens[at : at + TOKEN], "little")
                 for at in range(0, len(block.tokens), TOKEN)
             )
-            assert block.depth == (len(known[parent]) - 1) // self.block
+            assert block.depth == (len(prefixes[parent]) - 1) // self.block
             for row in range(len(block.tokens) // TOKEN):
                 begin = len(prefix) - len(block.tokens) // TOKEN
                 page = ("host", block.page) if block.on_host else block.page
@@ -258,9 +258,9 @@ class Machine(RuleBasedStateMachine):
     def match(self, salt, like, end):
         """A lookup must find the longest chain of entries with the prompt's tokens."""
         tokens = self.prompts[like % len(self.prompts)][:end]
-        found = self.pool.match(self.pool.hash_prompt(tokens, salt))
+        matched_blocks = self.pool.match(self.pool.hash_prompt(tokens, salt))
         if self.naive:
-            assert found.usable == self.naive.usable(salt, tokens)
+            assert matched_blocks.usable == self.naive.usable(salt, tokens)
         if self.hash is not sha256 or self.forced:
             return
         published, matched = set(), 0
@@ -273,12 +273,12 @@ class Machine(RuleBasedStateMachine):
             if self.pool.mode == "alias" and len(block.hashes) > 1:  # the tail of its prompt too
                 sizes = [len(p) for p in self.tails(block, data, chain[-1].parent)]
                 published.update(chain[-1].parent + data[:size] for size in sizes)
-        whole = [n for n in range(self.block, len(tokens) + 1, self.block)]
-        for size in whole + ([len(tokens)] if self.pool.mode != "full" else []):
+        block_ends = [n for n in range(self.block, len(tokens) + 1, self.block)]
+        for size in block_ends + ([len(tokens)] if self.pool.mode != "full" else []):
             if salt + encode(tokens[:size]) not in published:
                 break
             matched = size
-        assert found.matched == matched
+        assert matched_blocks.matched == matched
 
     def tails(self, block, data, salt):
         """Shorter prompts whose hashes also name a full block."""

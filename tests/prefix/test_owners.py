@@ -50,8 +50,8 @@ class States:
         return plan.start
 
     def cached(self, tokens: list[int], root: bytes = b"") -> int:
-        found = self.pool.find(self.pool.hash_prompt(tokens, root))
-        return 0 if found is None else found.boundary
+        claim = self.pool.find(self.pool.hash_prompt(tokens, root))
+        return 0 if claim is None else claim.boundary
 
 
 KINDS = pytest.mark.parametrize("kind", [Blocks, States])
@@ -133,8 +133,8 @@ def test_three_owners_at_random(kind):
         index.store(prompt(int(rng.choice(mine[name]))), name)
         before, held = held, Counter({n: len(stored(index, mine[n])) for n in mine})
         assert sum(held.values()) <= 9
-        for other in mine:
-            assert other == name or held[other] >= min(before[other], 3)
+        for owner in mine:
+            assert owner == name or held[owner] >= min(before[owner], 3)
         if step > 300:
             fewest = min(fewest, *held.values())
     assert fewest >= 3
@@ -148,9 +148,9 @@ def test_owners_with_one_root_never_lose_a_parent_before_its_child(order):
     for _ in range(1500):
         tokens = [int(rng.integers(3))] + [int(t) for t in rng.integers(2, size=15)]
         hits += index.store([*tokens, 0], str(rng.choice(["a", "b"])))
-        found, collided = index.pool._index.walk(index.pool.hash_prompt(tokens, b""))
+        blocks, collided = index.pool._index.walk(index.pool.hash_prompt(tokens, b""))
         assert not collided
-        assert len({block.owner for block in found}) <= 1
+        assert len({block.owner for block in blocks}) <= 1
     for block in index.pool._index._entries.values():
         while not isinstance(block, bytes):
             assert block.hashes, "a parent was evicted before its child"

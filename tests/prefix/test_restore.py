@@ -8,14 +8,14 @@ from jaxkv.prefix import BlockPool
 from tests.prefix.prompts import ROOT, P, match, serve
 
 
-def restoring(pool: BlockPool, tokens: list[int], known: set[int]):
+def restoring(pool: BlockPool, tokens: list[int], stored_blocks: set[int]):
     """Admit a prompt of which these block numbers can be restored; returns lease and asked."""
     asked = []
 
     def restore(prompt, number, page):
         assert prompt.blocks[number] and 0 <= page < pool.num_blocks
         asked.append(number)
-        return number in known
+        return number in stored_blocks
 
     prompt = pool.hash_prompt(tokens, ROOT)
     extra = -(len(tokens) % pool.block_size)
@@ -23,7 +23,7 @@ def restoring(pool: BlockPool, tokens: list[int], known: set[int]):
 
 
 @pytest.mark.parametrize(
-    "size, known, cached, asked",
+    "size, stored_blocks, cached, asked",
     [
         (14, {0, 1, 2}, 12, [0, 1, 2]),
         (14, {0, 1}, 8, [0, 1, 2]),
@@ -32,10 +32,10 @@ def restoring(pool: BlockPool, tokens: list[int], known: set[int]):
         (3, {0}, 0, []),
     ],
 )
-def test_leading_blocks_are_restored(size, known, cached, asked):
+def test_leading_blocks_are_restored(size, stored_blocks, cached, asked):
     pool = BlockPool(4, 8, mode="full")
-    lease, found = restoring(pool, P[:size], known)
-    assert (lease.cached, found) == (cached, asked)
+    lease, asked_blocks = restoring(pool, P[:size], stored_blocks)
+    assert (lease.cached, asked_blocks) == (cached, asked)
     assert match(pool, P[:size]).matched == cached, "others find them at once"
     lookups = pool.counts.lookups
     assert (lookups.tokens, lookups.tokens_hit) == (size, cached)

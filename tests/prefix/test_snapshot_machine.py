@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         self.follow_transfers()
         self.queried += len(tokens)
         assert plan.start < len(tokens) and plan.start % self.chunk == 0
-        readers = sum(one.snapshot is not None for one, *_ in self.plans)
+        readers = sum(plan.snapshot is not None for plan, *_ in self.plans)
         if self.hash is sha256 and (
             self.capacity is None or readers + len(self.claims) < self.capacity
         ):
@@ -174,8 +174,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def add_up(self):
         type(self).steps += 1
-        index, found = self.index, self.index.counts.lookups
-        assert found.tokens == self.queried == found.tokens_hit + sum(found.missed.values())
+        index, lookups = self.index, self.index.counts.lookups
+        assert lookups.tokens == self.queried == lookups.tokens_hit + sum(lookups.missed.values())
         snapshots = list(index._index.values())
         by_tier = Counter(snapshot.tier.name for snapshot in snapshots)
         assert (by_tier["device"], by_tier["host"]) == (index.taken, index.host_taken)

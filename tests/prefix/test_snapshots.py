@@ -24,8 +24,8 @@ def prefill(index, tokens, root=ROOT, save=None):
 
 def resume_at(index, tokens, root=ROOT):
     """The boundary from which a prompt would resume."""
-    found = index.find(index.hash_prompt(tokens, root))
-    return 0 if found is None else found.boundary
+    snapshot_match = index.find(index.hash_prompt(tokens, root))
+    return 0 if snapshot_match is None else snapshot_match.boundary
 
 
 def test_24_a_snapshot_is_found_only_when_published():
@@ -132,10 +132,10 @@ def test_a_snapshot_being_read_is_not_evicted():
     index = Snapshots(1, 4, "last")
     prefill(index, range(5))
     reader = index.plan_prefill(index.hash_prompt(range(5), ROOT))
-    other = index.hash_prompt(range(10, 15), ROOT)
-    assert reader.start == 4 and index.claim(other, 4) is None and not index.reset()
+    new_prompt = index.hash_prompt(range(10, 15), ROOT)
+    assert reader.start == 4 and index.claim(new_prompt, 4) is None and not index.reset()
     index.release(reader)
-    assert index.claim(other, 4).index == reader.snapshot.index
+    assert index.claim(new_prompt, 4).index == reader.snapshot.index
     assert resume_at(index, range(5)) == 0 and index.counts.evictions == 1
     assert not index.reset()  # a claim is open
 
@@ -161,8 +161,8 @@ def test_28_every_missed_token_has_one_reason(tokens, missed):
     before = dict(index.counts.lookups.missed)
     plan = prefill(index, tokens, save=())
     after = index.counts.lookups.missed
-    found = {reason: after[reason] - before[reason] for reason in after}
-    assert {reason: count for reason, count in found.items() if count} == missed
+    missed_now = {reason: after[reason] - before[reason] for reason in after}
+    assert {reason: count for reason, count in missed_now.items() if count} == missed
     assert sum(missed.values()) + plan.start == len(tokens)
 
 

@@ -44,7 +44,7 @@ def logprob(before: int, token: int) -> float:
 def scored(before: int, token: int, top: int | None) -> ScoredToken:
     if top is None:
         return ScoredToken(token)
-    best = sorted(range(WIDE), key=lambda other: -logprob(before, other))[:top]
+    best = sorted(range(WIDE), key=lambda candidate: -logprob(before, candidate))[:top]
     return ScoredToken(token, logprob(before, token), tuple((t, logprob(before, t)) for t in best))
 
 
@@ -69,7 +69,7 @@ class FakeHandle:
     listener: Listener
     tokens: Iterator[int]
     came: float = field(default_factory=time.monotonic)
-    made: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
     cached: int = 0
     cancelled: bool = False
 
@@ -156,28 +156,28 @@ class FakeEngine:
         prompt, top = list(request.tokens), request.logprobs
         if handle.cancelled:
             return self._end(handle, "cancelled")
-        if request.echo and not handle.made:
+        if request.echo and not handle.generated:
             pairs = pairwise(prompt)
             listener.prompt([ScoredToken(prompt[0]), *(scored(*pair, top) for pair in pairs)])
-        if len(handle.made) == request.max_new_tokens:
+        if len(handle.generated) == request.max_new_tokens:
             return self._end(handle, "length")
-        if len(handle.made) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
+        if len(handle.generated) == 2 and b"!fail" in bytes(t for t in prompt if t < 256):
             return self._end(handle, "error", "the model's logits are not finite")
         token = next(handle.tokens)
-        before = [*prompt, *handle.made][-1]
-        handle.made.append(token)
+        before = [*prompt, *handle.generated][-1]
+        handle.generated.append(token)
         if listener.token(scored(before, token, top)):
             return self._end(handle, "stop")
         if token in request.eos:
             return self._end(handle, "eos")
-        if len(handle.made) == request.max_new_tokens:
+        if len(handle.generated) == request.max_new_tokens:
             return self._end(handle, "length")
 
     def _end(self, handle: FakeHandle, reason: str, error: str = "") -> None:
         self.handles.remove(handle)
         size, seconds = len(handle.request.tokens), time.monotonic() - handle.came
-        first = seconds if handle.made else None
-        new = len(handle.made)
+        first = seconds if handle.generated else None
+        new = len(handle.generated)
         read = size - handle.cached
         outcome = Outcome(reason, size, handle.cached, new, 0.0, first, seconds, read, error)
         self.ended.append(outcome)

@@ -67,8 +67,8 @@ def test_a_request_without_settings_is_sampled_as_the_model_says():
     with serving(FakeEngine(), sampling=Sampling(0.6, 20, 0.9)) as served:
         served.complete("|x", max_tokens=1)
         served.complete("|x", max_tokens=1, temperature=0, top_p=1)
-        found = [request.sampling for request in served.engine.requests]
-    assert found == [Sampling(0.6, 20, 0.9), Sampling(0, 20, 1)]
+        settings = [request.sampling for request in served.engine.requests]
+    assert settings == [Sampling(0.6, 20, 0.9), Sampling(0, 20, 1)]
 
 
 def test_every_setting_reaches_the_engine(served):

@@ -31,21 +31,21 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-@pytest.mark.parametrize("given", [
+@pytest.mark.parametrize("headers", [
     {}, bearer(""), bearer("third"), bearer("firs"), bearer("first2"), bearer("first second"),
     bearer("FIRST"), bearer("ours"), {"authorization": "first"}, {"authorization": "Basic first"},
     {"authorization": "Bearer \xe9"}, {"x_api_key": "first"},
 ])  # fmt: skip
-def test_an_invalid_key_gives_401(guarded, given):
+def test_an_invalid_key_gives_401(guarded, headers):
     for method, path in [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
         ("GET", "/v1/models/bytes"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/nowhere"),
     ]:  # fmt: skip
-        answer = guarded.ask(method, path, b"{" if method == "POST" else None, **given)
+        answer = guarded.ask(method, path, b"{" if method == "POST" else None, **headers)
         assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.error["code"] == "invalid_api_key"
         assert "third" not in answer.error["message"]
-    assert guarded.ask("GET", "/health", **given).status == 200
+    assert guarded.ask("GET", "/health", **headers).status == 200
 
 
 def test_a_valid_key_is_accepted(guarded):
@@ -79,19 +79,19 @@ def test_keys_share_prefixes_only_with_an_equal_salt(guarded):
     assert cached(guarded, prompt, "first") > 0
 
 
-@pytest.mark.parametrize("key, salt, others", [
+@pytest.mark.parametrize("key, salt, salt_guesses", [
     ("first", None, ["first", "key first", "salt first", "null", '["key first", null]']),
     ("ours-1", None, ["s", "ours", "salt ours", '["salt ours", null]']),
     ("ours-1", "mine", ["smine", "mine", '["salt ours", "mine"]', 'mine"]', "salt ours mine"]),
 ])  # fmt: skip
-def test_another_keys_salt_gives_no_access_to_its_prefixes(guarded, key, salt, others):
+def test_another_keys_salt_gives_no_access_to_its_prefixes(guarded, key, salt, salt_guesses):
     """For similar keys and salts, and for each way to name the salt in a request."""
     prompt = f"a secret of {key} {salt}|x"
     assert cached(guarded, prompt, key, salt) == 0
     scope = next(r.salt for r in guarded.engine.requests[::-1])
     for thief in ("second", "imitator", "shorter"):
         assert cached(guarded, prompt, thief) == 0
-        for named in {*others, scope}:
+        for named in {*salt_guesses, scope}:
             assert cached(guarded, prompt, thief, named) == 0
 
 
@@ -169,5 +169,5 @@ def test_the_limits_count_answers_not_requests():
 def test_requests_name_their_key_as_owner(guarded):
     for key in ("first", "ours-1", "first"):
         guarded.complete("x", bearer(key), cache_salt="of a request")
-    first, other, again = (request.owner for request in guarded.engine.requests[-3:])
-    assert first == again != other and "first" not in first
+    first, other_owner, again = (request.owner for request in guarded.engine.requests[-3:])
+    assert first == again != other_owner and "first" not in first

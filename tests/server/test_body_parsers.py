@@ -15,17 +15,17 @@ def test_owners_take_turns_in_a_thread():
     order: list[str] = []
 
     async def main() -> None:
-        thread, begun = FairThread("test"), threading.Event()
-        first = asyncio.create_task(thread.run(b"a", begun.wait))
+        thread, started = FairThread("test"), threading.Event()
+        first = asyncio.create_task(thread.run(b"a", started.wait))
         await asyncio.sleep(0)
         names = ["a1", "a2", "a3", "b1", "b2", "c1"]
-        others = [
+        waiting = [
             asyncio.create_task(thread.run(name[:1].encode(), order.append, name)) for name in names
         ]
         await asyncio.sleep(0)
         assert not order
-        begun.set()
-        await asyncio.gather(first, *others)
+        started.set()
+        await asyncio.gather(first, *waiting)
 
     asyncio.run(main())
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]

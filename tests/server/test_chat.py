@@ -46,8 +46,8 @@ def test_a_template_reads_names_and_variables():
 def test_variables_cannot_contain_special_tokens():
     template = "{{ bos_token }}{{ messages[0].content }}{{ note }}"
     with serving(FakeEngine(), language(template)) as served:
-        given = {"chat_template_kwargs": {"note": "<s>"}, "max_tokens": 1}
-        served.chat("<s>", **given)
+        fields = {"chat_template_kwargs": {"note": "<s>"}, "max_tokens": 1}
+        served.chat("<s>", **fields)
         (request,) = served.engine.requests
     assert request.tokens == (BOS, *b"<s><s>")
 

@@ -33,7 +33,7 @@ def test_chat(client):
         model="bytes", messages=[{"role": "user", "content": "Say|hi"}], logprobs=True
     )
     assert reply.choices[0].message.content == "hi"
-    assert [one.token for one in reply.choices[0].logprobs.content] == ["h", "i", "</s>"]
+    assert [token.token for token in reply.choices[0].logprobs.content] == ["h", "i", "</s>"]
     said = [{"role": "user", "content": "Say|hi"}, reply.choices[0].message]
     with pytest.raises(openai.BadRequestError, match="no chat template"):  # roles would be lost
         client.chat.completions.create(model="bytes", messages=said)

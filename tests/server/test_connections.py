@@ -101,12 +101,12 @@ def test_a_refused_body_in_chunks_is_not_read_to_its_end():
         served.connect() as connection,
     ):
         connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
-        begun = time.monotonic()
+        start = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while time.monotonic() - begun < 10:
+            while time.monotonic() - start < 10:
                 connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
                 time.sleep(0.01)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - start < 5
         served.works()
 
 
@@ -162,10 +162,10 @@ def test_idle_sockets_at_the_limit_of_open_files():
 
 
 def test_exhausted_descriptors_are_reported_once(caplog, monkeypatch, unchecked):
-    report, others = connections.Reporter(), []
+    report, passed_on = connections.Reporter(), []
 
     class Loop:
-        default_exception_handler = others.append
+        default_exception_handler = passed_on.append
 
     now = [1000.0]
     monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
@@ -178,7 +178,7 @@ def test_exhausted_descriptors_are_reported_once(caplog, monkeypatch, unchecked)
         report(Loop, full)
         assert len(caplog.records) == 2
     report(Loop, {"exception": OSError(errno.EPIPE, "broken")})
-    assert len(others) == 1
+    assert len(passed_on) == 1
 
 
 def test_the_limit_of_open_files_is_raised():

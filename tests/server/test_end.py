@@ -34,9 +34,9 @@ def engine(llm):
     decode, go = engine._programs.decode, threading.Event()
     go.set()
 
-    def held(*given):
+    def held(*arguments):
         go.wait(60)
-        return decode(*given)
+        return decode(*arguments)
 
     engine._programs.decode, engine.go = held, go
     yield engine
@@ -172,8 +172,8 @@ def test_an_error_before_the_first_event_has_its_status(caplog):
 
 def test_as_many_answers_as_run_and_wait(engine, llm):
     """n = max_batch + queue is answered; one more is refused before the engine sees it."""
-    most = {"max_in_flight": 5, "max_answers": 5, "max_batch": 2}
-    with serving(engine, Language(llm, "tiny"), **most) as served:
+    limits = {"max_in_flight": 5, "max_answers": 5, "max_batch": 2}
+    with serving(engine, Language(llm, "tiny"), **limits) as served:
         for _ in range(20):
             answer = served.ask("POST", "/v1/completions", TALE | {"n": 5, "max_tokens": 2})
             assert answer.status == 200, answer.error

@@ -146,15 +146,15 @@ def test_a_refused_body_is_soon_read_no_more(head, pause):
     with serving(FakeEngine(), max_body=1000) as served, served.connect() as connection:
         connection.sendall(POST.replace(b"json", b"xml") + head + b"\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 415 ")
-        begun, sent = time.monotonic(), 0
+        start, sent = time.monotonic(), 0
         try:
-            while time.monotonic() - begun < 10 and sent < 7_000_000:
+            while time.monotonic() - start < 10 and sent < 7_000_000:
                 connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
                 sent += 1007
                 time.sleep(pause)
         except (BrokenPipeError, ConnectionResetError):
             pass
-        assert time.monotonic() - begun < 2 and sent < 7_000_000
+        assert time.monotonic() - start < 2 and sent < 7_000_000
         served.works()
 
 

@@ -19,7 +19,7 @@ SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 def queries() -> list[str]:
     variables = [
-        one["definition"] for one in DASHBOARD["templating"]["list"] if "definition" in one
+        var["definition"] for var in DASHBOARD["templating"]["list"] if "definition" in var
     ]
     return variables + [target["expr"] for panel in PANELS for target in panel["targets"]]
 
@@ -55,9 +55,9 @@ def test_panels_do_not_overlap():
     cells = set()
     for panel in DASHBOARD["panels"]:
         x, y, w, h = (panel["gridPos"][name] for name in "xywh")
-        own = {(a, b) for a in range(x, x + w) for b in range(y, y + h)}
-        assert x + w <= 24 and not cells & own
-        cells |= own
+        panel_cells = {(a, b) for a in range(x, x + w) for b in range(y, y + h)}
+        assert x + w <= 24 and not cells & panel_cells
+        cells |= panel_cells
 
 
 def test_legends_name_labels_of_their_query():

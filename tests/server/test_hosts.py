@@ -106,8 +106,8 @@ def test_allowed_origins_with_api_keys():
         assert ask(served, **headers).status == 401
         headers |= {"authorization": "Bearer first"}
         assert ask(served, **headers).status == 200
-        other = ask(served, **headers | {"origin": "https://evil.example"})
-        assert "access-control-allow-origin" not in other.headers
+        denied = ask(served, **headers | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in denied.headers
 
 
 def test_every_origin_may_be_allowed():

@@ -41,7 +41,7 @@ def test_a_stream_and_a_batch(settings):
     assert "".join(piece.content for piece in pieces) == "one ✓ two"
     used = [piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata]
     assert used == [12]
-    assert [one.content for one in chat.batch(["|a", "|b", "|c"])] == ["a", "b", "c"]
+    assert [message.content for message in chat.batch(["|a", "|b", "|c"])] == ["a", "b", "c"]
 
 
 def test_completions(settings):

@@ -40,15 +40,15 @@ def test_a_client_that_disconnects(slow, stream, abruptly, n):
 
 
 def test_a_client_that_disconnects_while_queued(slow):
-    others = [slow.send(ENDLESS) for _ in range(slow.engine.max_batch)]
+    running = [slow.send(ENDLESS) for _ in range(slow.engine.max_batch)]
     eventually(lambda: len(slow.engine.handles) == slow.engine.max_batch)
     waiting = slow.send(ENDLESS | {"stream": True})
     eventually(lambda: len(slow.engine.handles) == slow.engine.max_batch + 1)
     handle = slow.engine.handles[-1]
     waiting.close()
     eventually(lambda: handle.cancelled, 2)
-    for other in others:
-        other.close()
+    for connection in running:
+        connection.close()
     eventually(lambda: not slow.engine.handles, 2)
     slow.works()
 
@@ -94,9 +94,9 @@ def test_a_client_that_reads_too_slowly():
         served.works()
         raw = b""
         while not raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-            more = stuck.recv(1 << 16)
-            assert more
-            raw = raw[-1000:] + more
+            received = stuck.recv(1 << 16)
+            assert received
+            raw = raw[-1000:] + received
         assert b"read too slowly" in raw
         stuck.close()
 
@@ -112,7 +112,7 @@ def test_many_at_once(caplog):
                 text = answer.json["choices"][0]["text"]
             else:
                 reply = answer.raw.decode().split("\n\n")[:-2]
-                choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in reply]
+                choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in reply]
                 text = "".join(choice["text"] for choice in choices)
             if text != f"answer {number} ✓":
                 wrong.append((number, text))

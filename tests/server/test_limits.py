@@ -19,14 +19,14 @@ def test_texts_that_are_too_long_are_not_tokenized(monkeypatch):
     """Tokenizing them would take seconds."""
     words, asked = language(), []
     monkeypatch.setattr(Language, "encode", lambda _, text: asked.append(len(text)) or [1, 2])
-    most = 4 * 20 * words.longest
+    longest = 4 * 20 * words.longest
     with serving(FakeEngine(max_len=20), words) as served:
-        for answer in (served.complete("x" * (most + 1)), served.chat("x" * (most + 1))):
+        for answer in (served.complete("x" * (longest + 1)), served.chat("x" * (longest + 1))):
             refused(answer, 400, ["characters are too many"])
             assert answer.error["code"] == "context_length_exceeded"
         assert not asked
-        served.complete("x" * most, max_tokens=1)
-        assert asked == [320, most]
+        served.complete("x" * longest, max_tokens=1)
+        assert asked == [320, longest]
 
 
 @pytest.fixture

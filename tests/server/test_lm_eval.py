@@ -83,26 +83,26 @@ def test_lm_eval_of_the_default_model(monkeypatch):
         chunk=16,
         prefix_cache=PrefixConfig(num_blocks=8),
     )
-    theirs = reference(llm.path)
+    reference_model = reference(llm.path)
     with serving(engine, Language(llm, "default")) as served:
         for _ in range(2):
             right, samples = evaluate(served.port, "default", llm.path)
-    wanted = [
-        [given(theirs, llm, context, choice) for choice in choices]
+    expected_scores = [
+        [choice_score(reference_model, llm, context, choice) for choice in choices]
         for context, choices in QUESTIONS
     ]
-    for sample, values in zip(samples, wanted, strict=True):
-        found = [value for ((value, _),) in sample["resps"]]
-        np.testing.assert_allclose(found, values, atol=1e-3)
-    assert right == sum(values[0] == max(values) for values in wanted) / len(QUESTIONS)
+    for sample, values in zip(samples, expected_scores, strict=True):
+        scores = [value for ((value, _),) in sample["resps"]]
+        np.testing.assert_allclose(scores, values, atol=1e-3)
+    assert right == sum(values[0] == max(values) for values in expected_scores) / len(QUESTIONS)
 
 
-def given(theirs, llm: Llm, context: str, choice: str) -> float:
+def choice_score(reference_model, llm: Llm, context: str, choice: str) -> float:
     """The score of a choice after its context by transformers. lm-eval sends both without a BOS."""
     begin = len(llm.tokenizer.encode(context, bos=False))
-    whole = llm.tokenizer.encode(context + choice, bos=False)
-    logits = jnp.asarray(reference_logits(theirs, whole))
-    return float(sum(jax.nn.log_softmax(logits[n - 1])[whole[n]] for n in range(begin, len(whole))))
+    ids = llm.tokenizer.encode(context + choice, bos=False)
+    logits = jnp.asarray(reference_logits(reference_model, ids))
+    return float(sum(jax.nn.log_softmax(logits[n - 1])[ids[n]] for n in range(begin, len(ids))))
 
 
 def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
@@ -121,7 +121,7 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         "doc_to_target": "best",
         "target_delimiter": "",
     }
-    found = simple_evaluate(
+    evaluation = simple_evaluate(
         model="local-completions",
         model_args={
             "model": name,
@@ -135,4 +135,4 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         batch_size=2,
         bootstrap_iters=0,
     )
-    return found["results"]["tiny"]["acc,none"], found["samples"]["tiny"]
+    return evaluation["results"]["tiny"]["acc,none"], evaluation["samples"]["tiny"]

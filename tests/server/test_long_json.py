@@ -16,7 +16,7 @@ from jaxkv.server.faults import Fault
 from jaxkv.server.long_json import LONG, MEMBERS, lift_ids
 
 PADDING = " " * SHORT
-IDS = [int(one) for one in np.random.default_rng(0).integers(0, 50_000, 10_000)]
+IDS = [int(token) for token in np.random.default_rng(0).integers(0, 50_000, 10_000)]
 NAMES = {f"k{number}": "v" for number in range(400_000)}
 # A body that stops Python's parser for as long as it is, and what it needs too much of.
 HEAVY = {
@@ -46,7 +46,7 @@ def random_json(rng: np.random.Generator, depth: int = 0) -> object:
         return "".join(rng.choice(letters, rng.integers(30)))
     if kind == 2:
         size = int(rng.choice([0, 1, LONG - 1, LONG, LONG + 1, 5000]))
-        return [int(one) for one in rng.integers(0, 2**31, size)]
+        return [int(number) for number in rng.integers(0, 2**31, size)]
     if kind < 5:
         return [None, True, -1, 0.5, 10**12, 1e300][rng.integers(6)]
     several = [random_json(rng, depth + 1) for _ in range(rng.integers(6))]
@@ -108,8 +108,8 @@ def test_other_threads_go_on(case):
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        ours = min(largest() for _ in range(3))
+        longest_pause = min(largest() for _ in range(3))
     finally:
         ended.set()
         thread.join()
-    assert ours < 0.1
+    assert longest_pause < 0.1

@@ -88,8 +88,8 @@ def test_histograms_count_every_answer(metrics, name, count):
 
 def test_two_servers_count_separately(served):
     served.complete("|x")
-    with serving(FakeEngine()) as other:
-        raw = other.ask("GET", "/metrics").raw.decode()
+    with serving(FakeEngine()) as second_server:
+        raw = second_server.ask("GET", "/metrics").raw.decode()
     assert "jaxkv:prompt_tokens_total 0.0" in raw
 
 

@@ -58,8 +58,8 @@ def ask(served, kind: str, **body):
 @pytest.mark.parametrize("kind", CREATE)
 def test_every_field_of_known_clients_is_in_the_table(kind):
     openai = inspect.signature(CREATE[kind]).parameters.keys() - OF_THE_CLIENT
-    known = {*openai, *VLLM.split(), *VLLM_ONLY[kind].split(), *LLAMA_CPP.split()}
-    assert not known - fields.FIELDS[kind].keys() - NEUTRAL[kind].keys()
+    client_fields = {*openai, *VLLM.split(), *VLLM_ONLY[kind].split(), *LLAMA_CPP.split()}
+    assert not client_fields - fields.FIELDS[kind].keys() - NEUTRAL[kind].keys()
     assert not fields.FIELDS[kind].keys() & NEUTRAL[kind].keys()
 
 
@@ -118,13 +118,15 @@ def test_stream_options(served, kind, option):
 @pytest.mark.parametrize("kind, limit", [
     ("completions", "max_tokens"), ("chat", "max_tokens"), ("chat", "max_completion_tokens"),
 ])  # fmt: skip
-@pytest.mark.parametrize("max_len, most", [(20_000, 20_000), (None, 131_072)])
-def test_no_limit_is_that_of_the_server(kind, limit, max_len, most):
+@pytest.mark.parametrize("max_len, max_new_tokens", [(20_000, 20_000), (None, 131_072)])
+def test_no_limit_is_that_of_the_server(kind, limit, max_len, max_new_tokens):
     with serving(FakeEngine(max_len=max_len)) as served:
         answer = ask(served, kind, **{limit: -1})
         assert answer.json["choices"][0]["finish_reason"] == "stop"
         (request,) = served.engine.requests
-        assert request.max_new_tokens == (most if max_len is None else most - len(request.tokens))
+        assert request.max_new_tokens == (
+            max_new_tokens if max_len is None else max_new_tokens - len(request.tokens)
+        )
 
 
 def test_a_seed_of_minus_1_is_drawn(served):

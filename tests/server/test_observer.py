@@ -33,12 +33,12 @@ def test_answers_and_streams_have_request_ids(served):
         assert answer.headers["x-request-id"] == "mine"
 
 
-@pytest.mark.parametrize("given", [None, "", "two words", "x" * 201, "caf\xe9"])
-def test_a_request_id_is_made(served, given):
+@pytest.mark.parametrize("request_id", [None, "", "two words", "x" * 201, "caf\xe9"])
+def test_a_request_id_is_made(served, request_id):
     """Without a valid one of the client; each is different."""
-    headers = {} if given is None else {"x_request_id": given}
-    made = [served.ask("GET", "/health", **headers).headers["x-request-id"] for _ in range(2)]
-    assert made[0] != made[1] and all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    headers = {} if request_id is None else {"x_request_id": request_id}
+    ids = [served.ask("GET", "/health", **headers).headers["x-request-id"] for _ in range(2)]
+    assert ids[0] != ids[1] and all(re.fullmatch("[0-9a-f]{32}", text) for text in ids)
 
 
 def test_refusals_without_a_key_or_by_a_bug_have_request_ids(monkeypatch, caplog):
@@ -74,9 +74,9 @@ def test_responses_are_counted_by_status():
         served.complete("|x", temperature=9)
         for path in ("/a", "/b", "/v1/models/other"):
             served.ask("GET", path)
-        left = served.send(ENDLESS)
+        connection = served.send(ENDLESS)
         eventually(lambda: served.engine.handles)
-        left.close()
+        connection.close()
         counted = lambda: samples(served, "http_requests")  # noqa: E731
         eventually(lambda: ("/v1/completions", "499") in counted())
         counts = counted()
@@ -153,9 +153,9 @@ def test_probes_are_logged_if_asked_or_if_they_fail(logged, log_probes):
         served.engine.healthy = False
         served.ask("GET", "/health")
         eventually(lambda: logged() and logged()[-1]["status"] == 503)
-    found = [(line["path"], line["status"]) for line in logged()]
+    probed = [(line["path"], line["status"]) for line in logged()]
     probes = [("/health", 200), ("/metrics", 200)] if log_probes else []
-    assert found == [*probes, ("/version", 200), ("/health", 503)]
+    assert probed == [*probes, ("/version", 200), ("/health", 503)]
 
 
 KEYS = "alice-key name=alice\nbob-key salt name=bob\nalice-2 name=alice\nnobody"
@@ -183,24 +183,24 @@ def test_usage_is_reported_by_the_name_of_the_key(logged):
             assert line["finish_reasons"] == ["stop"] * len(answer["choices"])
         served.complete("|x", {"authorization": "Bearer bob-key"}, temperature=9)
         served.complete("|x", {"authorization": "Bearer wrong"})
-        left = served.send(ENDLESS | {"stream": True}, "bob-key")
-        assert left.recv(10)
-        left.close()
+        connection = served.send(ENDLESS | {"stream": True}, "bob-key")
+        assert connection.recv(10)
+        connection.close()
         eventually(lambda: any("cancelled" in line.get("finish_reasons", []) for line in logged()))
         eventually(lambda: not served.engine.handles)
         raw = served.ask("GET", "/metrics", authorization="Bearer root").raw.decode()
-    *_, refused, unknown, gone = [one for one in logged() if one["path"] == "/v1/completions"]
+    *_, refused, unknown, gone = [line for line in logged() if line["path"] == "/v1/completions"]
     assert (refused["api_key"], refused["status"]) == ("bob", 400) and "api_key" not in unknown
     assert (gone["api_key"], gone["prompt_tokens"]) == ("bob", 8) and gone["completion_tokens"] > 0
     names = ("requests", "prompt_tokens", "cached_tokens", "generation_tokens")
-    found = {
+    recorded = {
         name: [int(value) for metric in names for value in re.findall(
             rf'^jaxkv:api_key_{metric}_total{{api_key="{name}"}} (\d+)', raw, re.MULTILINE)]
         for name in used
     }  # fmt: skip
-    assert found["alice"] == used["alice"] and found["unnamed"] == used["unnamed"]
-    left_tokens = found["bob"][3] - used["bob"][3]
-    assert found["bob"][:3] == [used["bob"][0] + 1, used["bob"][1] + 8, used["bob"][2]]
+    assert recorded["alice"] == used["alice"] and recorded["unnamed"] == used["unnamed"]
+    left_tokens = recorded["bob"][3] - used["bob"][3]
+    assert recorded["bob"][:3] == [used["bob"][0] + 1, used["bob"][1] + 8, used["bob"][2]]
     assert left_tokens >= gone["completion_tokens"]
     secret = raw + json.dumps(logged())
     assert not any(f"{line.split()[0]}" in secret for line in KEYS.splitlines())

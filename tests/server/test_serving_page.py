@@ -28,9 +28,9 @@ OTHERS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
-    serve.add_flags(made)
-    return made
+    serve_parser = argparse.ArgumentParser()
+    serve.add_flags(serve_parser)
+    return serve_parser
 
 
 def test_flags_exist():
@@ -48,8 +48,8 @@ def test_metrics_exist():
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return found
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return code
 
 
 def test_the_unit_for_systemd(tmp_path):

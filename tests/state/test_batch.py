@@ -31,33 +31,33 @@ def state_of(rng, size=3, slots=4, dtype=jnp.bfloat16):
     return State(Part(k, seeds), jnp.arange(size, dtype=jnp.int32))
 
 
-def same(one, other):
+def check_same(actual, expected):
     """Equal in structure, dtype and every bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_take_and_put_are_inverse(rng):
-    state, other = state_of(rng), state_of(rng)
+    state, source = state_of(rng), state_of(rng)
     order = [2, 0]
-    changed = batch.put(state, order, batch.take(other, order))
-    same(batch.take(changed, order), batch.take(other, order))
-    same(batch.take(changed, [1]), batch.take(state, [1]))
-    same(batch.put(changed, order, batch.take(state, order)), state)
+    changed = batch.put(state, order, batch.take(source, order))
+    check_same(batch.take(changed, order), batch.take(source, order))
+    check_same(batch.take(changed, [1]), batch.take(state, [1]))
+    check_same(batch.put(changed, order, batch.take(state, order)), state)
 
 
 def test_indices_may_be_traced(rng):
     state = state_of(rng)
-    same(jax.jit(batch.take)(state, jnp.array([1, 1])), batch.take(state, [1, 1]))
+    check_same(jax.jit(batch.take)(state, jnp.array([1, 1])), batch.take(state, [1, 1]))
 
 
 def test_reset_takes_one_empty_sequence_or_one_per_index(rng):
     state, fresh = state_of(rng), state_of(rng, size=2)
-    same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
-    one = batch.take(fresh, [0])
-    same(batch.take(batch.reset(state, [2, 0], one), [2, 0]), batch.take(fresh, [0, 0]))
+    check_same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
+    empty = batch.take(fresh, [0])
+    check_same(batch.take(batch.reset(state, [2, 0], empty), [2, 0]), batch.take(fresh, [0, 0]))
     with pytest.raises(UserError, match="fresh must have 1 or 3 sequences, got 2; give as many"):
         batch.reset(state, [0, 1, 2], fresh)
 
@@ -96,8 +96,8 @@ def test_host_round_trip_is_exact(rng):
     state = state_of(rng)
     host = batch.to_host(state)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
-    same(batch.to_device(host), state)
-    same(batch.take(host, [1, 2]), batch.take(state, [1, 2]))
+    check_same(batch.to_device(host), state)
+    check_same(batch.take(host, [1, 2]), batch.take(state, [1, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
@@ -105,7 +105,7 @@ def test_snapshot_is_exact(tmp_path, rng, dtype):
     state = (state_of(rng, dtype=dtype), state_of(rng, slots=0))
     batch.save(tmp_path / "snapshot", state)
     assert os.listdir(tmp_path) == ["snapshot"]
-    same(batch.load(tmp_path / "snapshot", jax.eval_shape(lambda: state)), state)
+    check_same(batch.load(tmp_path / "snapshot", jax.eval_shape(lambda: state)), state)
 
 
 def test_snapshot_of_another_state_is_refused(tmp_path, rng):
@@ -122,7 +122,7 @@ def test_snapshot_of_another_state_is_refused(tmp_path, rng):
 def test_a_snapshot_of_another_size_is_read_if_that_is_asked_for(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
     batch.save(path, state)
-    same(batch.load(path, state_of(rng, slots=9), any_size=True), state)
+    check_same(batch.load(path, state_of(rng, slots=9), any_size=True), state)
     with pytest.raises(UserError, match=r"\.part\.k should be float32"):
         batch.load(path, state_of(rng, dtype=jnp.float32), any_size=True)
 
@@ -140,7 +140,7 @@ def test_notes_are_stored_with_a_snapshot(tmp_path, rng):
 def test_a_snapshot_of_another_identity_is_refused(tmp_path, rng):
     path, state = tmp_path / "snapshot", state_of(rng)
     batch.save(path, state, "window:window=4 of tiny")
-    same(batch.load(path, state, "window:window=4 of tiny"), state)
+    check_same(batch.load(path, state, "window:window=4 of tiny"), state)
     with pytest.raises(UserError, match="4 of tiny', got 'full'"):
         batch.load(path, state, "full")
     with pytest.raises(UserError, match="got ''; give its own identity"):
@@ -160,10 +160,10 @@ def test_invalid_snapshot_files_are_refused(tmp_path, rng, content):
         path.write_bytes(content)
     else:
         batch.save(path, state)
-        whole = bytearray(path.read_bytes())
-        at = whole.find(np.asarray(state.part.k).tobytes())
-        whole[at + 5] ^= 1
-        path.write_bytes(whole if content == "flipped" else whole[:-40])
+        content_bytes = bytearray(path.read_bytes())
+        at = content_bytes.find(np.asarray(state.part.k).tobytes())
+        content_bytes[at + 5] ^= 1
+        path.write_bytes(content_bytes if content == "flipped" else content_bytes[:-40])
     with pytest.raises(UserError, match=r"whole file written by jaxkv\.state\.batch\.save"):
         batch.load(path, state)
 
@@ -192,7 +192,7 @@ def test_a_row_of_zeros_and_an_empty_slot_are_loaded(tmp_path, in_int8):
     assert isinstance(ring.k, Int8Rows) and not np.asarray(ring.k.values[:, :, 1]).any()
     assert (np.asarray(ring.k.scale[0, 0, :, 0]) > 0).tolist() == [True] * 3 + [False] * 2
     batch.save(tmp_path / "state", in_int8)
-    same(batch.load(tmp_path / "state", in_int8), in_int8)
+    check_same(batch.load(tmp_path / "state", in_int8), in_int8)
 
 
 @pytest.mark.parametrize("slot", [0, 1, 4], ids=["token", "zeros", "empty"])

@@ -34,10 +34,10 @@ def test_equal_layers_share_one_array():
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_restore_heads_is_the_inverse_of_flatten_heads(sharded):
-    given = states()
-    flat = flatten_heads(given, sharded)
+    leaves = states()
+    flat = flatten_heads(leaves, sharded)
     assert flat[0].k.ndim == (4 if sharded else 3)
-    back = restore_heads(flat, given)
-    assert jax.tree.structure(back) == jax.tree.structure(given)
-    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True):
-        np.testing.assert_array_equal(one, other)
+    back = restore_heads(flat, leaves)
+    assert jax.tree.structure(back) == jax.tree.structure(leaves)
+    for actual, expected in zip(jax.tree.leaves(back), jax.tree.leaves(leaves), strict=True):
+        np.testing.assert_array_equal(actual, expected)

@@ -54,13 +54,13 @@ def test_a_mesh_of_too_many_devices_is_refused():
 
 
 def test_partition_specs_follow_the_axis_letters():
-    found = specs(POLICY.leaves)
-    assert found.k == PartitionSpec("data", "model", None, None)
-    assert found.positions == PartitionSpec("data", None)
+    layout = specs(POLICY.leaves)
+    assert layout.k == PartitionSpec("data", "model", None, None)
+    assert layout.positions == PartitionSpec("data", None)
     assert specs(POLICY.leaves, batch=None).k == PartitionSpec(None, "model", None, None)
-    assert specs((POLICY.leaves, POLICY.leaves))[1] == found
+    assert specs((POLICY.leaves, POLICY.leaves))[1] == layout
     in_int8 = specs(IN_INT8.leaves)
-    assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == found.k
+    assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == layout.k
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
     sink_logits = jnp.arange(8, dtype=jnp.float32)
     alone = jax.jit(functools.partial(step, policy, spec))
     split = jax.jit(functools.partial(sharded_step, mesh, policy, spec))
-    both = [state, state]
+    states_of_both = [state, state]
     for length in (3, 3, 1):
         chunk = tokens(rng, length=length)
-        one, both[0] = alone(both[0], *chunk, sink_logits)
-        other, both[1] = split(both[1], *chunk, sink_logits)
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
-        jax.tree.map(np.testing.assert_array_equal, *both)
+        actual, states_of_both[0] = alone(states_of_both[0], *chunk, sink_logits)
+        expected, states_of_both[1] = split(states_of_both[1], *chunk, sink_logits)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, *states_of_both)
 
 
 @pytest.mark.parametrize("policy", [POLICY, IN_INT8], ids=["float", "int8"])

@@ -134,18 +134,18 @@ def in_gguf_names(
 ) -> dict[str, np.ndarray]:
     """Weights under the names that the package `gguf` gives them, in pairs of rows where needed."""
     # The package has no architecture mistral; its tensors are those of llama.
-    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    model = known[ARCHITECTURES[architecture]]
+    model_numbers = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    model = model_numbers[ARCHITECTURES[architecture]]
     names = gguf.get_tensor_name_map(model, config["num_hidden_layers"])
     converted = {}
     for name, weight in weights.items():
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert theirs, name
-        if architecture in PAIRED and "attn_q." in theirs:
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name, name
+        if architecture in PAIRED and "attn_q." in gguf_name:
             weight = paired(weight, heads)
-        if architecture in PAIRED and "attn_k." in theirs:
+        if architecture in PAIRED and "attn_k." in gguf_name:
             weight = paired(weight, kv_heads)
-        converted[theirs] = weight
+        converted[gguf_name] = weight
     return converted
 
 

@@ -29,14 +29,14 @@ def test_the_config_is_that_of_the_folder(name, tmp_path):
             writer.add_eot_token_id(ends[1])
 
     path = write_gguf(tmp_path / "model.gguf", config, weights, change=add)
-    ours, theirs = read_config(read_header(path)), folders.read_config(tmp_path)
+    actual, expected = read_config(read_header(path)), folders.read_config(tmp_path)
     # The rope factors are float32, so scaled frequencies differ in the last of 32 bits.
-    near = np.asarray(ours.encoding.frequencies), np.asarray(theirs.encoding.frequencies)
+    near = np.asarray(actual.encoding.frequencies), np.asarray(expected.encoding.frequencies)
     np.testing.assert_allclose(*near, rtol=1e-6, atol=1)
     if "31" not in name and "32" not in name:
-        assert ours.encoding == theirs.encoding
-    family = {"mistral": "llama"}.get(theirs.family, theirs.family)
-    assert dataclasses.replace(theirs, encoding=ours.encoding, family=family) == ours
+        assert actual.encoding == expected.encoding
+    family = {"mistral": "llama"}.get(expected.family, expected.family)
+    assert dataclasses.replace(expected, encoding=actual.encoding, family=family) == actual
 
 
 def test_a_window_makes_a_mistral(tmp_path):
@@ -44,8 +44,8 @@ def test_a_window_makes_a_mistral(tmp_path):
     path = write_gguf(
         tmp_path / "model.gguf", config, weights, change=lambda w, _: w.add_sliding_window(24)
     )
-    ours = read_config(read_header(path))
-    assert ours == folders.read_config(tmp_path) and set(ours.windows) == {24}
+    loaded = read_config(read_header(path))
+    assert loaded == folders.read_config(tmp_path) and set(loaded.windows) == {24}
 
 
 @pytest.mark.parametrize("name", ["linear", "yarn"])

@@ -26,17 +26,17 @@ def path(tmp_path_factory) -> Path:
 
 
 def test_the_header_agrees_with_the_package(path):
-    ours, theirs = read_header(path), gguf.GGUFReader(path)
-    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
-    assert list(ours.fields) == list(fields)
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    fields = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert list(header.fields) == list(fields)
     for key, value in fields.items():
-        assert ours.fields[key] == (pytest.approx(value) if isinstance(value, float) else value)
-    assert [t.name for t in theirs.tensors] == list(ours.tensors)
-    for tensor in theirs.tensors:
-        found = ours.tensors[tensor.name]
-        assert found.shape == tuple(map(int, tensor.shape[::-1]))  # stored in reverse order
-        assert (found.start, found.bytes) == (tensor.data_offset, tensor.n_bytes)
-        assert found.type == tensor.tensor_type.value
+        assert header.fields[key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert [t.name for t in reader.tensors] == list(header.tensors)
+    for tensor in reader.tensors:
+        info = header.tensors[tensor.name]
+        assert info.shape == tuple(map(int, tensor.shape[::-1]))  # stored in reverse order
+        assert (info.start, info.bytes) == (tensor.data_offset, tensor.n_bytes)
+        assert info.type == tensor.tensor_type.value
 
 
 def test_every_kind_of_value(tmp_path):
@@ -99,13 +99,13 @@ def huge_count(raw: bytes) -> bytes:
 def moved(change: Callable[[int], int]) -> Callable[[bytes], bytes]:
     """Change the offset of blk.0.attn_k.weight, which follows blk.0.attn_q.weight."""
 
-    def of(raw: bytes) -> bytes:
+    def change_bytes(raw: bytes) -> bytes:
         key = b"blk.0.attn_k.weight"
         at = raw.index(key) + len(key) + 4 + 2 * 8 + 4  # after the number of axes, axes and type
         offset = int.from_bytes(raw[at : at + 8], "little")
         return raw[:at] + change(offset).to_bytes(8, "little") + raw[at + 8 :]
 
-    return of
+    return change_bytes
 
 
 def renamed(name: bytes) -> Callable[[bytes], bytes]:
@@ -150,9 +150,9 @@ def test_invalid_files_are_refused(case, path, tmp_path, capsys):
 
 def test_names_of_files_and_folders(path, tmp_path):
     assert find(path) == path and find(str(path)) == path
-    other = tmp_path / "without_suffix"
-    other.write_bytes(path.read_bytes())
-    assert find(other) == other  # it begins as a GGUF file does
+    without_suffix = tmp_path / "without_suffix"
+    without_suffix.write_bytes(path.read_bytes())
+    assert find(without_suffix) == without_suffix  # it begins as a GGUF file does
     (tmp_path / "model.gguf").write_bytes(path.read_bytes())
     with pytest.raises(UserError, match=r"no config.json in .*; name a GGUF file: model.gguf"):
         models.load(tmp_path)

@@ -104,8 +104,8 @@ def test_settings_of_rope_multiply_as_in_llama_cpp(case, factors, amplitude, tmp
     fields = ROPE[case] | ({SCALING + "attn_factor": amplitude} if amplitude else {})
     encoding = read(tmp_path, fields, factors).encoding
     angles, expected = rope_of_llama_cpp(fields, factors)
-    ours = np.array(encoding.frequencies) * 2 * math.pi / 2**32
-    np.testing.assert_allclose(ours, angles, rtol=1e-6, atol=2e-9)
+    actual = np.array(encoding.frequencies) * 2 * math.pi / 2**32
+    np.testing.assert_allclose(actual, angles, rtol=1e-6, atol=2e-9)
     assert encoding.amplitude == pytest.approx(expected, rel=1e-6)
 
 
@@ -233,8 +233,8 @@ def test_the_keys_of_the_package_are_known():
         for key in vars(keys).values()
         if isinstance(key, str) and key.startswith("{arch}.")
     }
-    known = known_fields.GGUF_APPLIED | known_fields.GGUF_HARMLESS | set(known_fields.GGUF_NEUTRAL)
-    other = {"layer_norm_epsilon", "group_norm_epsilon", "group_norm_groups", "indexer.head_count",
+    fields = known_fields.GGUF_APPLIED | known_fields.GGUF_HARMLESS | set(known_fields.GGUF_NEUTRAL)
+    unused = {"layer_norm_epsilon", "group_norm_epsilon", "group_norm_groups", "indexer.head_count",
              "relative_buckets_count", "indexer.key_length", "indexer.top_k"}  # fmt: skip
-    unknown = {name for name in names - known if "lora" not in name}
-    assert unknown <= {f"attention.{name}" for name in other}
+    unknown = {name for name in names - fields if "lora" not in name}
+    assert unknown <= {f"attention.{name}" for name in unused}

@@ -28,18 +28,18 @@ TEXTS = (
 
 def trained(pre: pre_tokenizers.PreTokenizer) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
     """A byte-level BPE trained with a pre-tokenizer, its tokens in order, and its merges."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<|begin|>", "<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([*TEXTS, "the cat sat in 1984 and 2000 and 12345"] * 3, trainer)
-    vocab = made.get_vocab()
-    state = json.loads(made.to_str())["model"]["merges"]
-    return made, sorted(vocab, key=vocab.get), [" ".join(pair) for pair in state]
+    tokenizer.train_from_iterator([*TEXTS, "the cat sat in 1984 and 2000 and 12345"] * 3, trainer)
+    vocab = tokenizer.get_vocab()
+    state = json.loads(tokenizer.to_str())["model"]["merges"]
+    return tokenizer, sorted(vocab, key=vocab.get), [" ".join(pair) for pair in state]
 
 
 # The published definitions, by other means than an expression of ours.
@@ -61,24 +61,24 @@ def test_byte_level_bpe_agrees_with_the_original(name, tmp_path):
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
 
-    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
-    assert (ours.bos, ours.eos, ours.adds_bos) == (0, (1,), False)
+    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (0, (1,), False)
     for text in (*TEXTS, "<|begin|>the cat<|end|>"):
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         assert ids == original.encode(text).ids, text
-        assert ours.decode(ids, special=True) == text
-    assert ours.decode(ours.encode("<|begin|>the cat<|end|>")) == "the cat"
+        assert tokenizer.decode(ids, special=True) == text
+    assert tokenizer.decode(tokenizer.encode("<|begin|>the cat<|end|>")) == "the cat"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm", "gpt-2"])
 def test_splits_agree_on_every_character(name):
     """Each with letters, digits and spaces around it: character classes are the same."""
-    ours, theirs = splitter(PRE_TOKENIZERS[name]), REFERENCES[name]
+    actual, expected = splitter(PRE_TOKENIZERS[name]), REFERENCES[name]
     for block in range(0, 0x30000, 512):
         letters = [chr(i) for i in range(block, block + 512) if not 0xD800 <= i < 0xE000]
         text = "".join(f"a{c}1  {c}!" for c in letters)
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), hex(block)
+        assert actual.pre_tokenize_str(text) == expected.pre_tokenize_str(text), hex(block)
 
 
 # Text -> its pieces. Digits: together, one by one, or in threes; contractions; white space.
@@ -94,8 +94,8 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_of_each_pre_tokenizer(name):
     text, pieces = SPLITS[name]
-    found = splitter(PRE_TOKENIZERS[name]).pre_tokenize_str(text)
-    assert "|".join(text[first:last] for _, (first, last) in found) == pieces
+    spans = splitter(PRE_TOKENIZERS[name]).pre_tokenize_str(text)
+    assert "|".join(text[first:last] for _, (first, last) in spans) == pieces
 
 
 def byte_level(
@@ -135,18 +135,18 @@ def byte_level(
     ],
 )
 def test_bos_of_byte_level_files(pre, bos, says, adds, tmp_path):
-    ours = read_tokenizer(written(tmp_path / "m.gguf", byte_level(pre, bos, says)))
-    assert ours.adds_bos is adds and ours.bos == bos
-    assert (ours.encode("ab")[0] == 0) is adds
+    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", byte_level(pre, bos, says)))
+    assert tokenizer.adds_bos is adds and tokenizer.bos == bos
+    assert (tokenizer.encode("ab")[0] == 0) is adds
 
 
 def test_special_tokens_are_matched_whole(tmp_path):
-    ours = read_tokenizer(written(tmp_path / "m.gguf", byte_level()))
-    ids = ours.encode("<|begin|>ab<think>ab<|end|>")
+    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", byte_level()))
+    ids = tokenizer.encode("<|begin|>ab<think>ab<|end|>")
     assert ids == [0, 259, 258, 259, 1]
     # Control tokens decode to nothing, user-defined ones to their text.
-    assert ours.decode(ids) == "ab<think>ab"
-    assert ours.decode(ids, special=True) == "<|begin|>ab<think>ab<|end|>"
+    assert tokenizer.decode(ids) == "ab<think>ab"
+    assert tokenizer.decode(ids, special=True) == "<|begin|>ab<think>ab<|end|>"
 
 
 def test_the_ends_of_a_text(tmp_path):
@@ -156,9 +156,9 @@ def test_the_ends_of_a_text(tmp_path):
 
 def test_composed_characters(tmp_path):
     """Qwen2 normalises a text to NFC; SmolLM2 does not."""
-    for pre, same in (("qwen2", True), ("smollm", False)):
-        ours = read_tokenizer(written(tmp_path / f"{pre}.gguf", byte_level(pre)))
-        assert (ours.encode("e\u0301") == ours.encode("\u00e9")) is same
+    for pre, composes in (("qwen2", True), ("smollm", False)):
+        tokenizer = read_tokenizer(written(tmp_path / f"{pre}.gguf", byte_level(pre)))
+        assert (tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")) is composes
 
 
 NAN = float("nan")
@@ -296,17 +296,17 @@ def sentencepiece_fields(original: sentencepiece.SentencePieceProcessor):
 
 
 def test_sentencepiece_agrees_with_the_original(original, tmp_path):
-    ours = read_tokenizer(written(tmp_path / "m.gguf", sentencepiece_fields(original)))
+    actual = read_tokenizer(written(tmp_path / "m.gguf", sentencepiece_fields(original)))
     # A file that says nothing about BOS has one.
-    assert (ours.bos, ours.eos, ours.adds_bos, ours.vocab) == (1, (2,), True, 420)
+    assert (actual.bos, actual.eos, actual.adds_bos, actual.vocab) == (1, (2,), True, 420)
     for text in (*TEXTS, "\U0001f600 unseen \u0416"):
-        assert ours.encode(text) == [1, *original.encode(text)], text
-        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
+        assert actual.encode(text) == [1, *original.encode(text)], text
+        assert actual.decode(actual.encode(text)) == original.decode(original.encode(text))
     # llama.cpp cuts at user-defined tokens first, and what follows begins with a space.
     think = original.piece_to_id("<think>")
     expected = [*original.encode("the"), think, *original.encode("cat")]
-    assert ours.encode("the<think>cat", bos=False) == expected
-    assert ours.encode("</s>", bos=False) == [2] and ours.decode([1, 2]) == ""
+    assert actual.encode("the<think>cat", bos=False) == expected
+    assert actual.encode("</s>", bos=False) == [2] and actual.decode([1, 2]) == ""
 
 
 def test_the_space_before_a_text_follows_the_file(original, tmp_path):
@@ -315,10 +315,10 @@ def test_the_space_before_a_text_follows_the_file(original, tmp_path):
         writer.add_add_space_prefix(False)
         writer.add_add_bos_token(False)
 
-    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
-    assert not ours.adds_bos
-    assert ours.decode(ours.encode("the cat")) == "the cat"
-    assert ours.encode(" the cat") == original.encode("the cat")
+    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    assert not tokenizer.adds_bos
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert tokenizer.encode(" the cat") == original.encode("the cat")
 
 
 def test_stories_agree_with_their_model(shared, tmp_path):
@@ -329,9 +329,9 @@ def test_stories_agree_with_their_model(shared, tmp_path):
         sentencepiece_fields(original)(writer)
         writer.add_remove_extra_whitespaces(True)  # as this model was trained
 
-    ours = read_tokenizer(written(tmp_path / "m.gguf", fill))
+    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", fill))
     text = (shared / "text" / "tinystories" / "valid.txt").read_text("utf-8")[:50_000]
-    assert ours.encode(text) == [1, *original.encode(text)]
+    assert tokenizer.encode(text) == [1, *original.encode(text)]
 
 
 def test_chat_templates(tmp_path):

@@ -34,12 +34,12 @@ def load(path: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
     return load_weights(header, read_config(header), dtype, **options)
 
 
-def same(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray]) -> None:
+def check(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray]) -> None:
     table = shapes(read_config(read_header(path)))
     assert list(loaded) == list(table)
-    for ours, (theirs, shape) in table.items():
-        assert loaded[ours].shape == shape
-        np.testing.assert_array_equal(np.asarray(loaded[ours]), written[theirs], err_msg=ours)
+    for name, (gguf_name, shape) in table.items():
+        assert loaded[name].shape == shape
+        np.testing.assert_array_equal(np.asarray(loaded[name]), written[gguf_name], err_msg=name)
 
 
 # tinyllama and smollm2 have fewer KV heads than query heads, which are permuted by their own
@@ -51,7 +51,7 @@ def same(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray
 def test_every_family(name, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WINDOW", 1000)  # several pieces per tensor, the last one shorter
     config, written = hf_model(tmp_path, name)
-    same(load(path := write_gguf(tmp_path / "m.gguf", config, written)), path, written)
+    check(load(path := write_gguf(tmp_path / "m.gguf", config, written)), path, written)
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -70,7 +70,7 @@ def test_a_file_of_the_architecture_mistral_agrees_with_one_of_llama(window, tmp
         header = read_header(path)
         assert header.fields["general.architecture"] == name
         assert header.fields.get(f"{name}.attention.sliding_window") == window
-        same(load(path), path, written)
+        check(load(path), path, written)
         llms.append(models.load(path))
     assert {llm.config.windows for llm in llms} == {(window,) * 3}
     ids = np.random.default_rng(0).integers(3, 250, 60).tolist()
@@ -121,13 +121,13 @@ def test_types_may_differ_within_a_file(tmp_path):
     np.testing.assert_allclose(loaded["embed"], written[embed], atol=0.2)
 
 
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
-def test_dtypes_and_progress(wanted, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_progress(dtype, tmp_path):
     config, written = hf_model(tmp_path, "llama32")
     path = write_gguf(tmp_path / "m.gguf", config, written)
     seen: list[tuple[int, int]] = []
-    loaded = load(path, wanted, progress=lambda done, total: seen.append((done, total)))
-    same(loaded, path, {name: value.astype(jnp.dtype(wanted)) for name, value in written.items()})
+    loaded = load(path, dtype, progress=lambda done, total: seen.append((done, total)))
+    check(loaded, path, {name: value.astype(jnp.dtype(dtype)) for name, value in written.items()})
     assert seen == sorted(seen) and len(seen) == len(loaded)
     assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
 
@@ -137,7 +137,7 @@ def test_weights_load_with_a_sharding(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", config, written)
     split = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), P("model"))
     loaded = load(path, sharding=split)
-    same(loaded, path, written)
+    check(loaded, path, written)
     assert loaded["layers.0.q"].sharding == split
 
 
@@ -147,7 +147,7 @@ def test_split_files_are_read_as_one(tmp_path):
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 2
     for path in (parts[0], parts[-1]):  # any of them names the model
-        same(load(path), path, written)
+        check(load(path), path, written)
     parts[1].unlink()
     with pytest.raises(
         UserError, match=r"split files, and .* lacks m-00002-of-0000\d.gguf; download"
@@ -243,11 +243,11 @@ def peak(path: Path, dtype: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kind, wanted", [(Type.Q8_0, "float32"), (Type.F16, "bfloat16")])
-def test_peak_memory(kind, wanted, tmp_path):
+@pytest.mark.parametrize("kind, dtype", [(Type.Q8_0, "float32"), (Type.F16, "bfloat16")])
+def test_peak_memory(kind, dtype, tmp_path):
     """One tensor has most of the weights; it is in memory once."""
     config, written = hf_model(tmp_path, "llama32", vocab_size=160_000, hidden_size=256)
     path = write_gguf(tmp_path / "m.gguf", config, written, lambda name: kind)
-    model = sum(weight.size for weight in written.values()) * jnp.dtype(wanted).itemsize
-    used = peak(path, wanted) - peak(path, "")
+    model = sum(weight.size for weight in written.values()) * jnp.dtype(dtype).itemsize
+    used = peak(path, dtype) - peak(path, "")
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"

@@ -16,12 +16,12 @@ COSINES = np.concatenate(
 TABLES = [(10, 150), (8, 75), (9, 120), (11, 300), (4, 4), (1, 2), (16, 1000)]
 
 
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("min_tables", [1, 2])
 @pytest.mark.parametrize(("bits", "tables"), TABLES)
-def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, least):
-    found = jax.jit(lambda c: lsh.log_inclusion(c, Hashing(bits, tables, least)))(COSINES)
-    wanted = inclusion.log_u(COSINES.astype(np.float64), bits, tables, least)
-    assert np.abs(np.asarray(found) - wanted).max() < 5e-5
+def test_log_u_is_the_incomplete_beta_for_every_cosine(bits, tables, min_tables):
+    actual = jax.jit(lambda c: lsh.log_inclusion(c, Hashing(bits, tables, min_tables)))(COSINES)
+    expected = inclusion.log_u(COSINES.astype(np.float64), bits, tables, min_tables)
+    assert np.abs(np.asarray(actual) - expected).max() < 5e-5
 
 
 def test_log_inclusion_at_the_ends_of_the_range():
@@ -42,10 +42,10 @@ def test_planes_are_normal_and_differ_by_kv_head():
     planes = np.asarray(lsh.planes(seeds, 64, Hashing(8, 40)))
     assert planes.shape == (2, 3, 64, 320)
     count = planes[0, 0].size
-    for one in planes.reshape(6, -1):
-        assert abs(one.mean()) < 4 / np.sqrt(count)
-        assert abs(one.var() - 1) < 4 * np.sqrt(2 / count)
-        assert abs((one**4).mean() - 3) < 4 * np.sqrt(96 / count)
+    for plane in planes.reshape(6, -1):
+        assert abs(plane.mean()) < 4 / np.sqrt(count)
+        assert abs(plane.var() - 1) < 4 * np.sqrt(2 / count)
+        assert abs((plane**4).mean() - 3) < 4 * np.sqrt(96 / count)
     between = np.corrcoef(planes.reshape(6, -1)) - np.eye(6)
     assert np.abs(between).max() < 4 / np.sqrt(count)
 
@@ -62,20 +62,20 @@ def test_codes_are_the_sides_of_the_planes():
 @pytest.mark.slow
 def test_keys_are_found_with_probability_u():
     """d = 64, K = 8, L = 40, over random planes: within 4 standard errors at every cosine."""
-    how, draws, some = Hashing(8, 40), 4000, 50
+    how, draws, batch = Hashing(8, 40), 4000, 50
     cosines = np.array([0.0, 0.3, 0.5, 0.7, 0.85, 0.95])
     keys = np.zeros((len(cosines) + 1, 64), np.float32)
     keys[:-1, 0], keys[:-1, 1], keys[-1, 0] = cosines, np.sqrt(1 - cosines**2), 1  # the query last
 
     @jax.jit
-    def found(seeds):
+    def found_keys(seeds):
         planes = lsh.planes(seeds, 64, how)[:, 0]
-        codes = lsh.codes(jnp.broadcast_to(keys, (some, *keys.shape)), planes, how)
+        codes = lsh.codes(jnp.broadcast_to(keys, (batch, *keys.shape)), planes, how)
         agree = jnp.sum(codes[:, :, :-1] == codes[:, :, -1:], axis=1)
         return jnp.sum(agree >= 2, axis=0)
 
-    seeds = jax.random.bits(jax.random.key(3), (draws // some, some, 1, 2), jnp.uint32)
-    share = sum(np.asarray(found(some_seeds)) for some_seeds in seeds) / draws
+    seeds = jax.random.bits(jax.random.key(3), (draws // batch, batch, 1, 2), jnp.uint32)
+    share = sum(np.asarray(found_keys(some_seeds)) for some_seeds in seeds) / draws
     u = np.exp(np.asarray(lsh.log_inclusion(jnp.asarray(cosines, jnp.float32), how)))
     assert (np.abs(share - u) <= 4 * np.sqrt(u * (1 - u) / draws) + 1e-6).all()
     assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"

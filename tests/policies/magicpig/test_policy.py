@@ -70,8 +70,8 @@ def output(policy, prompt, new):
 def test_full_attention_if_every_key_is_found(center):
     prompt, new = chunk(300), chunk(1, 300, seed=1)
     every = MagicPIG(K=1, L=200, center=center, start=300)  # u is 1 except for keys opposite to q
-    wanted = output(Full(max=512), prompt, new)
-    np.testing.assert_allclose(output(every, prompt, new), wanted, atol=2e-5)
+    expected = output(Full(max=512), prompt, new)
+    np.testing.assert_allclose(output(every, prompt, new), expected, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_sinks_and_window_remain_if_no_key_is_found():
     rare = MagicPIG(K=16, L=2, sinks=3, window=5, start=300)
     place = jnp.arange(300)[None]
     ends = prompt._replace(valid=(place < 3) | (place >= 296))
-    wanted = output(Full(max=512), ends, new)
-    np.testing.assert_allclose(output(rare, prompt, new), wanted, atol=1e-5)
+    expected = output(Full(max=512), ends, new)
+    np.testing.assert_allclose(output(rare, prompt, new), expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_tables_find_the_keys_that_comparing_all_codes_finds():
         assert int(state.indexed.count[0]) == indexed
         q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
         number = jnp.full((1,), count, jnp.int32)
-        found = magicpig.find(
+        selection = magicpig.find(
             state, policy.settings, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
         )
         for head in range(2 * HEADS):
@@ -111,10 +111,10 @@ def test_tables_find_the_keys_that_comparing_all_codes_finds():
             sides = [(x @ planes > 0).reshape(-1, 30, 4) for x in (keys, q[:, head])]
             agree = (sides[0] == sides[1]).all(axis=2).sum(axis=1)
             agree[: policy.sinks] = agree[count + 1 - policy.window :] = 0
-            selected = np.asarray(found.places)[0, head, : int(found.count[0, head])]
-            places, wanted = state.indexed.positions.shape[1], np.flatnonzero(agree >= 2) - 2
-            wanted = np.where(wanted < indexed, wanted, wanted - indexed + places)
-            np.testing.assert_array_equal(selected, wanted)
+            selected = np.asarray(selection.places)[0, head, : int(selection.count[0, head])]
+            places, expected = state.indexed.positions.shape[1], np.flatnonzero(agree >= 2) - 2
+            expected = np.where(expected < indexed, expected, expected - indexed + places)
+            np.testing.assert_array_equal(selected, expected)
 
 
 @pytest.mark.slow
@@ -139,11 +139,11 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(offset):
     for center in (False, True):
         policy = MagicPIG(center=center, sinks=0, window=1, budget=60_000, start=keys)
         state = after(policy, prompt, spec)
-        found = magicpig.find(
+        selection = magicpig.find(
             state, policy.settings, policy.budget, jnp.asarray(q[None], jnp.float32), number,
             number.astype(jnp.uint32),
         )  # fmt: skip
-        share[center] = float(np.mean(found.total)) / keys
+        share[center] = float(np.mean(selection.total)) / keys
     centred = k - k.mean(axis=0)
     cosine = centred @ q.T / np.linalg.norm(centred, axis=1)[:, None] / np.linalg.norm(q, axis=1)
     predicted = inclusion.u(cosine, 10, 150).mean()
@@ -157,13 +157,15 @@ def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
     policy = MagicPIG(K=3, L=8, sinks=2, window=4, start=512)
     prompt, question = chunk(200), chunk(300, 200, seed=1)
     state = policy.reserve(SPEC, after(policy, prompt), 300)
-    outs, whole = jitted_step(policy, SPEC, state, *question)
+    outs, chunk_state = jitted_step(policy, SPEC, state, *question)
     for at in (0, 3, 255, 256, 299):
         before = question._replace(valid=question.valid & (jnp.arange(300) < at)[None])
-        _, one = jitted_step(policy, SPEC, state, *before)
-        out, _ = jitted_step(policy, SPEC, one, *(leaf[:, at : at + 1] for leaf in question))
+        _, token_state = jitted_step(policy, SPEC, state, *before)
+        out, _ = jitted_step(
+            policy, SPEC, token_state, *(leaf[:, at : at + 1] for leaf in question)
+        )
         np.testing.assert_allclose(out, outs[:, at : at + 1], atol=1e-5)
-    assert int(whole.dense.count[0] + whole.indexed.count[0]) == 500
+    assert int(chunk_state.dense.count[0] + chunk_state.indexed.count[0]) == 500
 
 
 @pytest.mark.slow
@@ -172,8 +174,8 @@ def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
     policy = MagicPIG(K=2, L=4, sinks=4, window=64, start=8)
     for tokens in (1, 5, 67):
         prompt, new = chunk(tokens), chunk(1, tokens, seed=1)
-        wanted = output(Full(max=512), prompt, new)
-        np.testing.assert_allclose(output(policy, prompt, new), wanted, atol=1e-5)
+        expected = output(Full(max=512), prompt, new)
+        np.testing.assert_allclose(output(policy, prompt, new), expected, atol=1e-5)
     empty = finish_prefill(policy, SPEC, policy.init(SPEC, 1, jax.random.key(0)))
     assert not np.asarray(empty.center).any()
 
@@ -232,9 +234,9 @@ def test_host_memory_gives_the_same_outputs():
     leaves = jax.tree.leaves(on_host.leaves)
     assert {leaf.memory for leaf in jax.tree.leaves(device.leaves)} == {"device"}
     assert sum(leaf.memory == "host" for leaf in leaves) == 4  # indexed keys, values, both tables
-    wanted, reference = decode(device, prompt, new)
-    found, state = decode(on_host, prompt, new)
-    np.testing.assert_array_equal(found, wanted)
+    expected, reference = decode(device, prompt, new)
+    actual, state = decode(on_host, prompt, new)
+    np.testing.assert_array_equal(actual, expected)
     assert state.indexed.k.shape == reference.indexed.k.shape and int(state.indexed.count[0]) > 194
     assert host_memory.on_host(state.indexed.k) and host_memory.on_host(state.tables.entries)
     assert not host_memory.on_host(state.planes) and not host_memory.on_host(state.dense.k)
@@ -243,7 +245,7 @@ def test_host_memory_gives_the_same_outputs():
     np.testing.assert_array_equal(swapped.indexed.k, np.asarray(reference.indexed.k)[::-1])
     question = chunk(3, 212, seed=2, batch=2)
     states = (device, reference), (on_host, state)
-    answers = [jitted_step(policy, SPEC, one, *question)[0] for policy, one in states]
+    answers = [jitted_step(policy, SPEC, state, *question)[0] for policy, state in states]
     np.testing.assert_array_equal(*answers)
 
 
@@ -252,11 +254,11 @@ def test_host_memory_gives_the_same_outputs_with_a_distance_penalty():
     spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     on_host = dataclasses.replace(device, host_offload=True)
-    found = [
+    outputs = [
         jitted_step(policy, spec, after(policy, chunk(200), spec), *chunk(1, 200, seed=1))[0]
         for policy in (device, on_host)
     ]
-    np.testing.assert_allclose(*found, atol=1e-6)
+    np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
 def test_bytes_are_counted_by_memory():

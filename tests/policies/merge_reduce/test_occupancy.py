@@ -18,8 +18,8 @@ def test_occupancy_follows_the_binary_digits_of_the_number_of_blocks():
     for level in range(1, 11):
         assert (fills[:, level] == 4 * ((batches >> (level - 1)) & 1)).all()
     assert (fills @ 2 ** np.arange(12) == np.arange(10_001)).all()
-    for after, wanted in {1: [0, 4, 0, 0, 0], 5: [0, 4, 0, 4, 0], 13: [0, 4, 0, 4, 4]}.items():
-        assert fills[8 * after, :5].tolist() == wanted
+    for after, expected in {1: [0, 4, 0, 0, 0], 5: [0, 4, 0, 4, 0], 13: [0, 4, 0, 4, 4]}.items():
+        assert fills[8 * after, :5].tolist() == expected
 
 
 def test_when_the_last_level_is_full_every_multiplicity_doubles():
@@ -33,9 +33,9 @@ def test_when_the_last_level_is_full_every_multiplicity_doubles():
     ]  # fmt: skip
     # Where no group is incomplete, the multiplicities add up to all tokens.
     for m in (32, 34, 46, 48, 62, 64, 2**30):
-        one = jnp.asarray([m], jnp.uint32)
-        times = 2.0 ** (np.arange(3) + int(occupancy.log2_group_size(size, one)[0]))
-        assert np.asarray(occupancy.filled_per_level(size, one))[0] @ times == m
+        count = jnp.asarray([m], jnp.uint32)
+        times = 2.0 ** (np.arange(3) + int(occupancy.log2_group_size(size, count)[0]))
+        assert np.asarray(occupancy.filled_per_level(size, count))[0] @ times == m
 
 
 def test_the_count_is_halved_after_two_billion_tokens():

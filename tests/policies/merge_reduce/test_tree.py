@@ -64,12 +64,12 @@ def error_of_tree(how, t):
         positions = at.astype(jnp.uint32)[:, None]
         evicted = Evicted(PerHeadTokens(k[:, None], v[:, None], positions), at, at >= 0)
         sample, num_evicted = absorb(reducer, sample, num_evicted, seeds, evicted)
-        there = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
-        weights = jnp.where(there, jnp.exp(occupancy.log_weights(shape, num_evicted))[:, None], 0)
+        filled = occupancy.filled_slots(shape, num_evicted[:, None], seeds)[:, :, 0]
+        weights = jnp.where(filled, jnp.exp(occupancy.log_weights(shape, num_evicted))[:, None], 0)
         return sample.k[:, 0], sample.v[:, 0], weights[:, 0]
 
-    found = sample_stream(*(jnp.asarray(unit(s, STREAMS, N), jnp.float32) for s in (1, 2)))
-    return numerator_error(*(np.asarray(a, np.float64) for a in found))
+    outputs = sample_stream(*(jnp.asarray(unit(s, STREAMS, N), jnp.float32) for s in (1, 2)))
+    return numerator_error(*(np.asarray(a, np.float64) for a in outputs))
 
 
 def slope(errors):
@@ -77,7 +77,7 @@ def slope(errors):
 
 
 @pytest.mark.parametrize(
-    ("how", "least", "most"),
+    ("how", "min_slope", "max_slope"),
     [
         seldom(Halving("walk", 1.0, 0.25), -1.2, -0.75, id="walk"),
         seldom(Halving("pairs", 1.0, 0.25), -1.2, -0.75, id="pairs"),
@@ -85,15 +85,15 @@ def slope(errors):
         pytest.param(Halving("coin"), -0.7, -0.4, id="coin", marks=pytest.mark.record),
     ],
 )
-def test_how_fast_the_error_falls(how, least, most, record_property):
+def test_how_fast_the_error_falls(how, min_slope, max_slope, record_property):
     """The theorem claims about 1/t, against 1/sqrt(t) of random sampling. It holds for the
     practical walk; with the theorem's own constant a walk is random sampling."""
-    found = slope([error_of_tree(how, t) for t in SIZES])
+    measured = slope([error_of_tree(how, t) for t in SIZES])
     of_uniform = slope([error_of_uniform(t) for t in SIZES])
     record_property("tokens", N)
-    record_property("slope", float(found))
+    record_property("slope", float(measured))
     record_property("slope_of_uniform", float(of_uniform))
-    assert least < found < most and -0.65 < of_uniform < -0.35
+    assert min_slope < measured < max_slope and -0.65 < of_uniform < -0.35
 
 
 LAYOUT = Spec(kv_heads=2, head_dim=1, scale=1.0, encoding=NoPosition())
@@ -112,7 +112,7 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
     seeds = jax.random.bits(jax.random.key(3), (batch, 2, 2), jnp.uint32)
     zeros = jnp.zeros((batch, 2, 1, 1))
 
-    def one(carry, number):
+    def absorb_token(carry, number):
         positions = jnp.full((batch, 2, 1), number, jnp.uint32)
         at = jnp.zeros((batch, 1), jnp.int32)
         evicted = Evicted(PerHeadTokens(zeros, zeros, positions), at, at == 0)
@@ -123,16 +123,16 @@ def test_cached_tokens_agree_with_the_occupancy(levels):
 
     empty = jnp.zeros((batch, 2, shape.slots, 1))
     begin = PerHeadTokens(empty, empty, jnp.zeros((batch, 2, shape.slots), jnp.uint32))
-    _, found = jax.jit(lambda c, x: jax.lax.scan(one, c, x))(
+    _, stacked = jax.jit(lambda c, x: jax.lax.scan(absorb_token, c, x))(
         (begin, jnp.zeros(batch, jnp.uint32)), jnp.arange(tokens, dtype=jnp.uint32)
     )
-    positions, filled, weights, num_evicted = map(np.asarray, found)
+    positions, filled, weights, num_evicted = map(np.asarray, stacked)
     assert (num_evicted == np.arange(1, tokens + 1)[:, None]).all()
     for after in range(1, tokens + 1):
         for sequence, head in itertools.product(range(batch), range(2)):
-            there = filled[after - 1, sequence, head]
-            numbers = positions[after - 1, sequence, head][there]
-            times = weights[after - 1, sequence][there].round().astype(int)
+            cached = filled[after - 1, sequence, head]
+            numbers = positions[after - 1, sequence, head][cached]
+            times = weights[after - 1, sequence][cached].round().astype(int)
             order = np.argsort(numbers)
             # Ranges are adjacent, oldest first. The last one may not have its token yet.
             ends = np.cumsum(times[order])
@@ -154,14 +154,14 @@ def test_a_stream_continues_when_its_count_is_halved():
         at = jnp.arange(token[2].shape[2], dtype=jnp.int32)[None]
         return absorb(reducer, *state, seeds, Evicted(PerHeadTokens(*token), at, at >= 0))
 
-    given = new[:, :, :tokens], new[:, :, :tokens], positions
+    arrays = new[:, :, :tokens], new[:, :, :tokens], positions
     num_evicted = jnp.asarray([tree.HALVE_COUNT_AT - np.uint32(3)], jnp.uint32)
     begin = PerHeadTokens(old, old, np.full((1, 2, shape.slots), 9, np.uint32)), num_evicted
-    whole, each = absorb_chunk(begin, *given), begin
+    by_chunk, by_token = absorb_chunk(begin, *arrays), begin
     for number in range(tokens):
-        each = absorb_chunk(each, *(leaf[:, :, number : number + 1] for leaf in given))
-    assert int(whole[1][0]) == int(each[1][0]) == int(tree.HALVE_COUNT_AT) // 2 + 5
-    for a, b in zip(whole[0], each[0], strict=True):
+        by_token = absorb_chunk(by_token, *(leaf[:, :, number : number + 1] for leaf in arrays))
+    assert int(by_chunk[1][0]) == int(by_token[1][0]) == int(tree.HALVE_COUNT_AT) // 2 + 5
+    for a, b in zip(by_chunk[0], by_token[0], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -186,8 +186,8 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         )
         k, v = jnp.asarray(rng.normal(size=(2, batch, heads, count, 4)), jnp.float32)
         at = jnp.broadcast_to(jnp.arange(num_left, dtype=jnp.int32), (batch, num_left))
-        there = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second sequence
-        return Evicted(PerHeadTokens(k, v, positions), at, there)
+        valid = at < jnp.asarray([[num_left], [num_left // 2]])  # fewer in the second sequence
+        return Evicted(PerHeadTokens(k, v, positions), at, valid)
 
     empty = jnp.zeros((batch, heads, shape.slots, 4))
     begin = PerHeadTokens(empty, empty, jnp.zeros((batch, heads, shape.slots), jnp.uint32))
@@ -197,17 +197,17 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
 
     def run(k, v, new_k, new_v):
         mine = sample._replace(k=k, v=v), num_evicted, seeds
-        theirs = new._replace(tokens=new.tokens._replace(k=new_k, v=new_v))
-        after, count = absorb(reducer, *mine, theirs)
-        there = occupancy.filled_slots(shape, count[:, None], seeds)[:, :, 0, :, None]
-        return jnp.where(there, after.k, 0), jnp.where(there, after.v, 0)
+        evicted = new._replace(tokens=new.tokens._replace(k=new_k, v=new_v))
+        after, count = absorb(reducer, *mine, evicted)
+        filled = occupancy.filled_slots(shape, count[:, None], seeds)[:, :, 0, :, None]
+        return jnp.where(filled, after.k, 0), jnp.where(filled, after.v, 0)
 
-    given = (*sample[:2], *new.tokens[:2])
-    found, back = jax.vjp(run, *given)
-    weights = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in found]
+    arrays = (*sample[:2], *new.tokens[:2])
+    outputs, back = jax.vjp(run, *arrays)
+    weights = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in outputs]
     for c in (weights, [weights[0], 0 * weights[1]], [0 * weights[0], weights[1]]):
-        whole = sum(float(jnp.vdot(a, b)) for a, b in zip(c, found, strict=True))
-        parts = sum(float(jnp.vdot(a, b)) for a, b in zip(back(tuple(c)), given, strict=True))
-        assert parts == pytest.approx(whole, abs=1e-3) and abs(whole) > 1e-2
+        expected = sum(float(jnp.vdot(a, b)) for a, b in zip(c, outputs, strict=True))
+        parts = sum(float(jnp.vdot(a, b)) for a, b in zip(back(tuple(c)), arrays, strict=True))
+        assert parts == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
     in_window = np.asarray(back(tuple(weights))[2])[:, :, tokens:]
     assert not in_window.any()

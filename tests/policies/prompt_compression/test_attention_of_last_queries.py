@@ -23,7 +23,7 @@ def scores(q, k, window, theta, slopes, softcap):
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     if theta is not None:
         q, k = (oracle.rotate_heads(x, positions, theta) for x in (q, k))
-    found = np.zeros((HEADS, tokens))
+    sums = np.zeros((HEADS, tokens))
     for head in range(HEADS):
         for n in range(max(0, tokens - window), tokens):
             logits = k[: n + 1, head // GROUP] @ q[n, head] * SCALE
@@ -32,8 +32,8 @@ def scores(q, k, window, theta, slopes, softcap):
             if slopes is not None:
                 logits = logits - slopes[head] * (n - positions[: n + 1])
             e = np.exp(logits - logits.max())
-            found[head, : n + 1] += e / e.sum()
-    return found
+            sums[head, : n + 1] += e / e.sum()
+    return sums
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, WINDOW, 3])
@@ -61,11 +61,11 @@ def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, t
     for first in range(0, TOKENS, 8):
         arrays = (x[:, first : first + 8] for x in (q, k, v, positions, valid))
         state = update(state, Chunk(*map(jnp.asarray, arrays)))
-    found = np.asarray(jax.jit(lambda state: attention_of_last_queries(spec, state))(state))
-    found = found.reshape(2, HEADS, -1)
+    actual = np.asarray(jax.jit(lambda state: attention_of_last_queries(spec, state))(state))
+    actual = actual.reshape(2, HEADS, -1)
     slopes = encoding.slopes if isinstance(encoding, Alibi) else None
     for sequence in range(2):
-        own = valid[sequence]
-        wanted = scores(q[sequence][own], k[sequence][own], WINDOW, theta, slopes, softcap)
-        np.testing.assert_allclose(found[sequence][:, :tokens], wanted, rtol=2e-5, atol=2e-6)
-        assert not found[sequence][:, tokens:].any(), "an empty slot has no score"
+        mask = valid[sequence]
+        expected = scores(q[sequence][mask], k[sequence][mask], WINDOW, theta, slopes, softcap)
+        np.testing.assert_allclose(actual[sequence][:, :tokens], expected, rtol=2e-5, atol=2e-6)
+        assert not actual[sequence][:, tokens:].any(), "an empty slot has no score"

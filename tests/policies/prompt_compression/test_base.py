@@ -21,14 +21,14 @@ SPEC = Spec(1, 8, 1.0, NoPosition(), group=1)
 def test_pyramidkv_budgets_fall_from_layer_to_layer():
     """32 layers, with the published capacity 2048 and window 32: B = 2016, minimum 2016 // 20."""
     layers = by_layer("pyramidkv:capacity=2048", 32)
-    budgets = [one._snap.capacity - 32 for one in layers]
+    budgets = [policy._snap.capacity - 32 for policy in layers]
     assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
     assert budgets == sorted(budgets, reverse=True) and 100 <= budgets[-1] < 120
     assert 2016 <= np.mean(budgets) < 2016 + 16
     # The step is rounded down, which small budgets feel most.
-    small = [one._snap.capacity for one in by_layer("pyramidkv:capacity=128", 30)]
+    small = [policy._snap.capacity for policy in by_layer("pyramidkv:capacity=128", 30)]
     assert 128 < np.mean(small) <= 128 * 1.05
-    assert len({type(one) for one in layers}) == 1 and layers[3].layer == 3
+    assert len({type(policy) for policy in layers}) == 1 and layers[3].layer == 3
 
 
 def test_one_pyramidkv_string_names_all_layers():

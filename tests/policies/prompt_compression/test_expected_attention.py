@@ -46,8 +46,8 @@ def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(tokens, si
         for head in range(KV_HEADS * GROUP):
             at = sequence, head // GROUP, slice(None), head % GROUP
             np.testing.assert_allclose(state.mean[at][0], q[:, head].mean(axis=0), rtol=1e-6)
-            wanted = np.cov(q[:, head].T, bias=True)
-            np.testing.assert_allclose(state.covariance[at], wanted, rtol=2e-5, atol=1e-5)
+            expected = np.cov(q[:, head].T, bias=True)
+            np.testing.assert_allclose(state.covariance[at], expected, rtol=2e-5, atol=1e-5)
 
 
 def test_the_score_is_the_expectation_over_normal_queries(rng):
@@ -62,10 +62,12 @@ def test_the_score_is_the_expectation_over_normal_queries(rng):
     prompt = state.prompt.dense
     positions = jnp.broadcast_to(prompt.positions[:, None], (2, 1, 64))
     score = policy._score(spec, state, PerHeadTokens(prompt.k, prompt.v, positions), prompt.count)
-    own = q[0, :, 0].astype(np.float64)
-    drawn = rng.multivariate_normal(own.mean(axis=0), np.cov(own.T, bias=True), size=2_000_000)
+    queries = q[0, :, 0].astype(np.float64)
+    drawn = rng.multivariate_normal(
+        queries.mean(axis=0), np.cov(queries.T, bias=True), size=2_000_000
+    )
     drawn = oracle.rotate(drawn, np.full(len(drawn), TOKENS), 100.0)
     keys = oracle.rotate(k[0, :, 0].astype(np.float64), np.arange(TOKENS), 100.0)
     weight = np.array([np.exp(SCALE * (drawn @ key)).mean() for key in keys])
-    wanted = weight / weight.sum() * np.linalg.norm(v[0, :, 0], axis=1)
-    np.testing.assert_allclose(np.exp(score[0, 0, :TOKENS]), wanted, rtol=0.02)
+    expected = weight / weight.sum() * np.linalg.norm(v[0, :, 0], axis=1)
+    np.testing.assert_allclose(np.exp(score[0, 0, :TOKENS]), expected, rtol=0.02)

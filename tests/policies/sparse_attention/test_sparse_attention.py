@@ -106,8 +106,8 @@ def test_decimal_shares_are_rounded_up_exactly():
     count = np.arange(1000)
     among = jnp.asarray(np.arange(1000) < count[:, None])
     for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
-        found = sparse_attention.share_of(share, among)[:, 0]
-        np.testing.assert_array_equal(found, -(-count // parts))
+        actual = sparse_attention.share_of(share, among)[:, 0]
+        np.testing.assert_array_equal(actual, -(-count // parts))
 
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
@@ -129,18 +129,18 @@ def test_quest_bounds_every_logit_of_a_page(rng):
         logits=jnp.asarray(products, jnp.float32), selectable=jnp.asarray(between),
         q=jnp.asarray(q, jnp.float32), k=jnp.asarray(k, jnp.float32),
     )  # fmt: skip
-    bound, there = Quest(page=5).bound(a)
+    bound, valid = Quest(page=5).bound(a)
     assert bound.shape == (2, 2, 2, 3, 8)
-    assert np.asarray(there)[0, 0, 0, 0].tolist() == [True] * 7 + [False]
+    assert np.asarray(valid)[0, 0, 0, 0].tolist() == [True] * 7 + [False]
     largest = np.where(between, products, -np.inf)
     for page in range(7):
         best = largest[..., 5 * page : 5 * page + 5].max(axis=-1)
         assert (best <= np.asarray(bound)[..., page] + 1e-5).all()
     # With pages of one token the bound is the logit, so quest is top-k.
-    one, _ = Quest(page=1).bound(a)
-    np.testing.assert_allclose(one, np.where(between, products, 0), atol=1e-5)
-    same = [np.asarray(p.select(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
-    np.testing.assert_array_equal(*same)
+    token_bound, _ = Quest(page=1).bound(a)
+    np.testing.assert_allclose(token_bound, np.where(between, products, 0), atol=1e-5)
+    selections = [np.asarray(p.select(a)) for p in (Quest(0.3, 1, 1), TopK(0.3))]
+    np.testing.assert_array_equal(*selections)
 
 
 def sums(rule, times):
@@ -160,11 +160,13 @@ def sums(rule, times):
 @pytest.mark.slow
 def test_vattention_fails_with_probability_delta():
     """With the two-sided quantile, 1.960 instead of 1.645. Budgets scale with its square."""
-    two, one = (sums(VAttention(0.02, 0.02, 0.1, 0.05, sides), 20) for sides in ("two", "one"))
-    fails = [(np.abs(ratio - 1) > 0.1).mean() for ratio, _ in (two, one)]
+    two_sided, one_sided = (
+        sums(VAttention(0.02, 0.02, 0.1, 0.05, sides), 20) for sides in ("two", "one")
+    )
+    fails = [(np.abs(ratio - 1) > 0.1).mean() for ratio, _ in (two_sided, one_sided)]
     assert fails[0] < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5 and fails[1] > max(0.065, fails[0])
-    assert abs(two[1].mean() / one[1].mean() / (1.95996 / 1.64485) ** 2 - 1) < 0.05
-    assert abs(two[0].mean() - 1) < 0.01
+    assert abs(two_sided[1].mean() / one_sided[1].mean() / (1.95996 / 1.64485) ** 2 - 1) < 0.05
+    assert abs(two_sided[0].mean() - 1) < 0.01
 
 
 def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_bound():
@@ -190,9 +192,9 @@ def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_boun
 def test_selecting_all_keys_is_full_attention(chosen, dtype):
     """With chunks longer than those of the scan, and sequences of different lengths."""
     spec, outs = Spec(2, 8, SCALE, ROTARY, dtype=dtype), []
-    for each in (Full(start=4), chosen):
+    for policy in (Full(start=4), chosen):
         random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
-        state = each.init(spec, 2, jax.random.key(0))
+        state = policy.init(spec, 2, jax.random.key(0))
         for prompt, size in ((True, 9), (False, 21)):
             q, k, v = (
                 jnp.asarray(random.normal(size=(2, size, n, 8)), jnp.float32) for n in (4, 2, 2)
@@ -201,10 +203,10 @@ def test_selecting_all_keys_is_full_attention(chosen, dtype):
             valid[1, : size // 2] = False
             positions = (seen + np.cumsum(valid, axis=1) - 1).astype(np.uint32)
             seen = seen + valid.sum(axis=1, keepdims=True)
-            state = each.reserve(spec, state, 30 if each.min_prompt is None else size)
-            run = jax.jit(functools.partial(step, each, spec))
+            state = policy.reserve(spec, state, 30 if policy.min_prompt is None else size)
+            run = jax.jit(functools.partial(step, policy, spec))
             out, state = run(state, q, k, v, jnp.asarray(positions), jnp.asarray(valid))
-            state = each.finish_prefill(spec, state) if prompt else state
+            state = policy.finish_prefill(spec, state) if prompt else state
         outs.append(np.asarray(out))
     np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
 
