@@ -69,7 +69,7 @@ class Snapshots:
     boundaries. where: rules joined by `+`. `last`: the deepest boundary from which the same prompt
     could resume. `branch`: the deepest boundary up to which a prompt equals an earlier one.
     `every=N`: each Nth boundary. host_capacity: snapshots in the host's memory; they come from the
-    device when it is full and return when they are used. memory: hashes that are remembered, of
+    device when it is full and return when they are used. history: hashes that are remembered, of
     boundaries seen, to find branch points, and of snapshots evicted, to explain misses.
     Raises UserError for unknown rules, for sizes below 1, and for a host_capacity below 0.
     """
@@ -80,11 +80,11 @@ class Snapshots:
         chunk: int,
         where: str = "last+branch",
         host_capacity: int = 0,
-        memory: int = 2**18,
+        history: int = 2**18,
         hash: Hash = sha256,
     ) -> None:
         for name, value, minimum in (("capacity", capacity, 1), ("host_capacity", host_capacity, 0),
-                                   ("memory", memory, 2)):  # fmt: skip
+                                   ("history", history, 2)):  # fmt: skip
             if value is not None or name != "capacity":
                 check_int(name, value, minimum)
         self.chain = BlockHasher(chunk, hash=hash)
@@ -96,7 +96,7 @@ class Snapshots:
         self._device = Tier("device", capacity, self._shares)
         self._host = Tier("host", host_capacity, self._shares)
         self._index: dict[bytes, Snapshot] = {}
-        self._seen, self._lost = RecentSet(memory), RecentSet(memory)
+        self._seen, self._lost = RecentSet(history), RecentSet(history)
         self.held = 0  # prefill plans that read a snapshot
 
     @property

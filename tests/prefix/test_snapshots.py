@@ -167,8 +167,8 @@ def test_28_every_missed_token_has_one_reason(tokens, missed):
 
 
 def test_branch_points_are_found_while_they_are_remembered():
-    for memory, saved in ((2**10, (20, 24)), (4, (24,))):
-        index = Snapshots(8, 4, memory=memory)
+    for history, saved in ((2**10, (20, 24)), (4, (24,))):
+        index = Snapshots(8, 4, history=history)
         prefill(index, range(27))
         prefill(index, range(500, 540))
         assert prefill(index, [*range(20), *range(700, 707)]).save == saved
@@ -218,10 +218,10 @@ def test_a_full_host_of_one_entry_swaps_with_the_device():
 
 
 def test_settings_are_checked(unchecked):
-    for wrong in ({"capacity": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"memory": 1},
+    for wrong in ({"capacity": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"history": 1},
                   {"where": "every=0"}, {"where": "every"}, {"host_capacity": -1},
                   {"capacity": 1.5}, {"capacity": True}, {"capacity": "a"}, {"host_capacity": 1.5},
-                  {"memory": None}, {"where": None}):  # fmt: skip
+                  {"history": None}, {"where": None}):  # fmt: skip
         with pytest.raises(UserError, match="got"):
             Snapshots(**{"capacity": 2, "chunk": 4} | wrong)
     index = Snapshots(2, 4)
