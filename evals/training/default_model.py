@@ -35,7 +35,8 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, plain, read, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
-from jaxkv.evals.training.sink_tables import logged, recipe_of_record
+from jaxkv.evals.training.recorded_recipe import recipe_of_record
+from jaxkv.evals.training.sink_tables import logged
 from jaxkv.models import data
 from jaxkv.models.hf.export import export
 from jaxkv.models.llm import DEFAULT, Llm

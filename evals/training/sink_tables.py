@@ -52,12 +52,6 @@ SPAN = 1_000  # losses per mean for standard errors, because nearby losses are c
 SHOWN = 16  # tokens per sample in the attention maps, as in Figure 2
 SAMPLES = 64  # samples per attention map
 ROWS = 32  # choices scored at a time
-RENAMED = {  # fields of recipes, by their name in records that are older
-    "rows": "batch_size",
-    "accumulate": "grad_accum_steps",
-    "last_lr": "final_lr_ratio",
-    "look_every": "eval_every",
-}
 
 
 def main() -> None:
@@ -143,11 +137,6 @@ def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
         "valid_loss": looks[-1]["valid_loss"],
         "curve": [[x["step"], x["valid_loss"], x["first_token"], x["sink_heads"]] for x in looks],
     }
-
-
-def recipe_of_record(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a record, with the present names of its fields."""
-    return {RENAMED.get(name, name): value for name, value in recipe.items()}
 
 
 def settings(run: Path) -> dict[str, Any]:

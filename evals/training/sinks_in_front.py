@@ -31,14 +31,8 @@ from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, b
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
-from jaxkv.evals.training.sink_tables import (
-    SINKS,
-    evaluations,
-    line,
-    logged,
-    recipe_of_record,
-    settings,
-)
+from jaxkv.evals.training.recorded_recipe import recipe_of_record
+from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
 from jaxkv.models.data import sha256_of
 from jaxkv.models.llm import Llm
 from jaxkv.models.score import gather

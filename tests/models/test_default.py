@@ -14,6 +14,7 @@ from jaxkv.evals.lib import record as records
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.training import default_model
+from jaxkv.evals.training.recorded_recipe import recipe_of_record
 from jaxkv.models.llm import DEFAULT
 from jaxkv.models.pretrain import pretrain
 from jaxkv.models.recipes import PRESETS
@@ -28,7 +29,7 @@ def test_the_default_model_matches_its_record():
     weights = DEFAULT / "model.safetensors"
     assert record["data"]["models/default/model.safetensors"] == sha256(weights)
     assert weights.stat().st_size <= MAX_BYTES
-    recipe = record["results"]["training"]["recipe"]
+    recipe = recipe_of_record(record["results"]["training"]["recipe"])
     preset = dataclasses.asdict(PRESETS["default"])
     assert {k: preset[k] for k in recipe} == recipe
 
