@@ -127,20 +127,8 @@ def train(
 ) -> Training:
     """Run the remaining steps, or those until `stopped` returns True."""
     recipe, first = setting.recipe, int(trained.step)
-    name = title(setting, trained)
-    used, available = 1 if setting.mesh is None else setting.mesh.size, jax.device_count()
-    place = device.used_by(setting.mesh)
-    tell(
-        f"{name}, {setting.dtype}, {place}"
-        + (
-            f" ({available - used} more are idle: --mesh data={available})"
-            if used < available
-            else ""
-        )
-        + (f"; resuming from step {first}" if first else "")
-    )
-    finished = first >= recipe.steps
-    tell("all steps are done" if finished else f"compiling; a line every {recipe.log_every} steps")
+    name, place = title(setting, trained), device.used_by(setting.mesh)
+    _announce(setting, name, place, first, tell)
     rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.batch_size, recipe.context)
@@ -177,6 +165,19 @@ def train(
             break
         pace.resume(done)
     return trained
+
+
+def _announce(
+    setting: TrainingSetting, name: str, place: str, first: int, tell: Callable[[str], None]
+) -> None:
+    """Tell what is trained, where, and from which step on."""
+    recipe, used = setting.recipe, 1 if setting.mesh is None else setting.mesh.size
+    available = jax.device_count()
+    idle = f" ({available - used} more are idle: --mesh data={available})"
+    resumed = f"; resuming from step {first}" if first else ""
+    tell(f"{name}, {setting.dtype}, {place}{idle if used < available else ''}{resumed}")
+    finished = first >= recipe.steps
+    tell("all steps are done" if finished else f"compiling; a line every {recipe.log_every} steps")
 
 
 def _check(trained: Training, checkpoints: Checkpoints) -> None:
