@@ -27,6 +27,7 @@ import jaxkv
 from jaxkv.contract import Chunk
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression.base import CompressionPolicy
+from jaxkv.rotary import NoPosition
 from jaxkv.state.batch import nbytes
 from jaxkv.testing import LawError, check_policy
 from jaxkv.testing.subject import SPEC, dense
@@ -104,6 +105,21 @@ def test_repetition_tells_a_loop_from_a_novel():
     novel = (ROOT / "evals/passage.txt").read_text("utf-8")
     loop = novel[:3000] + "He was a man, and the man was not. " * 20 + novel[3000:6000]
     assert repetition(novel) < 0.1 and repetition(loop) > 0.9
+
+
+def test_readme_has_the_bytes_of_both_caches():
+    """30 layers of SmolLM2-135M in float32."""
+    spec = jaxkv.Spec(3, 64, 64**-0.5, NoPosition())
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    for policy, words in (
+        ("full:start=20000", "At 20,000 tokens its full cache takes {:.0f} MiB"),
+        (
+            "streaming:sinks=4,window=252",
+            "the cache of 4 sinks and 252 newest tokens takes {:.1f} MiB",
+        ),
+    ):
+        size = 30 * jaxkv.policy(policy).bytes_per_sequence(spec)
+        assert words.format(size / 2**20) in text
 
 
 def test_every_block_of_code_has_a_language_that_is_run():

@@ -42,9 +42,8 @@ def tables(axes: Any, results: dict[str, Any]) -> None:
 SINK_LINES = {
     "full": ("full attention", {"color": COLOURS["full"]}),
     "0+256": ("window of 256, no sink", {"color": COLOURS["window"]}),
-    "1+255": ("1 sink + 255", {"color": OTHERS[1], "lw": 3}),
-    "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"]}),
-    "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"], "ls": "dashed"}),
+    "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"], "lw": 4, "alpha": 0.5}),
+    "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"]}),
 }
 
 
