@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.engine import PrefixConfig, Request, answer
+from jaxkv.evals.lib import memory_maps
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, plain, read, run_command
 from jaxkv.models.llm import Llm
 from jaxkv.models.serving import make_engine
@@ -74,6 +75,7 @@ def main() -> None:
     for model, llm in llms.items():
         for case in options.cases:
             results[model][case] = plain(measure(llm, CASES[case]))
+            memory_maps.release()
             print(f"{model}, {case}", file=sys.stderr)
     if record is not None:
         record.finish(results)
