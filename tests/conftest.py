@@ -27,7 +27,7 @@ NEEDS = {
     "gpu_check": ("jax_cuda12_plugin",),
     "real_model": ("gguf",),
 }
-EXTRAS = {"real_model": "gguf"}  # of a marker with another name
+EXTRAS = {"real_model": "models"}  # of a marker with another name
 # Compiling takes most of the time of tests. These flags reduce it by more than half.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",
@@ -212,7 +212,7 @@ def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file; mark its tests `real_model`."""
     from jaxkv.models import smollm2
 
-    pytest.importorskip("gguf", reason="no gguf: pip install -e '.[gguf]'")
+    pytest.importorskip("gguf", reason="no gguf: pip install -e '.[models]'")
     try:
         return smollm2.fetch()
     except smollm2.Unreachable as error:

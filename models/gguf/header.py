@@ -291,7 +291,7 @@ def gguf_package() -> Any:
         import gguf
     except ImportError:
         raise UserError(
-            "reading GGUF files needs the package gguf; pip install 'jaxkv[gguf]'"
+            "reading GGUF files needs the package gguf; pip install 'jaxkv[models]'"
         ) from None
     return gguf
 

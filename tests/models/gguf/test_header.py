@@ -160,7 +160,7 @@ def test_names_of_files_and_folders(path, tmp_path):
 
 def test_the_package_is_named_where_it_is_absent(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the package gguf; pip install 'jaxkv\[gguf\]'"):
+    with pytest.raises(UserError, match=r"needs the package gguf; pip install 'jaxkv\[models\]'"):
         read_header(path)
 
 
