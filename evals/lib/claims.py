@@ -64,10 +64,11 @@ those, not this page. [Results](../docs/results/README.md) has the tables,
 [the records](results/README.md) have commands, data and spread, and [BARS.md](BARS.md) has the
 bounds on speed and correctness.
 
-A claim holds if every comparison holds with its whole interval, and in part if some do. `±` gives
-two standard errors, parentheses the range of rounds or seeds. Losses are in nats per token. `s+w`
-is a cache of s sinks and a window of w tokens. An error of attention is relative to the norm of
-exact attention.
+A claim holds if every comparison holds with its whole interval, or with its median or average where
+the claim names one, and in part if some do. `±` gives two standard errors, parentheses the range of
+rounds or seeds. Losses are in nats per token; a loss without a second side is over that of four
+first tokens in a cache of equal size. `s+w` is a cache of s sinks and a window of w tokens. Errors
+of attention are relative to the norm of exact attention.
 
 The column `model` names what was measured. SmolLM2-135M is the published SmolLM2-135M-Instruct
 with a context of 8,192 tokens. The small ones are the default model (3.2 million weights, trained
@@ -78,7 +79,8 @@ BARS_HEAD = """\
 # Bars for correctness and speed
 
 A bar is a bound that a measurement should meet. Times are medians with the range over the rounds;
-the variants of a bar alternate in one process. `python -m jaxkv.evals.lib.claims` writes this page.
+the median decides. The variants of a bar alternate in one process.
+`python -m jaxkv.evals.lib.claims` writes this page.
 
 | bar | model | measured | asked | met | record |
 | --- | --- | --- | --- | --- | --- |
@@ -155,8 +157,12 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
         else:
             value = f"{value:.3g}"
         met = "yes" if bar["met"] else "**no**"
+        device = record["device"]
+        place = "" if device.startswith("cpu") else f", {device}"
         model = measured_on(name, record)
-        lines.append(f"| {bar['bar']} | {model} | {value} | {bar['ask']} | {met} | {link(name)} |")
+        lines.append(
+            f"| {bar['bar']}{place} | {model} | {value} | {bar['ask']} | {met} | {link(name)} |"
+        )
     return lines
 
 

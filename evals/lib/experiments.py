@@ -88,6 +88,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
     "pictures": gallery.page,
     "workarounds": workarounds_table.table,
+    **questions.TABLES,
+    **stream_eval.TABLES,
 }
 for experiment in (
     tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error,

@@ -113,9 +113,10 @@ STATEMENTS = (
                    for method in (*METHODS, "oracle")),
                  *(below(loss_path("oracle", "0.02"), loss_path(method, "0.02"), sure=False)
                    for method in METHODS)]) for name in RECORDS),
-    *(Statement(SPARSE, "`oracle` draws with replacement, so it reads fewer keys than asked", name,
-                [below("perplexity/{model}/shares/0.1/oracle/share_read/each", 0.1)])
-      for name in RECORDS),
+    *(Statement(SPARSE, "`oracle` draws with replacement, so it reads fewer keys than asked, at "
+                "20 % less than half", name,
+                [below("perplexity/{model}/shares/0.2/oracle/share_read/each", 0.1)])
+      for name in ("sparse_135m", "sparse_135m_4096")),
     Statement(SPARSE, "most losses are smaller after a longer prompt", "sparse_135m_4096",
               [above(smaller_losses, 0.5)]),
     Statement(SPARSE, "10 % of the keys lose under 0.02 nats with every method but `uniform`",
@@ -150,5 +151,5 @@ STATEMENTS = (
     Statement(NEGATIVE, "It needs smaller tables than simhash in one of six cases of the record, "
               "and at an equal share of the keys its error is never lower by more than 7 %",
               "tune_lsh",
-              [within(cross_polytope_wins, 1, 1), above(tune_lsh.error_ratios, 0.93)]),
+              [within(cross_polytope_wins, 1), above(tune_lsh.error_ratios, 0.93)]),
 )  # fmt: skip

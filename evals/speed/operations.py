@@ -26,7 +26,7 @@ from jaxkv.evals.lib import limits
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.timing import Variant, generate_greedy, prompt, time_rounds
-from jaxkv.evals.lib.verdict import Statement, above, below
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches
 from jaxkv.evals.speed.operation_programs import (
     ATTENTION,
     HEAD,
@@ -201,7 +201,26 @@ def kinds_table(results: dict[str, Any]) -> str:
 
 TABLES = {"operations": lambda: kinds_table(read("operations")["results"])}
 PAGE, ROW = "docs/results/speed.md", "cases/{}/rows/{}/{}"
+
+
+def int8_over_float32(results: Results) -> dict[str, float]:
+    """The time of all products of weights of one sequence in int8, over that in float32."""
+    milliseconds = [
+        sum(
+            median["median"]
+            for row in ALL_PRODUCTS
+            for _, median in matches(results, ROW.format(case, row, "milliseconds"))
+        )
+        for case in ("decode, int8, batch 1", "decode, float32, batch 1")
+    ]
+    return {"products": milliseconds[0] / milliseconds[1]}
+
+
+LESS_TIME = [above(int8_over_float32, 0.75), below(int8_over_float32, 1)]
 STATEMENTS = (
+    Statement(PAGE, "read a quarter of the bytes in a little less time", "operations", LESS_TIME),
+    Statement("evals/NEGATIVE.md", "The products read a quarter of the bytes and take a little "
+              "less time", "operations", LESS_TIME),
     Statement(PAGE, "memory does not limit them", "operations",
               [below(ROW.format("decode, int8, batch 1", row, "share_of_bandwidth"), 0.3,
                      sure=False) for row in ALL_PRODUCTS]),

@@ -21,7 +21,7 @@ from jaxkv.evals.lib.record import Record, make_parser, read, run_command, sprea
 from jaxkv.evals.lib.table import ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
-from jaxkv.evals.lib.verdict import Statement, above, below
+from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models import smollm2
 from jaxkv.models.llm import DEFAULT, Llm
 from jaxkv.models.quantised import FORMATS
@@ -142,9 +142,6 @@ STATEMENTS = (
               "int4 saves memory, and decodes one sequence more slowly than int8 and than float32",
               "quantised_weights",
               [below("int4_over_int8/batch 1", 1), below("faster/int4, batch 1", 1)]),
-    Statement("evals/NEGATIVE.md", "The products read a quarter of the bytes and take a little "
-              "less time", "quantised_weights",
-              [above("faster/int8, batch 1", 1), below("faster/int8, batch 1", 1.5)]),
 )  # fmt: skip
 
 if __name__ == "__main__":

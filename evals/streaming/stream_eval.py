@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command, standard_error
+from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.lib.verdict import Claim, Results, above, below
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
@@ -225,6 +226,21 @@ def beyond_cache(results: Results) -> dict[str, float]:
     }
 
 
+def distances_table() -> str:
+    """Right answers by cache and by the tokens since the number."""
+    results = read("stream_eval")["results"]
+    rows = {f"full attention to at most {results['gate_tokens']:,} tokens": results["gate"]}
+    rows |= {f"`{name}`": results["right"][name] for name in results["policies"] if name != "full"}
+    lines = table_head("cache", *(f"{distance} tokens back" for distance in results["gate"]))
+    for title, row in rows.items():
+        lines.append(table_row(title, *(f"{row[key]['mean']:.0%}" for key in results["gate"])))
+    return (
+        f"{len(results['texts'])} novels of {results['tokens']:,} tokens with a number every "
+        f"{results['every']}; caches of {results['cache']} tokens.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+TABLES = {"stream_eval": distances_table}
 CLAIMS = (
     Claim("StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300",
           "Numbers within the cache are answered as by full attention, within 10 points; beyond it "

@@ -114,5 +114,7 @@ def test_every_row_of_claims_is_short():
 def test_a_statement_of_a_page_holds(statement):
     page = (record.ROOT / statement.page).read_text("utf-8")
     assert statement.says in " ".join(page.split())
-    cases, outcome = decide(statement, record.read(statement.record)["results"])
+    results = record.read(statement.record)["results"]
+    assert all(list(verdict.decisions(x, results)) for x in statement.comparisons), "no case"
+    cases, outcome = decide(statement, results)
     assert outcome == HOLDS, [case for case in cases if not case.holds]
