@@ -86,7 +86,8 @@ STATEMENTS = (
     Statement(PAGE, "Under `window`, SmolLM2-135M, which has attention sinks, loses over 0.4 nats "
               "more per token", "streaming_tables", [above("tables/256/rows/0+256", 0.4)]),
     Statement(PAGE, "On SmolLM2-135M, from a quarter of 1,024 tokens, a sample finds fewer "
-              "needles than `streaming`", "tasks", [below(scores("needle", "streaming", *SAMPLES))]),
+              "needles than `streaming`", "tasks",
+              [below(scores("needle", "streaming", *SAMPLES))]),
     Statement(PAGE, "`keydiff` answers half of the needles and all pass keys", "tasks",
               [above("tasks/needle/1024/ratios/0.25/keydiff/score", 0.49),
                above("tasks/passkey/1024/ratios/0.25/keydiff/score", 0.99)]),
