@@ -44,7 +44,14 @@ NOT_RUN = {
     "pip install": "CI installs every extra; test_house.py compares them with pyproject.toml",
     "vllm-router": "tests/cli/test_router.py runs it",
     "JAX_PLATFORMS=cuda": "needs a GPU",
-    "python -m jaxkv.evals.streaming.tables": "reads five novels, for hours",
+    **dict.fromkeys(
+        (
+            "python -m jaxkv.evals.streaming.tables",
+            "python -m jaxkv.evals.reservoir.stream_losses",
+            "python -m jaxkv.evals.balancekv.single_layer",
+        ),
+        "reads novels, for hours",
+    ),
     **dict.fromkeys(
         (
             "jaxkv data --tokenizer smollm2-135m",

@@ -297,7 +297,9 @@ def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_pat
                 restored = jax.tree.leaves(checkpoints.restore(like))
                 assert all(map(np.array_equal, restored, expected)), path
             except UserError as error:
-                assert re.search(r"checkpoint .*4 cannot be read: .*; move that", str(error))
+                # A changed byte may leave valid JSON, of another run.
+                message = r"checkpoint .*4 (cannot be read: .*|is that of another run); move that"
+                assert re.search(message, str(error))
                 refused.append(path.name)
         path.write_bytes(raw)
     assert len(refused) >= 4, refused
