@@ -202,7 +202,7 @@ def test_save_and_load(chat, tmp_path):
     path = tmp_path / "a b"
     turns, lines = chat("Hello", f"/save {path}", "And?", f"/load {path}", "And?")
     assert turns[1]["tokens"] == turns[2]["tokens"] and turns[2]["position"] == 23
-    assert "saved" in lines[0] and "1 message, position 12" in lines[1]
+    assert "saved" in lines[0] and "2 messages, position 12" in lines[1]
 
 
 def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
@@ -218,7 +218,7 @@ def test_a_session_continues_after_a_restart(run, model, stdin, tmp_path):
     first_part, told = turns("Hello\n", *session)
     assert first_part == uninterrupted[:1] and "loaded" not in told
     resumed, told = turns("And?\n", *session)
-    assert resumed == uninterrupted[1:] and "1 message, position 16" in told
+    assert resumed == uninterrupted[1:] and "2 messages, position 16" in told
     turns("/reset\n", *session)
     assert "0 messages, position 0" in turns("", *session)[1]
 
@@ -241,7 +241,7 @@ def test_a_session_continues_under_its_own_policy(run, model, stdin, tmp_path):
         resumed, ran = answers("And?\n", "--session", path, *words)
         assert resumed == expected[1:] and ran.json["policy"].startswith(window)
         (line,) = (line for line in ran.err.splitlines() if "loaded" in line)
-        assert "1 message, position 12" in line and f"under {window}" in line
+        assert "2 messages, position 12" in line and f"under {window}" in line
     path.write_bytes(kept)
     assert answers(f"/load {path}\nAnd?\n")[0] == expected[1:]
 
