@@ -29,7 +29,16 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
 from jaxkv.evals.lib.table import table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
-from jaxkv.evals.lib.verdict import Claim, Comparison, Statement, above, below, within
+from jaxkv.evals.lib.verdict import (
+    Claim,
+    Comparison,
+    Derived,
+    Statement,
+    above,
+    below,
+    decisions,
+    within,
+)
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
@@ -293,6 +302,18 @@ def gap_in_errors(results: dict[str, Any]) -> dict[str, float]:
     return gaps
 
 
+def sure_cases(name: str, base: str) -> Derived:
+    """In how many cases the loss differs from that of another method by two standard errors."""
+    paths = [f"prompts/{{prompt}}/cases/{x}/{{ratio}}/over_full/ours/by_text" for x in (name, base)]
+    return lambda results: {
+        "cases": sum(
+            case.holds
+            for direction in (above, below)
+            for case in decisions(direction(*paths), results)
+        )
+    }
+
+
 TABLES = {"peers_losses": losses_table, "peers_differences": differences_table}
 PAGE = "docs/results/compression.md"
 EQUAL = [name for name in cases.PRESSES if name not in ("pyramidkv", "streaming")]
@@ -309,7 +330,10 @@ STATEMENTS = (
               "errors", "peers", [below(gap_in_errors, 2)]),
     Statement(PAGE, "`balance` loses less than `uniform` only with a quarter of 4,096 tokens "
               "removed", "peers", [below("prompts/4096/cases/balance/0.25/over_full/ours/by_text",
-                              "prompts/4096/cases/uniform/0.25/over_full/ours/by_text")]),
+                              "prompts/4096/cases/uniform/0.25/over_full/ours/by_text"),
+                        within(sure_cases("balance", "uniform"), 1)]),
+    Statement(PAGE, "In the other cases the two do not differ by two standard errors", "peers",
+              [within(sure_cases("streaming", cases.ENDS), 2)]),
     Statement(PAGE, "With 87.5 % removed `balance` loses more than `snapkv` after every prompt",
               "peers", [above("prompts/{prompt}/cases/balance/0.875/over_full/ours/by_text",
                               "prompts/{prompt}/cases/snapkv/0.875/over_full/ours/by_text")]),
