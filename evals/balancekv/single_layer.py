@@ -31,7 +31,7 @@ from jaxkv.evals.lib.record import (
     spread,
     standard_error,
 )
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
 from jaxkv.models.config import Config
@@ -313,7 +313,7 @@ def table(record: str) -> str:
             f"{mean(errors[number]):.3f} ± {2 * standard_error(errors[number]):.3f}"
             for number in rounds
         )))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {f"balance_error{name.removeprefix(DEFAULT)}": partial(table, name)

@@ -34,7 +34,7 @@ from jaxkv.evals.lib.paired_losses import (
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
-from jaxkv.evals.lib.table import over_base, table_head, table_row
+from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
 from jaxkv.evals.reservoir import attention_error
@@ -234,7 +234,7 @@ def table() -> str:
             over_base(rows[name]), over_base(equal_tokens) if equal_tokens else "",
             *(f"{errors[f'{name}, {exponent}']['error']:.3f}" for exponent in (0, 1)),
         ))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"tree_slots": table}

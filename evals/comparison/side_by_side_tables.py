@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -29,7 +29,7 @@ def predicted() -> str:
         after = "0" if name == "full" else over(row["after_prompt"])
         endless = "0" if name == "streaming" else over(row.get("endless"))
         lines.append(table_row(f"`{name}`", grows, after, endless))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def over(difference: Mapping[str, Any] | None) -> str:
@@ -57,7 +57,7 @@ def cost() -> str:
             show(long["state_bytes"]),
             "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"),
         ))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"predicted": predicted, "cost": cost}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jaxkv.evals.correctness.agreement import reported_by
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
 
 TESTS = {
@@ -95,7 +95,7 @@ def table() -> str:
         lines.append(table_row(mode, *cells, f"{slope[mode]:.2f}"))
     (uniform,) = {x["slope_of_uniform"] for x in results["levels"].values() if "slope" in x}
     lines.append(table_row("uniform, weighted", "1", "1", f"{uniform:.2f}"))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"known_answers": table}

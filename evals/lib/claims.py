@@ -12,6 +12,7 @@ from typing import Any
 from jaxkv.evals.lib.experiments import SECTIONS
 from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import OPEN, Claim, decide, summary
 
 CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
@@ -52,7 +53,6 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
 }
 MISCOMPILES = "0.10.2"  # the version of jax
-BAR = r"\|"  # a bar inside a cell
 BY_GPU = {"sink_tables": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
 HEAD = """\
@@ -81,9 +81,6 @@ BARS_HEAD = """\
 A bar is a bound that a measurement should meet. Times are medians with the range over the rounds;
 the median decides. The variants of a bar alternate in one process.
 `python -m jaxkv.evals.lib.claims` writes this page.
-
-| bar | model | measured | asked | met | record |
-| --- | --- | --- | --- | --- | --- |
 """
 RECORDS_HEAD = """\
 # Records
@@ -93,17 +90,13 @@ current name of their module. `python -m jaxkv.evals.lib.claims` writes this pag
 
 """
 
-COLUMNS = (
-    "| claim | paper | model | measured here | verdict | record |",
-    "| --- | --- | --- | --- | --- | --- |",
-)
-
 
 def table(
     heading: str, introduction: str, claims: Sequence[Claim], records: dict[str, Any]
 ) -> Iterable[str]:
     """A section of the page."""
-    yield from (heading, "", *((introduction, "") if introduction else ()), *COLUMNS)
+    yield from (heading, "", *((introduction, "") if introduction else ()))
+    yield from table_head("claim", "paper", "model", "measured here", "verdict", "record")
     yield from (row(claim, records) for claim in claims)
     yield ""
 
@@ -122,7 +115,14 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
     runs += [f"- [{name}]({name}.json): {provenance(name, x)}" for name, x in records.items()]
     return {
         CLAIMS: HEAD + "\n" + "\n".join(line for section in sections for line in section),
-        BARS: BARS_HEAD + "".join(f"{x}\n" for name in names for x in bars(name, records[name])),
+        BARS: BARS_HEAD
+        + "\n"
+        + page_table(
+            [
+                *table_head("bar", "model", "measured", "asked", "met", "record"),
+                *(line for name in names for line in bars(name, records[name])),
+            ]
+        ),
         RECORDS: RECORDS_HEAD + "".join(f"{line}\n" for line in runs),
     }
 
@@ -143,8 +143,7 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
         measured = summary(cases, claim.unit)
         model = measured_on(claim.record, records[claim.record], claim.model)
         where = ", ".join(map(link, names))
-    cells = (claim.says, claim.paper, model, measured, verdict, where)
-    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+    return table_row(claim.says, claim.paper, model, measured, verdict, where)
 
 
 def bars(name: str, record: dict[str, Any]) -> list[str]:
@@ -160,9 +159,7 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
         device = record["device"]
         place = "" if device.startswith("cpu") else f", {device}"
         model = measured_on(name, record)
-        lines.append(
-            f"| {bar['bar']}{place} | {model} | {value} | {bar['ask']} | {met} | {link(name)} |"
-        )
+        lines.append(table_row(bar["bar"] + place, model, value, bar["ask"], met, link(name)))
     return lines
 
 

@@ -73,28 +73,21 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "its protocol. Records of jaxkv's engine use the default model.",
      (*prefix_tables.CLAIMS, *soak.CLAIMS)),
 )  # fmt: skip
-STATEMENTS: tuple[Statement, ...] = tuple(
-    statement
-    for experiment in (
-        tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses,
-        attention_error, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
-        sinks_in_front, remat, training_peers, latency, report, rates, mfu,
-        host_time, chat, kernels, compare, llama_cpp, transformers_rates, servers, prefix_tables,
-        operations, quantised_weights, serving, startup,
-    )
-    for statement in experiment.STATEMENTS
+# What states something on pages: sentences in `STATEMENTS`, tables in `TABLES`, or both.
+EXPERIMENTS = (
+    tables, questions, stream_eval, side_by_side_tables, cache_int8, known_answers, recall,
+    stream_losses, attention_error, sampled, single_layer, tree_slots, emergence, task_report,
+    sink_tables, backcopy, sinks_in_front, remat, training_peers, latency, report, rates, mfu,
+    host_time, chat, kernels, compare, llama_cpp, transformers_rates, servers, prefix_tables,
+    operations, quantised_weights, serving, startup,
 )  # fmt: skip
+STATEMENTS: tuple[Statement, ...] = tuple(
+    statement for experiment in EXPERIMENTS for statement in getattr(experiment, "STATEMENTS", ())
+)
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
     "pictures": gallery.page,
     "workarounds": workarounds_table.table,
-    **questions.TABLES,
-    **stream_eval.TABLES,
 }
-for experiment in (
-    tables, side_by_side_tables, cache_int8, known_answers, recall, stream_losses, attention_error,
-    sampled, single_layer, tree_slots, emergence, task_report, sink_tables, backcopy,
-    sinks_in_front, report, rates, chat, compare, llama_cpp, transformers_rates,
-    servers, prefix_tables, operations, quantised_weights,
-):  # fmt: skip
-    TABLES |= experiment.TABLES
+for experiment in EXPERIMENTS:
+    TABLES |= getattr(experiment, "TABLES", {})

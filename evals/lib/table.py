@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+BAR = r"\|"  # a bar inside a cell, where a plain one would start another cell
 
 
 def table_head(*heads: str) -> list[str]:
@@ -12,8 +14,13 @@ def table_head(*heads: str) -> list[str]:
 
 
 def table_row(*cells: object) -> str:
-    """A line; a bar inside a cell would start another cell."""
-    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+    """A line."""
+    return f"| {' | '.join(str(cell).replace('|', BAR) for cell in cells)} |"
+
+
+def page_table(lines: Sequence[str], caption: str = "") -> str:
+    """The text of a table in a page, after its caption."""
+    return "\n".join([*([caption, ""] if caption else []), *lines]) + "\n"
 
 
 def over_base(row: Mapping[str, Any]) -> str:

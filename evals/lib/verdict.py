@@ -35,9 +35,6 @@ class Value(NamedTuple):
     high: float
     by: str = ""
 
-    def minus(self, reference: float) -> Value:
-        return Value(self.middle - reference, self.low - reference, self.high - reference, self.by)
-
 
 # Of the results: measurements by the name of their case.
 Derived = Callable[[Results], Mapping[str, Any]]
@@ -216,9 +213,10 @@ def _row(path: str) -> str:
 
 def decide(claim: Claim | Statement, results: Results) -> tuple[list[Decision], str]:
     """The decisions of a claim's comparisons, and the verdict."""
+    conditions = claim.seen if isinstance(claim, Claim) else ()
     cases = [x for comparison in claim.comparisons for x in decisions(comparison, results)]
-    seen = [x for comparison in getattr(claim, "seen", ()) for x in decisions(comparison, results)]
-    if not cases or (getattr(claim, "seen", ()) and not (seen and all(x.holds for x in seen))):
+    seen = [x for comparison in conditions for x in decisions(comparison, results)]
+    if not cases or (conditions and not seen) or not all(x.holds for x in seen):
         return cases, UNSEEN
     return cases, grade([x.holds for x in cases])
 

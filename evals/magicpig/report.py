@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, decisions, matches, within
 from jaxkv.evals.magicpig import tune_lsh
 from jaxkv.evals.magicpig.sampling import UNCENTRED, error_path
@@ -37,7 +37,7 @@ def losses_of(by_model: dict[str, Any]) -> str:
         cells = [methods[method] for methods in shares.values()]
         sizes = dict.fromkeys(show(cell["state_bytes"]) for cell in cells)
         lines.append(table_row(f"`{method}`", *map(over_full, cells), ", ".join(sizes)))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def over_full(line: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ def errors() -> str:
         by_share = [model["captured"][method][share]["layers"].values() for share in shares]
         cells = (", ".join(f"{layer['error']['mean']:.2f}" for layer in x) for x in by_share)
         lines.append(table_row(f"`{method}`", *cells))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {name: partial(losses, name) for name in RECORDS} | {"sparse_errors": errors}

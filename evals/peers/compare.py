@@ -27,7 +27,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.lib.verdict import (
     Claim,
@@ -262,11 +262,11 @@ def losses_table() -> str:
     for name in next(iter(results["prompts"].values()))["cases"]:
         rows = (results["prompts"][n]["cases"][name].get(f"{ratio:g}") for n, ratio in columns)
         lines.append(table_row(name, *map(over_full, rows)))
-    head = (
+    caption = (
         f"Nats per token over {results['scored']} tokens, means over {len(results['texts'])} "
-        "novels; in parentheses where two standard errors reach zero:\n\n"
+        "novels; in parentheses where two standard errors reach zero:"
     )
-    return head + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 def over_full(row: Mapping[str, Any] | None) -> str:
@@ -288,7 +288,7 @@ def differences_table() -> str:
         means = [max(abs(row["difference"]["mean"]) for row in ratios) for ratios in rows]
         tokens = [max(row["largest_difference_of_a_token"] for row in ratios) for ratios in rows]
         lines.append(table_row(name, *(f"{x:.4f}" for x in means), *(f"{x:.4f}" for x in tokens)))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def gap_in_errors(results: dict[str, Any]) -> dict[str, float]:

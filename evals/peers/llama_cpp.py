@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import rate, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
@@ -211,11 +211,11 @@ def measure(
 def rates_table(results: dict[str, Any]) -> str:
     """The setting, and a row per case: tokens per second, and what decoding reads."""
     peer, cases = results["llama_cpp"], results["cases"]
-    setting = (
+    caption = (
         f"llama-cpp-python {peer['llama_cpp_python']} (ggml {peer['ggml']}), {results['threads']} "
         f"threads each, {results['prompt']:,} tokens before decoding of {results['new']:,}, "
         f"{results['rounds']} rounds, memory bandwidth {results['bandwidth']['median'] / 1e9:.1f} "
-        "GB/s:\n\n"
+        "GB/s:"
     )
     titles = list(next(iter(cases.values()))["tokens_per_second"])
     lines = table_head("case", *titles, "bytes of weights", "of the bandwidth", "memory")
@@ -224,7 +224,7 @@ def rates_table(results: dict[str, Any]) -> str:
         share = f"{case['share_of_bandwidth']['median']:.0%}"
         memory = show(case["memory"]["resident"])
         lines.append(table_row(name, *rates, show(case["weight_bytes"]), share, memory))
-    return setting + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 TABLES = {"llama_cpp": lambda: rates_table(read("llama_cpp")["results"])}

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from jaxkv import defaults, models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers import server_requests as requests
@@ -272,10 +272,11 @@ def throughput_table() -> str:
     for name, case in results["cases"].items():
         rates = (f"{case[title]['median']:.0f}" for title in titles)
         lines.append(table_row(name, *rates, show(case["memory"]["end"]["peak"])))
-    return (
+    caption = (
         f"Tokens per second of all clients, answers of {results['sizes']['new']} tokens, medians "
-        f"of {results['rounds']} rounds:\n\n" + "\n".join(lines) + "\n"
+        f"of {results['rounds']} rounds:"
     )
+    return page_table(lines, caption)
 
 
 def latency_table() -> str:
@@ -288,7 +289,7 @@ def latency_table() -> str:
         gaps = (f"{case['gap'][at]['median']:.3f}" for at in ("alone", "with_prompts"))
         answered = f"{case['gap']['prompts_answered']['median']:.1f}"
         lines.append(table_row(name, *first, *gaps, answered))
-    return "Seconds, medians of the same rounds:\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, "Seconds, medians of the same rounds:")
 
 
 TABLES = {"servers_throughput": throughput_table, "servers_latency": latency_table}

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import bar, rate, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above
@@ -200,16 +200,16 @@ def rates_table(results: dict[str, Any]) -> str:
     peer, sizes, compiled = results["peer"], results["sizes"], results["compile"]
     cases = [case for title in results["ratio"].values() for case in title.values()]
     rounds = [ratio["n"] for case in cases for ratio in case.values()]
-    setting = (
+    caption = (
         f"transformers {peer['transformers']} with {peer['attention']} attention on torch "
         f"{peer['torch']}, float32, {results['threads']} threads each, {sizes['prompt']:,} tokens "
         f"before decoding of {sizes['new']:,} and to the first token, {min(rounds)} to "
         f"{max(rounds)} rounds. "
     )
     if "failed" in compiled:
-        setting += f"The compiled case is not measured: `{compiled['failed']}`\n\n"
+        caption += f"The compiled case is not measured: `{compiled['failed']}`"
     else:
-        setting += f"torch.compile took {compiled['seconds']:.0f} seconds.\n\n"
+        caption += f"torch.compile took {compiled['seconds']:.0f} seconds."
     titles = [title for title in results["ratio"] if title != FIRST]
     lines = table_head("case", *titles, "first token (s)", "peak memory")
     for name, case in results["cases"].items():
@@ -217,7 +217,7 @@ def rates_table(results: dict[str, Any]) -> str:
         first = rate_cell(case.get("first_token"), ".2f")
         peak = max(size["peak"] for size in case["memory"].values())
         lines.append(table_row(name, *rates, first, show(peak)))
-    return setting + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 def rate_cell(measured: dict[str, float] | None, form: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
 from jaxkv.state.memory import show
 
@@ -72,7 +72,7 @@ def hit_rates() -> str:
     for setting, curve in curves.items():
         rates = (ranged(curve[p], "mean", ".1f") for p in shares)
         lines.append(table_row(setting, *rates, f"{fits[setting]:.3f}"))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def equal_prompts() -> str:
@@ -82,7 +82,7 @@ def equal_prompts() -> str:
     for concurrent, data in sorted(results.items(), key=lambda item: int(item[0])):
         computed = f"{data['closed_form']:.1f}"
         lines.append(table_row(concurrent, ranged(data, "mean", ".1f"), computed))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def mooncake() -> str:
@@ -92,7 +92,7 @@ def mooncake() -> str:
     for capacity, data in results.items():
         blocks = "all" if capacity == "inf" else f"{int(capacity):,}"
         lines.append(table_row(blocks, f"{data['hit_rate_tokens']:.1%}"))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def agents() -> str:
@@ -105,12 +105,12 @@ def agents() -> str:
         points = [data["entries"][str(states)] for states in STATES]
         saved = (f"{point['saved'] / tokens:.1%}" for point in points)
         lines.append(table_row(short(policy), *saved, show(points[-1]["bytes"])))
-    head = (
+    caption = (
         f"{results['turns']} requests of recorded agents, {tokens:,} tokens together, chunks of "
         f"{results['chunk']} tokens. All pages of `full` save {full['share']:.1%} in "
-        f"{show(full['bytes'])}.\n\n"
+        f"{show(full['bytes'])}."
     )
-    return head + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 def short(policy: str) -> str:
@@ -132,7 +132,7 @@ def served() -> str:
                 ranged(data["times_faster"], "median", ".2f"),
                 *(f"{first[name]['median']:.3f}" for name in ("none", "cached")),
             ))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def first_token() -> str:
@@ -143,7 +143,7 @@ def first_token() -> str:
         times = (ranged(data["seconds"][name], "median", ".3f") for name in ("miss", "hit"))
         share = ranged(data["share"], "median", ".1%")
         lines.append(table_row(short(policy), *times, share))
-    return f"Prompts of {results['prompt_tokens']:,} tokens:\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, f"Prompts of {results['prompt_tokens']:,} tokens:")
 
 
 TABLES: dict[str, Callable[[], str]] = {

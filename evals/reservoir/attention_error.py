@@ -21,7 +21,7 @@ from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models import uncached
@@ -145,7 +145,7 @@ def table() -> str:
     for name in SAMPLED:
         cells = (cell(rows[f"{name}, {exponent:g}"]) for exponent in EXPONENTS)
         lines.append(table_row(f"`{name}`", *cells))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"attention_error": table}

@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.models.pretrain import pretrain
@@ -268,7 +268,7 @@ def table(policies: Sequence[str], columns: dict[str, tuple[str, tuple[int, int]
             if policy in results["seeds"]["0"][part] else ""
             for part, distances in columns.values()
         )))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def streamed_table() -> str:

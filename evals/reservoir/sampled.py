@@ -19,7 +19,7 @@ from jaxkv import models
 from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Claim, below
 from jaxkv.models.compilation import clock
@@ -133,7 +133,7 @@ def table() -> str:
     ratios = read("sampled")["results"]["token"]["ratio"]
     lines = table_head("cache", "time per token over streaming's")
     lines += [table_row(f"`{name}`", ranged(ratios[name], "median", ".2f")) for name in CACHES]
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"sampled": table}

@@ -20,7 +20,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
 from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
-from jaxkv.evals.lib.table import over_base, table_head, table_row
+from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -140,7 +140,7 @@ def losses_table() -> str:
         lines.append(
             table_row(f"`{name}`", f"{row['cached']:.0f}", f"{row['tokens'][1]:,}", over_base(row))
         )
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def weights_table() -> str:
@@ -154,7 +154,7 @@ def weights_table() -> str:
                   "weighted, absolute")]  # fmt: skip
         rows = compare(results["by_text"], [BASE, name, *names], BASE, SKIP)["rows"]
         lines.append(table_row(f"`{name}`", *(over_base(rows[case]) for case in (name, *names))))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"sample_losses": losses_table, "sample_weights": weights_table}

@@ -29,7 +29,7 @@ from jaxkv.evals.lib.record import (
     standard_error,
 )
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, below, within
@@ -237,7 +237,7 @@ def table() -> str:
             f"{loss['difference']:+.5f} ± {2 * loss['standard_error']:.5f}",
             ranged(results["speed"][name]["faster"], "median", ".2f"),
         ))  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"cache_int8": table}

@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.verdict import Statement, within
 from jaxkv.evals.speed.startup import COMMAND, environment
@@ -82,7 +82,7 @@ def table() -> str:
     for label, seconds in zip(("empty", "filled"), read("chat")["results"].values(), strict=True):
         cells = (ranged(seconds[turn], "median", ".2f") for turn in (0, 1, 3))
         lines.append(table_row(label, *cells))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"chat": table}

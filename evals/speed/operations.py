@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib import limits
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, generate_greedy, prompt, time_rounds
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches
 from jaxkv.evals.speed.operation_programs import (
@@ -179,9 +179,9 @@ ALL_PRODUCTS = (*PRODUCTS, HEAD)
 def kinds_table(results: dict[str, Any]) -> str:
     """Shares of a step by kind of operation, and what the products of weights reach."""
     limits = {name: limit["median"] / 1e9 for name, limit in results["limits"].items()}
-    head = (
+    caption = (
         f"`{results['policy']}`, medians of {results['rounds']} rounds. Limits of the same rounds: "
-        f"{limits['bandwidth']:.1f} GB/s and {limits['flops']:.0f} GFLOP/s.\n\n"
+        f"{limits['bandwidth']:.1f} GB/s and {limits['flops']:.0f} GFLOP/s."
     )
     lines = table_head("case", "ms", "products of weights", "attention and cache", "other",
                        "products: of the bandwidth", "of the FLOP limit")  # fmt: skip
@@ -196,7 +196,7 @@ def kinds_table(results: dict[str, Any]) -> str:
         milliseconds = f"{case['whole']['milliseconds']['median']:.1f}"
         shares = (f"{part / total:.0%}" for part in parts)
         lines.append(table_row(name, milliseconds, *shares, *(f"{rate:.0%}" for rate in rates)))
-    return head + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 TABLES = {"operations": lambda: kinds_table(read("operations")["results"])}

@@ -18,7 +18,7 @@ from jaxkv import defaults, models
 from jaxkv.evals.lib import limits
 from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread, standard_error
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, below
@@ -130,10 +130,11 @@ def weights_table() -> str:
             for model in (results, results["default model"])
         )  # fmt: skip
         lines.append(table_row(form, show(results["bytes"][form]), *speeds, *losses))
-    return (
+    caption = (
         f"Tokens per second on two CPU cores; losses over float32 in nats per token, on "
-        f"{results['tokens']:,} tokens of a novel:\n\n" + "\n".join(lines) + "\n"
+        f"{results['tokens']:,} tokens of a novel:"
     )
+    return page_table(lines, caption)
 
 
 TABLES = {"quantised_weights": weights_table}

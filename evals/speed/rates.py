@@ -14,7 +14,7 @@ import jax
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.models.llm import Llm
@@ -107,7 +107,7 @@ def table() -> str:
     for name, row in rates["policies"].items():
         cells = (f"{row[phase]['median']:,.0f}" for phase in ("prefill", "decoding"))
         lines.append(table_row(f"`{name}`", *cells))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 TABLES = {"rates_gpu": table}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import ranged, table_head
+from jaxkv.evals.lib.table import page_table, ranged, table_head
 from jaxkv.state.memory import show
 
 
@@ -30,4 +30,4 @@ def table_of(results: dict[str, Any]) -> str:
             ", ".join(map(show, memory.values())),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return page_table(lines)

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, standard_error
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, above, below, within
 from jaxkv.evals.tasks.score import GATE
 from jaxkv.models.llm import Llm
@@ -144,10 +144,11 @@ def answers_table() -> str:
     lines = table_head("cache", "right answers")
     for name, title in titles.items():
         lines.append(table_row(title, f"{results['right'][name]['share']:.1%}"))
-    return (
+    caption = (
         f"{results['questions']} questions of ARC-E in a stream of {results['tokens']:,} tokens; "
-        f"guessing gives {results['chance']:.0%}.\n\n" + "\n".join(lines) + "\n"
+        f"guessing gives {results['chance']:.0%}."
     )
+    return page_table(lines, caption)
 
 
 TABLES = {"questions": answers_table}

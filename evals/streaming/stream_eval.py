@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.lib.verdict import Claim, Results, above, below
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
@@ -234,10 +234,11 @@ def distances_table() -> str:
     lines = table_head("cache", *(f"{distance} tokens back" for distance in results["gate"]))
     for title, row in rows.items():
         lines.append(table_row(title, *(f"{row[key]['mean']:.0%}" for key in results["gate"])))
-    return (
+    caption = (
         f"{len(results['texts'])} novels of {results['tokens']:,} tokens with a number every "
-        f"{results['every']}; caches of {results['cache']} tokens.\n\n" + "\n".join(lines) + "\n"
+        f"{results['every']}; caches of {results['cache']} tokens."
     )
+    return page_table(lines, caption)
 
 
 TABLES = {"stream_eval": distances_table}

@@ -26,7 +26,7 @@ from jaxkv.evals.lib.paired_losses import (
     record_header,
 )
 from jaxkv.evals.lib.record import Record, read, run_command
-from jaxkv.evals.lib.table import over_base, table_head, table_row
+from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.models.llm import Llm
 
@@ -180,7 +180,7 @@ def sinks_table() -> str:
     for sinks in COUNTS:
         rows = [results[str(size)]["rows"][label(sinks, size)] for size in SIZES]
         lines.append(table_row(sinks, *(f"{row['perplexity']:.1f}" for row in rows)))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def sizes_table() -> str:
@@ -189,7 +189,7 @@ def sizes_table() -> str:
     lines = table_head("cache", "perplexity", f"loss minus that of {BASE}")
     for name, row in rows.items():
         lines.append(table_row(name, f"{row['perplexity']:.1f}", over_base(row)))
-    return "Tokens 2,048 to 8,192 of each novel.\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, "Tokens 2,048 to 8,192 of each novel.")
 
 
 def others_table() -> str:
@@ -200,7 +200,7 @@ def others_table() -> str:
     lines = table_head("cache", f"within the context: {minus}", f"beyond the context: {minus}")
     for name in OTHERS:
         lines.append(table_row(name, *(over_base(results[p]["rows"][name]) for p in places)))
-    return "\n".join(lines) + "\n"
+    return page_table(lines)
 
 
 def full_before(position: int) -> Derived:

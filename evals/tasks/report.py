@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.tasks.budgets import NAMES
 from jaxkv.evals.tasks.score import GATE, wilson
@@ -40,7 +40,7 @@ def gates() -> str:
     lines = table_head("task", *(f"{int(length):,} tokens" for length in lengths))
     lines += [table_row(task, *(row.get(x, "") for x in lengths)) for task, row in by_task.items()]
     caption = "Right answers of full attention; in parentheses, samples with all parts right."
-    return f"{caption}\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 def table(record: str) -> str:
@@ -72,10 +72,11 @@ def length_table(results: Results, length: str) -> str:
         kl = [divergence(by_share[middle]) for by_share in rows]
         lines.append(table_row(f"`{name}`", *answers, *kl, show(rows[0][middle]["state_bytes"])))
     low, high = wilson(0.5, count)
-    return (
+    caption = (
         f"Right answers of {count}, in contexts of {int(length):,} tokens. If half are right, the "
-        f"95 % interval is {100 * low:.0f} to {100 * high:.0f} %.\n\n" + "\n".join(lines) + "\n"
+        f"95 % interval is {100 * low:.0f} to {100 * high:.0f} %."
     )
+    return page_table(lines, caption)
 
 
 def divergence(row: Results) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
-from jaxkv.evals.lib.table import ranged, table_head, table_row
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Statement, above, below, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
@@ -236,7 +236,7 @@ def table() -> str:
         lines.append(table_row(f"plain softmax, {name}", *cells))
     seeds = len(results["variants"]["none"]["seeds"])
     caption = f"Medians of {seeds} seeds, with the range. `s+w`: loss minus that of 4+20."
-    return f"{caption}\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 def rounded(differences: dict[str, float]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import evaluations, settings
@@ -76,9 +76,8 @@ def table() -> str:
         tokens, loss = run["million_tokens"][-1], run["valid_loss"][-1]
         cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{run['first_token_most'][-1]:.3f}")
         lines.append(table_row(f"`{name.split()[0]}`", KINDS[run["recipe"]["sinks"]], *cells))
-    return (
-        "One run of each, at its end. Attention: on the first token.\n\n" + "\n".join(lines) + "\n"
-    )
+    caption = "One run of each, at its end. Attention: on the first token."
+    return page_table(lines, caption)
 
 
 TABLES = {"emergence": table}

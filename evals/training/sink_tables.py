@@ -32,7 +32,7 @@ from jaxkv.evals.lib.record import (
     run_command,
     standard_error,
 )
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.streaming.attention_maps import maps
@@ -378,11 +378,11 @@ def table() -> str:
         attention = f"{variant['first_token']['most']:.3f}"
         kind = KINDS[variant["recipe"]["sinks"]]
         lines.append(table_row(kind, f"{variant['valid_loss']:.3f}", *over, attention))
-    return (
+    caption = (
         f"{model['weights'] / 1e6:.1f} million weights, {model['tokens'] / 1e6:.1f} million tokens "
-        f"of training. `s+w`: loss minus that of {base}. Attention: on the first token.\n\n"
-        + "\n".join(lines) + "\n"
-    )  # fmt: skip
+        f"of training. `s+w`: loss minus that of {base}. Attention: on the first token."
+    )
+    return page_table(lines, caption)
 
 
 TABLES = {"sink_tables": table}

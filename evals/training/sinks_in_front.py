@@ -25,7 +25,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.record import read as read_record
-from jaxkv.evals.lib.table import table_head, table_row
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
 from jaxkv.evals.streaming.tables import SAME
@@ -275,7 +275,7 @@ def table() -> str:
         f"{SIZE}. Trained on {samples[0]}; at a learning rate of 0.1, on {samples[1]}. Means of "
         "three seeds with one sink token, else one seed."
     )
-    return f"{caption}\n\n" + "\n".join(lines) + "\n"
+    return page_table(lines, caption)
 
 
 TABLES = {"sinks_in_front": table}

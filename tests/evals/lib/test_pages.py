@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxkv.evals.lib import claims, figures, gallery, record, verdict
+from jaxkv.evals.lib import claims, figures, gallery, record, table, verdict
 from jaxkv.evals.lib.experiments import TABLES
 from jaxkv.evals.lib.measured_on import measured_on
 
@@ -42,7 +42,7 @@ def test_every_table_is_on_a_page():
 
 def test_no_cell_of_a_table_has_a_bar():
     """A bar in a text would start another column."""
-    pages = [text.replace(claims.BAR, "") for text in claims.pages().values()]
+    pages = [text.replace(table.BAR, "") for text in claims.pages().values()]
     rows = [line for text in pages for line in text.splitlines()]
     rows = [line for line in rows if line.startswith("| ")]
     assert rows and all(line.count("|") in (4, 7) for line in rows)
