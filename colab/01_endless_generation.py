@@ -67,7 +67,7 @@ print("...", streaming.text[-500:])
 # attend over distances that never occurred in training.
 
 # %%
-from jaxkv.models import compare
+from jaxkv.models.tools import compare
 
 POLICIES = ["full", WINDOW, STREAMING]
 ids = runtime.passage(llm, runtime.size(12_000, 2_000))

@@ -37,7 +37,7 @@ print(f"{llm.name}: {llm.config.layers} layers, trained on {llm.config.context:,
 # block on:
 
 # %%
-from jaxkv.prefix import BlockHasher, root_hash
+from jaxkv.serve.prefix import BlockHasher, root_hash
 
 ids = runtime.passage(llm, 64)
 second = ids[:40] + ids[20:44]
@@ -75,8 +75,8 @@ conversations.draw_hit_rates(hits, concurrent)
 # at a time:
 
 # %%
-from jaxkv.engine import PrefixConfig, Request, answer
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.serve.engine import PrefixConfig, Request, answer
 
 
 def engine_of(policy, num_blocks, max_len):

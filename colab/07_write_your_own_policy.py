@@ -159,7 +159,7 @@ strided = Strided(near, SLOTS - 3 * near, stride=4)
 print(f"{llm.name}; {strided} caches tokens from up to {strided.max_lookback} positions back")
 
 # %%
-from jaxkv.models import compare
+from jaxkv.models.tools import compare
 
 ids = runtime.passage(llm, runtime.size(4_000, 1_000))
 full, window, streaming = "full", f"window:window={SLOTS}", f"streaming:sinks=4,window={SLOTS - 4}"
@@ -364,7 +364,7 @@ print(f"largest difference of logits: {difference[:limit].max():.1e} up to token
 # To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`,
 # `source`, `use_for`, `avoid_for` and `bytes_formula` for `jaxkv policies` and docs/policies.md. Add
 # one line to `jaxkv/policies/__init__.py`, so that `--policy strided:near=16` finds the policy, and
-# one line to `tests/laws/cases.py`. The tests then check all laws with other dtypes, position
+# one line to `tests/core/laws/cases.py`. The tests then check all laws with other dtypes, position
 # encodings and devices. A policy that scores tokens by attention does so inside `update`. A growing
 # policy overrides `reserve`. One that compresses a finished prompt overrides `finish_prefill`.
 #

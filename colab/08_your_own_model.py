@@ -50,7 +50,7 @@ ids = ids[:count]
 # measures the loss of every token after the first. Lower is better.
 
 # %%
-from jaxkv.models import compare
+from jaxkv.models.tools import compare
 
 POLICIES = ["full", "window", "streaming", "reservoir", "stratified"]
 scores = compare.compare(llm, ids, POLICIES, chunk=None, seed=0, watch=runtime.no_progress)

@@ -42,7 +42,7 @@ _HOME |= dict.fromkeys(
     "jaxkv.policies",
 )
 
-_PACKAGES = ("engine", "models", "testing")  # `jaxkv.models.load` works without importing it first
+_PACKAGES = ("models", "serve", "testing")  # `jaxkv.models.load` works without importing it first
 
 __all__ = sorted(_HOME)
 

@@ -32,7 +32,7 @@ on devices.
 The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12, 13 and 18, which
 have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. It checks law 15
 only if it is given `cached_tokens`, and leaves out a law that does not apply, such as 17 without
-int8. tests/laws checks every policy here.
+int8. tests/core/laws checks every policy here.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
 from jaxkv.errors import UserError
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 LARGEST = 1e38  # larger values overflow float32

@@ -210,7 +210,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file; mark its tests `real_model`."""
-    from jaxkv.models import smollm2
+    from jaxkv.models.loading import smollm2
 
     pytest.importorskip("gguf", reason="no gguf: pip install -e '.[models]'")
     try:
@@ -291,7 +291,7 @@ def allowed_skip(reason):
     """
     if NO_SHARED in reason:
         return "without shared data"
-    from jaxkv.models import smollm2
+    from jaxkv.models.loading import smollm2
 
     return "without the model" if NO_MODEL in reason and not smollm2.location().is_file() else ""
 

@@ -1,6 +1,6 @@
 """The order of tests in several processes: related tests in one process, the longest first.
 
-Tests of a file share fixtures and compiled programs. tests/laws shares them by policy.
+Tests of a file share fixtures and compiled programs. tests/core/laws shares them by policy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 
-LAWS = "tests/laws/test_laws.py"
+LAWS = "tests/core/laws/test_laws.py"
 
 
 def group_of(test: str) -> str:
-    """The group of a test: its file, or its policy in tests/laws."""
+    """The group of a test: its file, or its policy in tests/core/laws."""
     file, _, name = test.partition("::")
     case = name.partition("[")[2].rstrip("]").partition(":")[0]
     return f"{file}[{case}]" if file == LAWS and case else file

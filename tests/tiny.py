@@ -9,8 +9,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors
 
-from jaxkv.models import sinks
-from jaxkv.models.published import open_published
+from jaxkv.models.loading import sinks
+from jaxkv.models.loading.published import open_published
 from tests.models.folders import SIZES, write_json, write_model
 
 BEGIN, END = "<|begin|>", "<|end|>"  # ids 0 and 1

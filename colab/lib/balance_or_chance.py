@@ -24,10 +24,10 @@ from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.magicpig.heads import CapturedLayer
-from jaxkv.models import pictures
-from jaxkv.models.decoding import finish_prefill_layer
-from jaxkv.models.llm import Llm
-from jaxkv.models.palette import COMPRESSION
+from jaxkv.models.generation.decoding import finish_prefill_layer
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COMPRESSION
 from jaxkv.policies.discrepancy import Halving, walk
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.colab import runtime
-from jaxkv.models import pictures
-from jaxkv.models.llm import Llm
-from jaxkv.models.tokenizer import Pieces
-from jaxkv.models.view import weights_of_layer
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.tokenizer import Pieces
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.view import weights_of_layer
 from jaxkv.state.memory import show
 from jaxkv.typing import Float32, Int32
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv.contract import Spec
 from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import CapturedLayer
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.typing import Float
 
 

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.colab import runtime
-from jaxkv.engine import Collected, Engine, Request, answer
 from jaxkv.evals.lib.figures import draw_spreads
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.plots import MODES
-from jaxkv.models import pictures
-from jaxkv.models.llm import Llm
-from jaxkv.models.palette import COLOURS
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COLOURS
+from jaxkv.serve.engine import Collected, Engine, Request, answer
 from jaxkv.state.memory import show
 
 TRACE = Path(__file__).parent / "mooncake_first.jsonl"

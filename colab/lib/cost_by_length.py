@@ -10,9 +10,9 @@ import numpy as np
 from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.evals.lib import timing
-from jaxkv.models import pictures
-from jaxkv.models.llm import Llm
-from jaxkv.models.palette import styles
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import styles
 
 
 class Cost(NamedTuple):

@@ -13,8 +13,8 @@ from jaxkv.colab.long_tail import FIFTH, Heads, Measured, Synthetic
 from jaxkv.contract import Spec
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.evals.magicpig.heads import CapturedLayer
-from jaxkv.models import pictures
-from jaxkv.models.palette import COLOURS, LINES, OTHERS
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COLOURS, LINES, OTHERS
 
 MARKS = {"topk": "s", "oracle": "o", "uniform": "D"}
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import RESULTS
 from jaxkv.evals.lib.text import passage as passage  # notebooks call runtime.passage
-from jaxkv.models import pictures
+from jaxkv.models.tools import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def begin(name: str) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
-    from jaxkv.models.compilation import enable_compilation_cache
+    from jaxkv.models.loading.compilation import enable_compilation_cache
 
     enable_compilation_cache()
     warnings.showwarning = print_warning
@@ -73,7 +73,7 @@ def capabilities() -> str:
     """Free memory of the device, its native dtype, and its kind of kernels."""
     import jax
 
-    from jaxkv.models.device import native_dtype
+    from jaxkv.models.network.device import native_dtype
     from jaxkv.pallas_kernels import triton
     from jaxkv.state import memory
 
@@ -86,7 +86,7 @@ def capabilities() -> str:
 
 def device() -> str:
     """The name of the device."""
-    from jaxkv.models.device import used_by
+    from jaxkv.models.network.device import used_by
 
     return used_by(None)
 
@@ -145,8 +145,8 @@ def run_times(name: str) -> list[str]:
 
 def default_model() -> str:
     """SmolLM2-135M-Instruct, or the small model where no package index gives it, or in a test."""
-    from jaxkv.models import smollm2
-    from jaxkv.models.llm import DEFAULT
+    from jaxkv.models.loading import smollm2
+    from jaxkv.models.loading.llm import DEFAULT
 
     if SMOKE:
         return str(DEFAULT)

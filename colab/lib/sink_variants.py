@@ -19,11 +19,12 @@ from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.evals.training import backcopy
 from jaxkv.evals.training.sink_tables import logged
-from jaxkv.models import pictures, uncached
-from jaxkv.models.data import DataFolder
-from jaxkv.models.llm import Llm
-from jaxkv.models.palette import VARIANTS
-from jaxkv.models.pretrain import pretrain
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import VARIANTS
+from jaxkv.models.training.data import DataFolder
+from jaxkv.models.training.pretrain import pretrain
 from jaxkv.typing import Float32, Int32
 
 RUNS = 1_000  # samples of held-out letters

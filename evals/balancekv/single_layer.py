@@ -34,9 +34,9 @@ from jaxkv.evals.lib.record import (
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Weights
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Bool, Float32

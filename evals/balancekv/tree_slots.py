@@ -39,8 +39,8 @@ from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
 from jaxkv.evals.reservoir import attention_error
 from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
 from jaxkv.policies.merge_reduce.occupancy import TreeSize

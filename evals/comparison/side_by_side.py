@@ -30,10 +30,10 @@ from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder
-from jaxkv.models.device import cores
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder
+from jaxkv.models.network.device import cores
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Array, Float

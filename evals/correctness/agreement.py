@@ -26,7 +26,7 @@ TESTS = {
     "parity": "tests/models/test_parity.py",
     "perplexity": "tests/models/test_score.py",
     "devices": "tests/models/test_sharded.py",
-    "tpu": "tests/test_tpu.py",
+    "tpu": "tests/lab/test_tpu.py",
 }
 
 

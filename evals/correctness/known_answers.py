@@ -13,10 +13,10 @@ from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
 
 TESTS = {
-    "reservoir": "tests/policies/test_reservoir.py",
-    "halving": "tests/policies/test_discrepancy.py",
-    "levels": "tests/policies/merge_reduce/test_tree.py",
-    "theorem": "tests/test_balancekv.py",
+    "reservoir": "tests/core/policies/test_reservoir.py",
+    "halving": "tests/core/policies/test_discrepancy.py",
+    "levels": "tests/core/policies/merge_reduce/test_tree.py",
+    "theorem": "tests/core/test_balancekv.py",
 }
 
 

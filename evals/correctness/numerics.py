@@ -19,14 +19,14 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import PrefixConfig, Request, answer
 from jaxkv.evals.lib import memory_maps
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, plain, read, run_command
-from jaxkv.models.llm import Llm
-from jaxkv.models.serving import make_engine
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import POLICIES
 from jaxkv.sampling import Sampling
+from jaxkv.serve.engine import PrefixConfig, Request, answer
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K"
 PROMPT, ANSWER, TEXT = 96, 24, 160

@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.timing import Variant, timed
-from jaxkv.models.chat import Chat
-from jaxkv.models.config import read_config
-from jaxkv.models.hf.weights import load_weights
-from jaxkv.models.llm import Llm
-from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.weights import load_weights
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.tokenizer import Tokenizer
 
 # A Llama of 110 million weights (the shape of stories110M), and one for quick runs.
 LARGE = {"layers": 12, "width": 768, "heads": 12, "mlp": 2048, "vocab": 32_000}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv.models import corpus, data
+from jaxkv.models.training import corpus, data
 
 NAMES, VALUES, LETTERS = 128, 8, 4
 FIRST_NAME, FIRST_LETTER = NAMES * VALUES, NAMES * VALUES + NAMES  # facts are the first tokens

@@ -20,8 +20,8 @@ from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
 from jaxkv.evals.streaming import plots as streaming_plots
 from jaxkv.evals.training import plots as training_plots
-from jaxkv.models import pictures
-from jaxkv.models.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
 LEGENDS = {
     "sink_tables": "upper right",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.evals.lib.timing import Variant, timed
-from jaxkv.models.decoder import matmul
+from jaxkv.models.network.decoder import matmul
 from jaxkv.typing import Array, Float32
 
 VECTOR_SIDES = (4096, 6144, 8192)  # 64 to 256 MiB; a large cache may hold a part of the first

@@ -21,9 +21,9 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, read, standard_error
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
-from jaxkv.models import recompute
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools import recompute
 
 BIN = 256  # tokens per mean
 

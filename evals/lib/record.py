@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.cli import Parser
 from jaxkv.errors import UserError
-from jaxkv.models.run_metadata import ROOT, load, run_metadata
+from jaxkv.models.tools.run_metadata import ROOT, load, run_metadata
 
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them

@@ -8,7 +8,7 @@ from itertools import count
 import jax
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import state_bytes
 from jaxkv.state.batch import nbytes
 

@@ -13,7 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import make_parser
 
 if TYPE_CHECKING:
-    from jaxkv.models.llm import Llm
+    from jaxkv.models.loading.llm import Llm
 
 # "The Hound of the Baskervilles" (1902), in the public domain. The default model has not seen it.
 PASSAGE = Path(__file__).resolve().parents[1] / "passage.txt"

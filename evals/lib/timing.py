@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.evals.lib.record import spread
 from jaxkv.models import Llm, Sampling, Stream
-from jaxkv.models.decoding import BLOCK
+from jaxkv.models.generation.decoding import BLOCK
 
 Variant = Callable[[], float]  # does the work once and returns the seconds it took
 

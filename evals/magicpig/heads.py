@@ -21,7 +21,7 @@ from jaxkv.attention import blend, scores
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES, capture
 from jaxkv.evals.lib.record import standard_error
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import MagicPIG, TopK
 from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.balancekv.single_layer import capture
 from jaxkv.evals.magicpig.inclusion import u
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, TopP, VAttention
 from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig

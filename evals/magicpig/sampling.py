@@ -51,7 +51,7 @@ from jaxkv.evals.magicpig.heads import (
     progress,
 )
 from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import Oracle, TopK
 from jaxkv.policies.magicpig import lsh
 from jaxkv.policies.magicpig.lsh import Hashing

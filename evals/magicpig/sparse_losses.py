@@ -37,11 +37,11 @@ from jaxkv.evals.magicpig.matched_budgets import (
     Masses,
     Seen,
 )
-from jaxkv.models import measurement
-from jaxkv.models.device import cores
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather, hidden_by_chunk
-from jaxkv.models.shared_prompt import Attended, absorb
+from jaxkv.models.generation.score import gather, hidden_by_chunk
+from jaxkv.models.generation.shared_prompt import Attended, absorb
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.device import cores
+from jaxkv.models.tools import measurement
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Float

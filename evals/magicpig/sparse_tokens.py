@@ -28,9 +28,9 @@ from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Claim, Results, above
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
-from jaxkv.models.compilation import clock
-from jaxkv.models.decoder import Decoder
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.compilation import clock
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import Decoder
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import batch

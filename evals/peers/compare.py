@@ -42,7 +42,7 @@ from jaxkv.evals.lib.verdict import (
 from jaxkv.evals.peers import cases, our_losses
 from jaxkv.evals.peers.cases import PromptEnds
 from jaxkv.evals.peers.weights import as_folder
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import Streaming
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Float

@@ -35,9 +35,9 @@ from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import rate, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
-from jaxkv.models import smollm2
-from jaxkv.models.llm import without_weights
-from jaxkv.models.published import open_published
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.llm import without_weights
+from jaxkv.models.loading.published import open_published
 from jaxkv.state.memory import show
 
 SCRIPT = Path(__file__).with_name("llama_cpp_rates.py")

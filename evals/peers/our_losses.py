@@ -20,8 +20,8 @@ from jaxkv import models
 from jaxkv.cache import ring
 from jaxkv.contract import Policy
 from jaxkv.evals.peers.cases import SINKS, WINDOW, PromptEnds
-from jaxkv.models.decoding import finish_prefill_layer
-from jaxkv.models.llm import Llm
+from jaxkv.models.generation.decoding import finish_prefill_layer
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import ExpectedAttention, PyramidKV, SnapKV, Streaming
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, ratio
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 PAUSE = 0.2  # seconds before a measurement, in which the threads of the last case go to sleep
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.evals.peers.cases import BUDGETS, ENDS
-from jaxkv.models.palette import COLOURS
+from jaxkv.models.tools.palette import COLOURS
 
 
 def peers(axes: Any, results: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ from jaxkv.evals.peers import server_requests as requests
 from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.evals.peers.server_requests import FAILURES, Measurement, Result, Target
 from jaxkv.evals.peers.weights import add_chat, as_folder
-from jaxkv.models import smollm2
+from jaxkv.models.loading import smollm2
 from jaxkv.state.memory import show
 
 OURS = [sys.executable, "-m", "jaxkv.cli", "serve", "--dtype", "float32"]

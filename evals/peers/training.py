@@ -24,11 +24,11 @@ from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers.weights import as_folder
-from jaxkv.models import training
-from jaxkv.models.continued import Base, open_base
-from jaxkv.models.llm import Llm
-from jaxkv.models.recipes import Recipe, recipe_from
-from jaxkv.models.training import TrainingSetting
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.training import training
+from jaxkv.models.training.continued import Base, open_base
+from jaxkv.models.training.recipes import Recipe, recipe_from
+from jaxkv.models.training.training import TrainingSetting
 from jaxkv.typing import Int32
 
 ASKED = 0.9  # of PyTorch's tokens per second

@@ -35,8 +35,8 @@ from jaxkv.evals.lib.timing import bar, rate, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.evals.peers.peer_process import PeerProcess, prompts_of, ratios
 from jaxkv.evals.peers.weights import as_folder
-from jaxkv.models.llm import Llm, without_weights
-from jaxkv.models.published import open_published
+from jaxkv.models.loading.llm import Llm, without_weights
+from jaxkv.models.loading.published import open_published
 from jaxkv.state.memory import show
 
 OURS = [sys.executable, "-m", "jaxkv.evals.peers.our_rates"]

@@ -9,10 +9,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxkv.errors import UserError
-from jaxkv.models.gguf import read_header
-from jaxkv.models.hf.export import described
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.gguf import read_header
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.training.export import described
 
 
 def as_folder(llm: Llm, folder: Path) -> Path:

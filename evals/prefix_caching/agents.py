@@ -17,14 +17,14 @@ import jax
 
 import jaxkv
 from jaxkv import models
-from jaxkv.engine import pool
-from jaxkv.engine.store import page_ids
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command
 from jaxkv.evals.prefix_caching import traces
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
 from jaxkv.policy_spec import by_layer, state_bytes
-from jaxkv.prefix import BlockPool, Snapshots, root_hash
+from jaxkv.serve.engine import pool
+from jaxkv.serve.engine.store import page_ids
+from jaxkv.serve.prefix import BlockPool, Snapshots, root_hash
 from jaxkv.state import batch
 
 TRACE = (ROOT.parent / "shared" / "data" / "traces"

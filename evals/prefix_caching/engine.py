@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
 from jaxkv.models import Llm
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.serve.engine import Engine, PrefixConfig, Request, answer
 
 TRACES = ROOT.parent / "shared" / "data" / "traces"
 FILES = {

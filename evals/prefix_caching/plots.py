@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.models.palette import COLOURS, LINES
+from jaxkv.models.tools.palette import COLOURS, LINES
 
 MODES = {"rekey": COLOURS["window"], "alias": COLOURS["streaming"], "full": COLOURS["full"]}
 RULES = (

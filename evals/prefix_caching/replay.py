@@ -27,10 +27,10 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching import report, traces
-from jaxkv.prefix import BlockHasher
-from jaxkv.prefix.block_hash import root_hash
-from jaxkv.prefix.blocks import MODES
-from jaxkv.prefix.eviction import ORDERS
+from jaxkv.serve.prefix import BlockHasher
+from jaxkv.serve.prefix.block_hash import root_hash
+from jaxkv.serve.prefix.blocks import MODES
+from jaxkv.serve.prefix.eviction import ORDERS
 
 PROGRAM = "python -m jaxkv.evals.prefix_caching.replay"
 FAST = 300_000  # bar: block look-ups per second

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.prefix import BlockPool, Counts, Lease, root_hash
+from jaxkv.serve.prefix import BlockPool, Counts, Lease, root_hash
 
 VOCABULARY = 32_000
 SHARES = tuple(round(0.1 * n, 1) for n in range(1, 11))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.errors import UserError, is_whole
-from jaxkv.prefix import BlockPool, Snapshots
-from jaxkv.prefix.block_hash import root_hash
+from jaxkv.serve.prefix import BlockPool, Snapshots
+from jaxkv.serve.prefix.block_hash import root_hash
 
 MOONCAKE_BLOCK = 512  # tokens per id of its traces
 IDS = 2**32 // MOONCAKE_BLOCK  # ids whose tokens fit in 32 bits
@@ -146,8 +146,8 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
 
     Messages are encoded one by one, because a chat template puts special tokens between them.
     """
-    from jaxkv.models.llm import DEFAULT
-    from jaxkv.models.tokenizer import read_tokenizer
+    from jaxkv.models.loading.llm import DEFAULT
+    from jaxkv.models.loading.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(DEFAULT)
     sessions = []

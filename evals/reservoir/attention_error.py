@@ -24,8 +24,8 @@ from jaxkv.evals.lib.record import Record, read, run_command, standard_error
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Statement, below
-from jaxkv.models import uncached
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
 from jaxkv.policies.merge_reduce.stratified import Stratified
 from jaxkv.policies.reservoir import Reservoir

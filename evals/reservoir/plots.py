@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.facts import VALUES
-from jaxkv.models.palette import COLOURS, styles
+from jaxkv.models.tools.palette import COLOURS, styles
 
 
 def stream_losses(axes: Any, results: dict[str, Any]) -> None:

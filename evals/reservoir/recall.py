@@ -26,9 +26,9 @@ from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
-from jaxkv.models.llm import Llm
-from jaxkv.models.pretrain import pretrain
-from jaxkv.models.recipes import Recipe, read_recipe
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.training.pretrain import pretrain
+from jaxkv.models.training.recipes import Recipe, read_recipe
 from jaxkv.policy_spec import max_lookback, parse_policy
 from jaxkv.typing import Int32
 

@@ -22,8 +22,8 @@ from jaxkv.evals.lib.record import Record, make_parser, read, run_command, sprea
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Claim, below
-from jaxkv.models.compilation import clock
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.compilation import clock
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
 
 SLOTS = 256

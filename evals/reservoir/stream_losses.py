@@ -22,7 +22,7 @@ from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below, within
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
 

@@ -33,9 +33,9 @@ from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, below, within
-from jaxkv.models import smollm2
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 from jaxkv.testing.int8 import HALF, parts_in_int8

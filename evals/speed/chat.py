@@ -20,7 +20,7 @@ from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.verdict import Statement, within
 from jaxkv.evals.speed.startup import COMMAND, environment
-from jaxkv.models import smollm2
+from jaxkv.models.loading import smollm2
 
 PAGE = 2_000  # letters of the long message
 END = "tokens/s"  # the line after an answer, on standard error

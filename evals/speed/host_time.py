@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, Request
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import Variant, bar, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, below
-from jaxkv.models.llm import Llm
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.loading.llm import Llm
+from jaxkv.serve.engine import Engine, Request
 
 POLICY = "streaming:sinks=4,window=252"
 BATCH, PROMPT = 16, 64  # sequences, and tokens of their prompts

@@ -47,11 +47,11 @@ from jaxkv.evals.lib.timing import (
 )
 from jaxkv.evals.lib.verdict import Claim, Statement, above, below
 from jaxkv.evals.speed import profile
-from jaxkv.models import uncached
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Weights
-from jaxkv.models.decoding import BLOCK
-from jaxkv.models.llm import Llm
+from jaxkv.models.generation.decoding import BLOCK
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights
 from jaxkv.typing import Array, Int32
 
 POLICY = "streaming:sinks=4,window=252"

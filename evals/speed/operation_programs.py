@@ -1,9 +1,9 @@
 """The operations of a decode step and of a prefill chunk, each of all layers together.
 
 Each is one program, except that the attention of a prefill chunk is a program per layer. It applies
-the functions of models/decoder.py to the weights of all layers in turn. So it reads as many weights
-as a real step does, and the order of layers is kept: the input of a layer depends on the output of
-the layer before.
+the functions of models/network/decoder.py to the weights of all layers in turn. So it reads as many
+weights as a real step does, and the order of layers is kept: the input of a layer depends on the
+output of the layer before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import numpy as np
 from jaxkv.contract import Policy, State
 from jaxkv.driver import step
 from jaxkv.evals.lib.timing import Variant, timed
-from jaxkv.models import Sampling, Stream, xla_cpu
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Layer, Weights, layer_weights, rms_norm, spec_of
-from jaxkv.models.decoding import Static, _logits_by_sequence
-from jaxkv.models.llm import Llm
+from jaxkv.models import Sampling, Stream
+from jaxkv.models.generation.decoding import Static, _logits_by_sequence
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import xla_cpu
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder, Layer, Weights, layer_weights, rms_norm, spec_of
 from jaxkv.sampling import draw
 from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array

@@ -36,8 +36,8 @@ from jaxkv.evals.speed.operation_programs import (
     call,
     operations,
 )
-from jaxkv.models import smollm2
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.llm import Llm
 
 POLICY = "streaming:sinks=4,window=1020"
 BATCHES = (1, 8)

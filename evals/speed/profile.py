@@ -18,9 +18,9 @@ from jaxkv.driver import step
 from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.timing import Variant, bar, decode_variant, prompt, ratio, time_rounds, timed
-from jaxkv.models import streams as streams_module
-from jaxkv.models.decoding import BLOCK
-from jaxkv.models.llm import Llm
+from jaxkv.models.generation import streams as streams_module
+from jaxkv.models.generation.decoding import BLOCK
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import Streaming
 from jaxkv.rotary import rotary
 
@@ -84,14 +84,14 @@ def by_step(stream: models.Stream, tokens: int) -> Variant:
 
 
 def plain_streams() -> ModuleType:
-    """models/streams.py with a decoder of plain arrays: the same three modules without nnx."""
+    """generation/streams.py with a decoder of plain arrays: the same three modules without nnx."""
     arrays = SimpleNamespace(Module=object, Param=lambda a: a, data=list)
     with mock.patch.dict(sys.modules, {"flax": SimpleNamespace(nnx=arrays)}):
-        decoder = second_copy("jaxkv.models.decoder")
-    with mock.patch.dict(sys.modules, {"jaxkv.models.decoder": decoder}):
-        decoding = second_copy("jaxkv.models.decoding")
-    with mock.patch.dict(sys.modules, {"jaxkv.models.decoding": decoding}):
-        return second_copy("jaxkv.models.streams")
+        decoder = second_copy("jaxkv.models.network.decoder")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.network.decoder": decoder}):
+        decoding = second_copy("jaxkv.models.generation.decoding")
+    with mock.patch.dict(sys.modules, {"jaxkv.models.generation.decoding": decoding}):
+        return second_copy("jaxkv.models.generation.streams")
 
 
 def second_copy(name: str) -> ModuleType:

@@ -22,9 +22,9 @@ from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, below
-from jaxkv.models import smollm2
-from jaxkv.models.llm import DEFAULT, Llm
-from jaxkv.models.quantised import FORMATS
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.llm import DEFAULT, Llm
+from jaxkv.models.network.quantised import FORMATS
 from jaxkv.state.memory import show
 
 FORMS = ("float32", *FORMATS)

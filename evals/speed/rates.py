@@ -17,7 +17,7 @@ from jaxkv.evals.lib.record import Record, make_parser, read, run_command, sprea
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, decode_variant, prompt, rate, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, below
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 POLICIES = {
     "full": "full",

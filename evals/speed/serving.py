@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.engine import Engine, PrefixConfig, Request, answer
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import Llm
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.serve.engine import Engine, PrefixConfig, Request, answer
 
 BOOKS = ROOT.parent / "shared" / "data" / "text" / "books" / "valid"
 PARTS = ("throughput", "first", "cost")

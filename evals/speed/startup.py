@@ -27,18 +27,18 @@ from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, within
-from jaxkv.models import smollm2
-from jaxkv.models.decoding import compiled_decode_block, prefill_programs
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.llm import Llm, without_weights
-from jaxkv.models.published import open_published
+from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.llm import Llm, without_weights
+from jaxkv.models.loading.published import open_published
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
 ENGINE = f"""
 import sys
 from jaxkv import models
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.serving import make_engine
 make_engine(models.load("{smollm2.NAME}"), "{defaults.POLICY}")
 print("ready")
 """

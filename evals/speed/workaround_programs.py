@@ -14,23 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models, xla_cpu
-from jaxkv.engine import programs
-from jaxkv.engine.model import forward as run_forward
+from jaxkv import models
 from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.timing import prompt
-from jaxkv.models import smollm2, training
-from jaxkv.models import xla_cpu as models_xla_cpu
-from jaxkv.models.decoder import layer_weights, run_layer
-from jaxkv.models.decoding import decode_block
-from jaxkv.models.llm import Llm
-from jaxkv.models.pretrain import setting_for
-from jaxkv.models.recipes import PRESETS, Recipe
-from jaxkv.models.serving import make_model
-from jaxkv.models.training import TrainingSetting
+from jaxkv.models.generation.decoding import decode_block
+from jaxkv.models.generation.serving import make_model
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import xla_cpu as models_xla_cpu
+from jaxkv.models.network.decoder import layer_weights, run_layer
+from jaxkv.models.training import training
+from jaxkv.models.training.pretrain import setting_for
+from jaxkv.models.training.recipes import PRESETS, Recipe
+from jaxkv.models.training.training import TrainingSetting
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, reference, shapes
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.magicpig import hash_tables
 from jaxkv.sampling import Sampling
+from jaxkv.serve.engine import programs
+from jaxkv.serve.engine.model import forward as run_forward
 from jaxkv.typing import Array, Int32
 
 LOADED: dict[str, tuple[Any, ...]] = {  # arguments of `models.load`

@@ -20,20 +20,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import attention, models, xla_cpu
+from jaxkv import attention, models
 from jaxkv.cache import ring
-from jaxkv.engine import model as engine_model
-from jaxkv.engine import programs as engine
 from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, ratio, time_rounds
 from jaxkv.evals.speed import plain_forms
 from jaxkv.evals.speed.workaround_programs import LOADED, PROGRAMS, LoadModel, Program, Sizes
-from jaxkv.models import cross_entropy, decoder, decoding, smollm2
-from jaxkv.models import xla_cpu as models_xla_cpu
+from jaxkv.models.generation import decoding
+from jaxkv.models.loading import smollm2
+from jaxkv.models.network import cross_entropy, decoder
+from jaxkv.models.network import xla_cpu as models_xla_cpu
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.magicpig import hash_tables
+from jaxkv.serve.engine import model as engine_model
+from jaxkv.serve.engine import programs as engine
 
 WITH = "with"  # the form of a program that has all workarounds
 
@@ -69,7 +72,11 @@ def vmap(function: Callable, *arrays: Any) -> Any:
 
 PLAIN_DOT = models_xla_cpu.dot.fun  # without its gradient rule
 ONE_BLOCK = 2**30  # larger than every array
-HERE, MODELS, KERNELS = "jaxkv/xla_cpu.py", "models/xla_cpu.py", "pallas_kernels/xla_cpu.py"
+HERE, MODELS, KERNELS = (
+    "jaxkv/platform/cpu.py",
+    "models/network/xla_cpu.py",
+    "pallas_kernels/xla_cpu.py",
+)
 
 WORKAROUNDS: dict[str, Workaround] = {
     "attend_by_head": row(
@@ -104,7 +111,7 @@ WORKAROUNDS: dict[str, Workaround] = {
         (engine_model, "deduplicate_shared", lambda policies, states: states),
     ),
     "carry": row(
-        "engine", "jaxkv/engine/programs.py carry",
+        "engine", "jaxkv/serve/engine/programs.py carry",
         (engine, "carry", lambda batch: batch),
         (engine, "restore", lambda batch, like: batch),
     ),

@@ -17,13 +17,13 @@ def table() -> str:
 def table_of(results: dict[str, Any]) -> str:
     """One line per program, and one row per workaround."""
     lines = [f"- {name}: {about}." for name, about in results["programs"].items()]
-    heads = ("row", "place", "program", "ms with", "ms without", "times as long without",
+    heads = ("row", "program", "ms with", "ms without", "times as long without",
              "copies with, without", "memory with, without")  # fmt: skip
     lines += ["", *table_head(*heads)]
     for name, row in results["rows"].items():
         times, copies, memory = (row[key] for key in ("milliseconds", "copies", "temporary_bytes"))
         cells = (
-            f"`{name}`", row["place"], row["program"],
+            f"`{name}`", row["program"],
             *(f"{times[form]['median']:.4g}" for form in times),
             ranged(row["ratio"], "median", ".2f"),
             "" if copies["with"] is None else f"{copies['with']}, {copies['without']}",

@@ -20,10 +20,10 @@ from jaxkv import models
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Claim, Results, above
-from jaxkv.models import uncached
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Weights
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights
 from jaxkv.typing import Array, Float32, Int32
 
 MAP, MAPS = 16, 256  # tokens of a stretch, and stretches, as in the paper's Figure 2

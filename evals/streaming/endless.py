@@ -24,7 +24,7 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, make_parser, plain, resident, run_command
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Claim, below, within
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 from jaxkv.state import batch
 
 POLICY = "streaming:sinks=4,window=252"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.models import pictures
-from jaxkv.models.palette import COLOURS, OTHERS
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COLOURS, OTHERS
 
 
 def endless(axes: Any, results: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from jaxkv.evals.lib.record import Record, make_parser, read, run_command, stand
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, above, below, within
 from jaxkv.evals.tasks.score import GATE
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 CACHE = 256
 POLICIES = {

@@ -28,10 +28,10 @@ from jaxkv.evals.lib.verdict import Claim, Results, above, below
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
 from jaxkv.evals.tasks.generators import DIGITS, THINGS
 from jaxkv.evals.tasks.score import GATE as PASSES
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Weights
-from jaxkv.models.decoding import positions_of, run_layers
-from jaxkv.models.llm import Llm
+from jaxkv.models.generation.decoding import positions_of, run_layers
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.typing import Array, Float, Int32
 
 CACHE, EVERY, DISTANCES = 256, 200, (60, 120, 200, 300, 600)

@@ -28,7 +28,7 @@ from jaxkv.evals.lib.paired_losses import (
 from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
 SIZES = (256, 1024, 2048)  # of a cache, for Tables 1 and 2

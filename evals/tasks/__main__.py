@@ -24,7 +24,7 @@ from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 
 def main(words: list[str] | None = None) -> None:

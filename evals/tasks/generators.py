@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.errors import check_choice
 from jaxkv.evals.tasks import haystack
-from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.loading.tokenizer import Tokenizer
 
 
 class TaskSample(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.text import PASSAGE
-from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.models.loading.tokenizer import Tokenizer
 
 # Repeated over and over, as in RULER's `noise` haystack.
 NOISE = (

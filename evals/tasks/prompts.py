@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxkv.errors import UserError
 from jaxkv.evals.tasks.generators import TASKS, samples
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 MARK = "\ue000message\ue001"  # private-use characters, which templates copy unchanged
 ROOM = 256  # tokens of a question and an answer, at most

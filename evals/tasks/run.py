@@ -21,9 +21,9 @@ from jaxkv.contract import Chunk, Partial, Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.evals.tasks import score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Decoder, Layer, Weights, layer_weights
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder, Layer, Weights, layer_weights
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 WIDTH = 64  # tokens of every compiled program, so that each policy compiles one

@@ -8,7 +8,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks.budgets import Tuned, between
-from jaxkv.models.llm import Llm
+from jaxkv.models.loading.llm import Llm
 
 QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
 

@@ -25,10 +25,11 @@ from jaxkv.evals.lib.verdict import Claim, Derived, Statement, above, below, wit
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
-from jaxkv.models import corpus, data, uncached
-from jaxkv.models.llm import Llm
-from jaxkv.models.pretrain import pretrain
-from jaxkv.models.recipes import PRESETS, Recipe
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
+from jaxkv.models.training import corpus, data
+from jaxkv.models.training.pretrain import pretrain
+from jaxkv.models.training.recipes import PRESETS, Recipe
 from jaxkv.typing import Float
 
 VARIANTS = ("none", "zero", "logit", "token", "two_tokens")

@@ -37,11 +37,11 @@ from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.recorded_recipe import recipe_of_record
 from jaxkv.evals.training.sink_tables import logged
-from jaxkv.models import data
-from jaxkv.models.hf.export import export
-from jaxkv.models.llm import DEFAULT, Llm
-from jaxkv.models.run_metadata import sha256
-from jaxkv.models.text import Generation, encode
+from jaxkv.models.generation.text import Generation, encode
+from jaxkv.models.loading.llm import DEFAULT, Llm
+from jaxkv.models.tools.run_metadata import sha256
+from jaxkv.models.training import data
+from jaxkv.models.training.export import export
 
 POLICY = "streaming:sinks=4,window=252"
 CHUNK = 200  # tokens read at a time

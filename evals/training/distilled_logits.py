@@ -27,12 +27,13 @@ import optax
 from jaxkv import models
 from jaxkv.evals.lib.record import make_parser, run_command
 from jaxkv.evals.lib.text import first_tokens
-from jaxkv.models import sinks, uncached
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Weights
-from jaxkv.models.divergence import divergence
-from jaxkv.models.published import open_published
-from jaxkv.models.run_metadata import run_metadata
+from jaxkv.models.loading import sinks
+from jaxkv.models.loading.published import open_published
+from jaxkv.models.network import uncached
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights
+from jaxkv.models.tools.divergence import divergence
+from jaxkv.models.tools.run_metadata import run_metadata
 from jaxkv.typing import Array, Float32, Int32
 
 LOG = "distilled.json"  # beside the file of sinks

@@ -21,10 +21,11 @@ import numpy as np
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
-from jaxkv.models import device, training
-from jaxkv.models.data import FRONT
-from jaxkv.models.pretrain import setting_for
-from jaxkv.models.recipes import PRESETS, Recipe
+from jaxkv.models.network import device
+from jaxkv.models.training import training
+from jaxkv.models.training.data import FRONT
+from jaxkv.models.training.pretrain import setting_for
+from jaxkv.models.training.recipes import PRESETS, Recipe
 
 ASKED = {"cpu": ("tiny", 0.50), "gpu": ("160m", 0.45)}  # preset and share
 SINKS = ("none", "token", "zero", "logit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxkv.models.palette import COLOURS, VARIANTS
+from jaxkv.models.tools.palette import COLOURS, VARIANTS
 
 SIZE = 256  # of a cache
 KINDS = {  # variants of training, as tables name them

@@ -30,12 +30,13 @@ from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.peers.llama_cpp_rates import memory
-from jaxkv.models import compilation, data, memory_plan
-from jaxkv.models.data import DataFolder
-from jaxkv.models.memory_plan import TrainingMemory
-from jaxkv.models.pretrain import setting_of, validation
-from jaxkv.models.recipes import Recipe, read_recipe
-from jaxkv.models.score import gather
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading import compilation
+from jaxkv.models.training import data, memory_plan
+from jaxkv.models.training.data import DataFolder
+from jaxkv.models.training.memory_plan import TrainingMemory
+from jaxkv.models.training.pretrain import setting_of, validation
+from jaxkv.models.training.recipes import Recipe, read_recipe
 
 CLOSE = 1e-4  # nats: the loss of the exported model against the logged one
 WITHIN = 0.1  # of the plan: what weights and a step add to a process that has compiled the step

@@ -20,9 +20,9 @@ from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Results, Statement, within
 from jaxkv.evals.training.mfu import stepping
-from jaxkv.models import memory_plan, training
-from jaxkv.models.pretrain import setting_for
-from jaxkv.models.recipes import PRESETS, Recipe
+from jaxkv.models.training import memory_plan, training
+from jaxkv.models.training.pretrain import setting_for
+from jaxkv.models.training.recipes import PRESETS, Recipe
 
 FORMS = ("none", "layers")
 CHIPS, VOCAB = "v5e:2x4", 16384

@@ -38,11 +38,12 @@ from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, b
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
-from jaxkv.models import pictures, uncached
-from jaxkv.models.config import Config
-from jaxkv.models.decoder import Weights
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import uncached
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights
+from jaxkv.models.tools import pictures
 from jaxkv.typing import Array, Bool, Float32, Int32
 
 SINKS = (0, 1, 2, 4)

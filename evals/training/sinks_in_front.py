@@ -33,10 +33,10 @@ from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
 from jaxkv.evals.training.recorded_recipe import recipe_of_record
 from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
-from jaxkv.models.data import sha256_of
-from jaxkv.models.llm import Llm
-from jaxkv.models.score import gather
-from jaxkv.models.sinks import FILE
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.sinks import FILE
+from jaxkv.models.training.data import sha256_of
 
 BASE = "plain"
 FOUR = 4  # sinks of the plain cache that others are compared with, as in the paper

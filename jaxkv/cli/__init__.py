@@ -84,7 +84,7 @@ def program() -> int:
     """The entry point of `jaxkv`. A further signal at the end does not change the exit code."""
     code = main()
     ignore_interrupts()
-    compilation = sys.modules.get("jaxkv.models.compilation")
+    compilation = sys.modules.get("jaxkv.models.loading.compilation")
     if code == INTERRUPTED and compilation is not None and compilation.is_compiling():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -50,15 +50,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     out = None if args.out is None else check_plot(args.out, FILES)
-    from jaxkv.models.budgets import ALL, SHAPES
+    from jaxkv.models.tools.budgets import ALL, SHAPES
 
     named = [policy.strip() for policy in args.policy or []]
     if ALL in named:
         named = [*SHAPES, *(policy for policy in named if policy != ALL)]
     explicit_policies = [policy for policy in named if policy not in SHAPES]
     llm = flags.load_model(args, *explicit_policies)
-    from jaxkv.models import advise, advise_report, budgets, expected_time
-    from jaxkv.models.score import check_scorable, encode
+    from jaxkv.models.generation.score import check_scorable, encode
+    from jaxkv.models.tools import advise, advise_report, budgets, expected_time
     from jaxkv.state.memory import show
 
     for policy in explicit_policies:

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_system(args: argparse.Namespace, path: str) -> None:
     """Raise UserError for a file that is no session, or one with another system message."""
-    from jaxkv.models import session
+    from jaxkv.models.generation import session
 
     first, *_ = *session.read_notes(path)["messages"], {"role": ""}
     system = first["content"] if first["role"] == "system" else None

@@ -138,7 +138,7 @@ def _policy(chat: ChatState, text: str) -> str:
 
 
 def save_session(chat: ChatState, path: str) -> str:
-    from jaxkv.models import session as files
+    from jaxkv.models.generation import session as files
 
     files.save(path, chat.talk)
     return f"saved {path}, position {chat.talk.position}"
@@ -146,13 +146,13 @@ def save_session(chat: ChatState, path: str) -> str:
 
 def check_session(path: str, llm: Llm, policy: str | None = None) -> str:
     """The policy of a session; raises UserError where it, or `policy`, does not fit."""
-    from jaxkv.models import session as files
+    from jaxkv.models.generation import session as files
 
     return files.check(path, llm, policy)
 
 
 def load_session(chat: ChatState, path: str) -> str:
-    from jaxkv.models import session as files
+    from jaxkv.models.generation import session as files
 
     policy, talk = check_session(path, chat.llm), chat.talk
     if policy != chat.written_policy:

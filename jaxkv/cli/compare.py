@@ -35,12 +35,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     out = None if args.out is None else check_plot(args.out, FILES)
-    from jaxkv.models import recompute
+    from jaxkv.models.tools import recompute
 
     chosen = args.policy or []
     llm = flags.load_model(args, *(p for p in chosen if recompute.window_of(p) is None))
-    from jaxkv.models import compare
-    from jaxkv.models.score import check_scorable, encode
+    from jaxkv.models.generation.score import check_scorable, encode
+    from jaxkv.models.tools import compare
 
     chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
     prompt = args.prompt_tokens or 0

@@ -61,8 +61,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out, ())
     with Progress("loading"):
-        from jaxkv.models import corpus, data
-        from jaxkv.models.device import cores
+        from jaxkv.models.network.device import cores
+        from jaxkv.models.training import corpus, data
     with show_phases("bytes") as progress:
         tokens = corpus.prepare(
             [Path(text) for text in args.text],

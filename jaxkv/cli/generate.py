@@ -17,7 +17,7 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.models.text import Answer, Generation, OutputText
+    from jaxkv.models.generation.text import Answer, Generation, OutputText
 
 BATCH = 8
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     several = len(prompts) > 1 or args.prompts is not None
     llm, load = flags.open_model(args, args.policy)
     sampling = flags.sampling_of(args, llm)
-    from jaxkv.models.text import Generation, encode
+    from jaxkv.models.generation.text import Generation, encode
 
     # With one seed for all, the same draws would make the texts alike.
     seeds = [(args.seed + number) % 2**32 for number in range(len(prompts))]

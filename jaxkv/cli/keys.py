@@ -14,14 +14,14 @@ from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.server import ApiKeys
+    from jaxkv.serve.http import ApiKeys
 
 KEYS, ADMIN_KEYS = "JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"
 
 
 def read_keys(args: argparse.Namespace) -> ApiKeys:
     """The API keys and admin keys of the files or the environment. Raises UserError."""
-    from jaxkv.server import ApiKeys, parse_api_keys
+    from jaxkv.serve.http import ApiKeys, parse_api_keys
 
     keys = _content("api-key-file", args.api_key_file, KEYS)
     admin = _content("admin-key-file", args.admin_key_file, ADMIN_KEYS)

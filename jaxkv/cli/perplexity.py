@@ -45,7 +45,7 @@ def add_scoring(
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     llm = flags.load_model(args, args.policy)
-    from jaxkv.models.score import encode, score
+    from jaxkv.models.generation.score import encode, score
     from jaxkv.policy_spec import format_policy
     from jaxkv.state.memory import show
 

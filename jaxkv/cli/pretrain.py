@@ -16,15 +16,15 @@ from jaxkv.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxkv.models.continued import Base
-    from jaxkv.models.data import Tokens
-    from jaxkv.models.recipes import Recipe
+    from jaxkv.models.training.continued import Base
+    from jaxkv.models.training.data import Tokens
+    from jaxkv.models.training.recipes import Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument(
-        "--preset", help="recipe: tiny, default, small or 160m (see models/recipes.py)"
+        "--preset", help="recipe: tiny, default, small or 160m (see models/training/recipes.py)"
     )
     start.add_argument(
         "--from", dest="base", metavar="MODEL",
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="change a field of the recipe, such as steps, lr or "
-        "sinks=none|zero|token|two_tokens|logit; may be repeated (models/recipes.py lists all)",
+        "sinks=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py lists all)",
     )  # fmt: skip
     parser.add_argument(
         "--data", required=True, metavar="DIR", help="output folder of `jaxkv data`"
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         if args.distributed is not None:
             _join(args.distributed)
         flags.check_device()
-        from jaxkv.models import data
-        from jaxkv.models.continued import open_base
-        from jaxkv.models.pretrain import pretrain
-        from jaxkv.models.recipes import read_recipe, recipe_from
+        from jaxkv.models.training import data
+        from jaxkv.models.training.continued import open_base
+        from jaxkv.models.training.pretrain import pretrain
+        from jaxkv.models.training.recipes import read_recipe, recipe_from
         from jaxkv.state import sharding
 
         settings = args.settings + ([f"train={args.train}"] if args.train is not None else [])
@@ -118,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: Base | None) -> int:
     """Print the memory of a step."""
-    from jaxkv.models.memory_plan import plan
-    from jaxkv.models.pretrain import setting_of
+    from jaxkv.models.training.memory_plan import plan
+    from jaxkv.models.training.pretrain import setting_of
     from jaxkv.state.memory import show
 
     setting = (setting_of if base is None else base.setting)(recipe, tokens, mesh)

@@ -26,7 +26,7 @@ def names(args: argparse.Namespace, llm: Llm) -> dict[str, str]:
 
 def describe(name: str, args: argparse.Namespace, llm: Llm) -> dict[str, Any]:
     """What a result file begins with: how to repeat the run, the model and the text."""
-    from jaxkv.models.run_metadata import run_metadata
+    from jaxkv.models.tools.run_metadata import run_metadata
 
     texts = [] if args.text == "-" else [Path(args.text)]
     return run_metadata(name, texts, [args.seed]) | names(args, llm)

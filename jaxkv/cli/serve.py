@@ -25,11 +25,11 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError, warn
 
 if TYPE_CHECKING:
-    from jaxkv.engine import Engine, PrefixConfig
-    from jaxkv.engine.plan import ServingMemory
     from jaxkv.models import Llm
-    from jaxkv.server import Drain, ServerConfig
-    from jaxkv.server.connections import Server
+    from jaxkv.serve.engine import Engine, PrefixConfig
+    from jaxkv.serve.engine.plan import ServingMemory
+    from jaxkv.serve.http import Drain, ServerConfig
+    from jaxkv.serve.http.connections import Server
 
 COUNT = flags.integer(1)
 FAILED = 70  # the exit code if the engine fails
@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with Progress("loading"):
-        from jaxkv import server
+        from jaxkv.serve import http as server
     server.raise_descriptor_limit()
     keys, prefixes = read_keys(args), prefixes_of(args)
     names = names_of(args)
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         fingerprint = fingerprint_of(args, llm, plan.max_batch)
         engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
         flags.report_unusable_cache(args, llm)
-        from jaxkv.models.language import Language
+        from jaxkv.models.generation.language import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
         config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
@@ -232,7 +232,7 @@ def read_template(args: argparse.Namespace) -> str | None:
     """The chat template of --chat-template, checked before a model is loaded."""
     if args.chat_template is None:
         return None
-    from jaxkv.models.chat import check_template
+    from jaxkv.models.loading.chat import check_template
 
     template = read_text(args.chat_template, "chat template")
     check_template(template)
@@ -241,8 +241,8 @@ def read_template(args: argparse.Namespace) -> str | None:
 
 def check_name(name: str) -> str:
     """Returns a model name that clients can send; raises UserError for others."""
-    from jaxkv.engine.request import is_unicode
-    from jaxkv.server.fields import TEXT
+    from jaxkv.serve.engine.request import is_unicode
+    from jaxkv.serve.http.fields import TEXT
 
     if not 0 < len(name) <= TEXT or not is_unicode(name):
         raise UserError(
@@ -261,8 +261,8 @@ def name_of(args: argparse.Namespace, llm: Llm) -> str:
 
 def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     """The prefix cache settings, checked before a model is loaded."""
-    from jaxkv.engine import PrefixConfig
-    from jaxkv.prefix.folder import PrefixFolder
+    from jaxkv.serve.engine import PrefixConfig
+    from jaxkv.serve.prefix.folder import PrefixFolder
 
     if args.prefix_memory == 0:
         for name, value in needing_prefixes(args):
@@ -302,8 +302,8 @@ def plan_of(args: argparse.Namespace, llm: Llm, has_keys: bool = False) -> Servi
     """The division of memory, before the weights are loaded."""
     import jax
 
-    from jaxkv.engine.plan import plan_memory, sizes
-    from jaxkv.models.serving import make_model
+    from jaxkv.models.generation.serving import make_model
+    from jaxkv.serve.engine.plan import plan_memory, sizes
     from jaxkv.state.memory import available
 
     engine_bytes = sizes(make_model(llm, args.policy), args.max_len, args.chunk, has_keys)
@@ -338,7 +338,7 @@ def make(
         prefixes = replace(prefixes, memory=plan.prefixes) if plan.prefixes else None
     progress = Progress("jaxkv: compiling", unit="programs", steady=False, logged=True)
     with progress:  # logged, because it takes up to minutes
-        from jaxkv.models.serving import make_engine
+        from jaxkv.models.generation.serving import make_engine
 
         return make_engine(
             llm, args.policy, max_batch=plan.max_batch, max_len=args.max_len, chunk=args.chunk,
@@ -380,7 +380,7 @@ def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:
 def server_config(
     args: argparse.Namespace, llm: Llm, max_batch: int, has_keys: bool
 ) -> ServerConfig:
-    from jaxkv import server
+    from jaxkv.serve import http as server
 
     max_in_flight = max_batch + args.queue
     # By default one key cannot fill the batch and the queue.

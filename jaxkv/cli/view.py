@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--out must be a file that ends in .html, got {args.out!r}; rename it")
     check_file(out)
     llm, load = flags.open_model(args, args.policy)
-    from jaxkv.models import view
-    from jaxkv.models.score import encode
+    from jaxkv.models.generation.score import encode
+    from jaxkv.models.tools import view
     from jaxkv.state.memory import show
 
     tokens = encode(llm, text)[: args.max_tokens]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract, xla_cpu
+from jaxkv import contract
 from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
@@ -19,6 +19,7 @@ from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError, check_choice
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 _MOST = np.int32(2**31 - 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv import models
-from jaxkv.models.data import DataFolder
+from jaxkv.models.training.data import DataFolder
 from tests.models.training_data import write_tokens
 from tests.tiny import write_tiny
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxkv.models.config import read_config
-from jaxkv.models.hf.names import shapes
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.names import shapes
 
 SIZES = {
     "vocab_size": 256,

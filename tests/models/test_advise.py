@@ -11,9 +11,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import advise, advise_report, budgets, expected_time
-from jaxkv.models.measurement import Reading, Stretches
-from jaxkv.models.paired import is_noise
+from jaxkv.models.tools import advise, advise_report, budgets, expected_time
+from jaxkv.models.tools.measurement import Reading, Stretches
+from jaxkv.models.tools.paired import is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
 from tests.tiny import write_sink_tokens, write_tiny

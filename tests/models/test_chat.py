@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models.chat import ANSWER, Chat, read_chat
+from jaxkv.models.loading.chat import ANSWER, Chat, read_chat
 from tests.models.folders import write_json
 
 CHATML = """

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import compare, palette, recompute
+from jaxkv.models.tools import compare, palette, recompute
 from tests.tiny import write_tiny
 
 

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import Stream, advise, compilation, session
-from jaxkv.models.compilation import Ahead, Clock, clock
-from jaxkv.models.llm import load_weights, without_weights
-from jaxkv.models.measurement import Stretches
-from jaxkv.models.published import open_published
+from jaxkv.models import Stream
+from jaxkv.models.generation import session
+from jaxkv.models.loading import compilation
+from jaxkv.models.loading.compilation import Ahead, Clock, clock
+from jaxkv.models.loading.llm import load_weights, without_weights
+from jaxkv.models.loading.published import open_published
+from jaxkv.models.tools import advise
+from jaxkv.models.tools.measurement import Stretches
 from tests.seldom import seldom
 from tests.tiny import write_tiny
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxkv.models import compilation
-from jaxkv.models.compilation import (
+from jaxkv.models.loading import compilation
+from jaxkv.models.loading.compilation import (
     CACHE_HIT,
     CACHE_MISS,
     VARIABLE,
@@ -50,8 +50,8 @@ import collections, json, sys, jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 from jaxkv import models
-from jaxkv.engine import Request, answer
-from jaxkv.models.serving import make_engine
+from jaxkv.serve.engine import Request, answer
+from jaxkv.models.generation.serving import make_engine
 llm = models.load(sys.argv[1])
 
 def counted(answer):

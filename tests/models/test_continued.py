@@ -18,12 +18,13 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import continued, data, memory_plan, sinks, training
-from jaxkv.models.chat import Chat
-from jaxkv.models.language import Language
-from jaxkv.models.pretrain import pretrain
-from jaxkv.models.recipes import recipe_from
-from jaxkv.models.serving import make_model
+from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import make_model
+from jaxkv.models.loading import sinks
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.training import continued, data, memory_plan, training
+from jaxkv.models.training.pretrain import pretrain
+from jaxkv.models.training.recipes import recipe_from
 from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import write_tokens
 from tests.seldom import seldom

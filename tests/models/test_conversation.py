@@ -9,8 +9,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.chat import Chat
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.chat import Chat
 from tests.tiny import BEGIN, END, write_tiny
 
 POLICY = "streaming:sinks=2,window=30"

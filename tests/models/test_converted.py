@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import converted, published
+from jaxkv.models.loading import converted, published
 from jaxkv.state.sharding import mesh_of
 from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
@@ -156,7 +156,7 @@ def test_without_room_or_permission_a_model_loads_and_one_line_says_so(
 ):
     if function == "shutil.disk_usage":
         put = lambda _: type("Usage", (), {"free": 1000})()  # noqa: E731
-    monkeypatch.setattr(f"jaxkv.models.converted.{function}", put)
+    monkeypatch.setattr(f"jaxkv.models.loading.converted.{function}", put)
     expected = bits(models.load(file))
     models.load(file)
     told = [line for line in capsys.readouterr().err.splitlines() if "not kept" in line]
@@ -175,7 +175,7 @@ def test_an_interrupted_conversion_leaves_nothing(file, folder, monkeypatch):
             raise KeyboardInterrupt
         return crc(*words)
 
-    monkeypatch.setattr("jaxkv.models.converted.zlib.crc32", interrupted)
+    monkeypatch.setattr("jaxkv.models.loading.converted.zlib.crc32", interrupted)
     with pytest.raises(KeyboardInterrupt):
         models.load(file)
     assert not [path for path in folder.iterdir() if "weights" in path.name]
@@ -190,11 +190,11 @@ def test_models_of_billions_of_weights_are_kept_in_half_of_the_free_disk(
     gigabytes, free, is_kept, folder, monkeypatch, capsys
 ):
     usage = type("Usage", (), {"free": int(free * 1e9)})
-    monkeypatch.setattr("jaxkv.models.converted.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("jaxkv.models.loading.converted.shutil.disk_usage", lambda _: usage)
     shapes = {"w": jax.ShapeDtypeStruct((int(gigabytes * 1e9 / 4),), np.float32)}
     opened = []
     monkeypatch.setattr(
-        "jaxkv.models.converted._writer", lambda *_: opened.append(1) or nullcontext()
+        "jaxkv.models.loading.converted._writer", lambda *_: opened.append(1) or nullcontext()
     )
     with converted.writing(folder / "x.weights", shapes):
         assert bool(opened) == is_kept
@@ -238,7 +238,7 @@ def test_a_hash_is_computed_again_where_the_file_changed(folder, tmp_path, monke
     path, digests = tmp_path / "file", []
     digest = converted.hashlib.file_digest
     count = lambda *words: digests.append(1) or digest(*words)  # noqa: E731
-    monkeypatch.setattr("jaxkv.models.converted.hashlib.file_digest", count)
+    monkeypatch.setattr("jaxkv.models.loading.converted.hashlib.file_digest", count)
     path.write_bytes(b"one")
     first = converted.file_hash(path)
     assert converted.file_hash(path) == first and len(digests) == 2  # it changed a moment ago

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Coder
 from tokenizers import decoders, pre_tokenizers
 
 from jaxkv.errors import UserError
-from jaxkv.models import corpus, data, data_tokenizer, text_files
+from jaxkv.models.training import corpus, data, data_tokenizer, text_files
 from tests.models.training_data import VOCAB
 
 PART, SHARD, SHARE = 3_000, 1_000, 0.3

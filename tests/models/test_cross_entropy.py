@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxkv.models import xla_cpu
-from jaxkv.models.cross_entropy import cross_entropy
+from jaxkv.models.network import xla_cpu
+from jaxkv.models.network.cross_entropy import cross_entropy
 
 VOCAB, DEPTH, ROWS, TOKENS = 37, 12, 4, 23
 Z_LOSS = 0.05

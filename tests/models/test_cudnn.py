@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.contract import Spec
-from jaxkv.models import uncached
+from jaxkv.models.network import uncached
 from jaxkv.rotary import rotary
 
 GPU = next((d for d in jax.devices() if d.platform == "gpu"), None)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models import corpus, data, text_files
-from jaxkv.models.tokenizer import read_tokenizer
+from jaxkv.models.loading.tokenizer import read_tokenizer
+from jaxkv.models.training import corpus, data, text_files
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models.decoder import matmul
-from jaxkv.models.streams import Stream
-from jaxkv.models.xla_cpu import dot
-from tests import oracle
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.network.decoder import matmul
+from jaxkv.models.network.xla_cpu import dot
+from tests.core import oracle
+from tests.core.oracle.decoder import logits as decoder_logits
 from tests.models.folders import write_model
 from tests.models.test_parity import untokenized
-from tests.oracle.decoder import logits as decoder_logits
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])

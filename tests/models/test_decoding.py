@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.lib.hlo import copies_in_loops
-from jaxkv.models.config import Config, read_config
-from jaxkv.models.decoder import spec_of
-from jaxkv.models.decoding import BLOCK, Decoding, Static, compiled_decode_block
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.decoding import BLOCK, Decoding, Static, compiled_decode_block
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import spec_of
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 from tests.models.folders import FAMILIES, write_json

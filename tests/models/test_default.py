@@ -15,10 +15,10 @@ from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.training import default_model
 from jaxkv.evals.training.recorded_recipe import recipe_of_record
-from jaxkv.models.llm import DEFAULT
-from jaxkv.models.pretrain import pretrain
-from jaxkv.models.recipes import PRESETS
-from jaxkv.models.run_metadata import sha256
+from jaxkv.models.loading.llm import DEFAULT
+from jaxkv.models.tools.run_metadata import sha256
+from jaxkv.models.training.pretrain import pretrain
+from jaxkv.models.training.recipes import PRESETS
 from tests.models.training_data import small, write_texts
 
 MAX_BYTES = 10_000_000

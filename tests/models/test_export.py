@@ -12,10 +12,10 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import data, training
-from jaxkv.models.config import read_config
-from jaxkv.models.hf.export import export
-from jaxkv.models.pretrain import setting_of
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.training import data, training
+from jaxkv.models.training.export import export
+from jaxkv.models.training.pretrain import setting_of
 from jaxkv.rotary import rotary
 from tests.models.training_data import small
 from tests.seldom import seldom

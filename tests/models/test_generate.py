@@ -14,9 +14,9 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.decoding import BLOCK
-from jaxkv.models.streams import Stream
-from jaxkv.models.text import Generation
+from jaxkv.models.generation.decoding import BLOCK
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.generation.text import Generation
 from jaxkv.sampling import Sampling
 
 SMALL = "streaming:sinks=2,window=14"
@@ -177,7 +177,7 @@ def test_a_full_cache_doubles_up_to_its_maximum(llm, monkeypatch):
         sizes.append(stream.decoding.states[0].positions.shape[1])
     assert sizes == [16, 32, 64, 80]
     monkeypatch.setattr(
-        "jaxkv.models.streams.prefill_chunk", None
+        "jaxkv.models.generation.streams.prefill_chunk", None
     )  # the error must precede any computation
     with pytest.raises(UserError, match=r"at most 80 tokens and 81 are needed; raise max"):
         stream.prefill([[65]])

@@ -1,6 +1,6 @@
 """Every known field of config.json and generation_config.json is applied, refused or harmless.
 
-The tables of models/known_fields.py are walked; transformers says which fields change logits.
+The tables of loading/known_fields.py are walked; transformers says which fields change logits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models import known_fields
-from jaxkv.models.config import Config, read_config
-from jaxkv.models.known_fields import APPLIED, HARMLESS, NEUTRAL
-from jaxkv.models.sampling_settings import read_sampling
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading import known_fields
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.known_fields import APPLIED, HARMLESS, NEUTRAL
+from jaxkv.models.loading.sampling_settings import read_sampling
+from jaxkv.models.network.config import Config
 from tests.models import test_parity as parity
 from tests.models.folders import SIZES, YARN, write_json, write_model
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv.models.added_tokens import PRIVATE
-from jaxkv.models.chat import Chat
-from jaxkv.models.language import Language
-from jaxkv.models.tokenizer import read_tokenizer
+from jaxkv.models.generation.language import Language
+from jaxkv.models.loading.added_tokens import PRIVATE
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.loading.tokenizer import read_tokenizer
 from tests.tiny import BEGIN, END, write_tiny
 
 TEMPLATE = (

@@ -96,7 +96,7 @@ def test_dtype(published, tmp_path, monkeypatch):
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[requested]
         for spelling in (requested, short, getattr(jnp, requested), jnp.dtype(requested)):
             assert dtypes(dtype=spelling) == (requested, {requested}, requested)
-    monkeypatch.setattr("jaxkv.models.llm.jax.default_backend", lambda: "tpu")
+    monkeypatch.setattr("jaxkv.models.loading.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
 
 

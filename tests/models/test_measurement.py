@@ -10,10 +10,11 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import measurement, uncached
-from jaxkv.models.compilation import Ahead
-from jaxkv.models.measurement import Stretches
-from jaxkv.models.paired import paired
+from jaxkv.models.loading.compilation import Ahead
+from jaxkv.models.network import uncached
+from jaxkv.models.tools import measurement
+from jaxkv.models.tools.measurement import Stretches
+from jaxkv.models.tools.paired import paired
 from jaxkv.policies import POLICIES
 from tests.tiny import write_tiny
 
@@ -98,7 +99,7 @@ def test_full_attention_is_that_of_a_plain_forward(llm, text):
 
 
 def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
-    monkeypatch.setattr("jaxkv.models.shared_prompt.CHUNK", 16)
+    monkeypatch.setattr("jaxkv.models.generation.shared_prompt.CHUNK", 16)
     names = ["full", SETTINGS["snapkv"], SETTINGS["expected-attention"]]
     readings, _ = measurement.measure(llm, text, names, 0, watch, ahead=Ahead())
     for reading in readings:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv.models.text import OutputText
+from jaxkv.models.generation.text import OutputText
 
 
 def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models.chat import Chat
-from jaxkv.models.config import read_config
-from jaxkv.models.decoder import Decoder
-from jaxkv.models.hf.weights import load_weights
-from jaxkv.models.llm import Llm
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.weights import load_weights
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import Decoder
 from jaxkv.sampling import Sampling
 from tests.models.folders import FAMILIES, write_model
 from tests.seldom import seldom

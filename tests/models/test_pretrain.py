@@ -22,8 +22,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import checkpoint, data, run_folder, training
-from jaxkv.models.pretrain import pretrain, setting_of
+from jaxkv.models.training import checkpoint, data, run_folder, training
+from jaxkv.models.training.pretrain import pretrain, setting_of
 from tests.models.training_data import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[2]

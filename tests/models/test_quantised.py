@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.engine import Request, answer
 from jaxkv.errors import UserError
-from jaxkv.models import quantised as formats
-from jaxkv.models import xla_cpu
-from jaxkv.models.config import read_config
-from jaxkv.models.decoder import matmul, product
-from jaxkv.models.decoding import compiled_decode_block
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.quantised import FORMATS, Int4Matrix, Int8Matrix, Quantised
-from jaxkv.models.serving import make_engine
+from jaxkv.models.generation.decoding import compiled_decode_block
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.network import quantised as formats
+from jaxkv.models.network import xla_cpu
+from jaxkv.models.network.decoder import matmul, product
+from jaxkv.models.network.quantised import FORMATS, Int4Matrix, Int8Matrix, Quantised
+from jaxkv.serve.engine import Request, answer
 from jaxkv.state.sharding import mesh_of
 from tests.peak_memory import peak_of
 from tests.tiny import write_tiny

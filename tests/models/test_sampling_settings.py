@@ -9,9 +9,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.gguf.header import Header
-from jaxkv.models.sampling_settings import read_sampling, sampling_of_gguf
-from jaxkv.models.text import sampling_for
+from jaxkv.models.generation.text import sampling_for
+from jaxkv.models.loading.gguf.header import Header
+from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gguf
 from jaxkv.sampling import Sampling
 from tests.tiny import write_tiny
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.score import Score, encode
+from jaxkv.models.generation.score import Score, encode
 from tests.seldom import seldom
 from tests.tiny import write_tiny
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import session
+from jaxkv.models.generation import session
 from jaxkv.state import batch
 from tests.models.folders import deny
 from tests.tiny import write_tiny

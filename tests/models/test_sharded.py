@@ -11,8 +11,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.decoding import compiled_decode_block, run_donated
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.decoding import compiled_decode_block, run_donated
+from jaxkv.models.generation.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state.sharding import mesh_of
 

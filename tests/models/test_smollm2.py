@@ -20,9 +20,9 @@ from tokenizers import models as backends
 from jaxkv import models
 from jaxkv.cli import main
 from jaxkv.errors import UserError
-from jaxkv.models import smollm2 as package
-from jaxkv.models.published import open_published
-from jaxkv.models.streams import Stream
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading import smollm2 as package
+from jaxkv.models.loading.published import open_published
 from tests import conftest
 from tests.models.folders import deny
 
@@ -114,8 +114,8 @@ def test_a_damaged_file_is_fetched_again(cache, monkeypatch, capsys):
 
 def open_path(monkeypatch) -> Path:
     """The file that the name smollm2-135m stands for."""
-    monkeypatch.setattr("jaxkv.models.published.gguf.read_config", lambda header: None)
-    monkeypatch.setattr("jaxkv.models.published.gguf.read_header", lambda path: None)
+    monkeypatch.setattr("jaxkv.models.loading.published.gguf.read_config", lambda header: None)
+    monkeypatch.setattr("jaxkv.models.loading.published.gguf.read_header", lambda path: None)
     return open_published("smollm2-135m").path
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.streams import Stream
-from jaxkv.models.text import OutputText
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.generation.text import OutputText
 from jaxkv.sampling import Sampling
 
 COMPRESSED = "uniform:sinks=2,window=4,rounds=1,start=8"
@@ -172,7 +172,7 @@ def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxkv.models.streams.prefill_chunk", interrupt)
+    monkeypatch.setattr("jaxkv.models.generation.streams.prefill_chunk", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stream.prefill([[66] * 16], chunk=16)
     monkeypatch.undo()

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from jaxkv.models import gguf
-from jaxkv.models.chat import Chat
-from jaxkv.models.chat_ids import next_turn_ids
-from jaxkv.models.sentencepiece import serialise
-from jaxkv.models.tokenizer import read_tokenizer
+from jaxkv.models.loading import gguf
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.loading.chat_ids import next_turn_ids
+from jaxkv.models.loading.sentencepiece import serialise
+from jaxkv.models.loading.tokenizer import read_tokenizer
 from tests.models.tokenizer_files import (
     MERGES,
     WORDS,

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 
 from jaxkv.errors import UserError
-from jaxkv.models.tokenizer import Pieces, Tokenizer, read_tokenizer
+from jaxkv.models.loading.tokenizer import Pieces, Tokenizer, read_tokenizer
 from tests.models.folders import write_json
 
 TEXT = "Zoë said: naïve café, 東京 🙂👩‍🚀 – and   then\n\tleft. It's 3.14!  "

@@ -11,10 +11,10 @@ from tokenizers import processors
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import gguf
-from jaxkv.models.gguf import tokenizer as gguf_tokenizer
-from jaxkv.models.hf import tokenizer_config
-from jaxkv.models.tokenizer import read_tokenizer
+from jaxkv.models.loading import gguf
+from jaxkv.models.loading.gguf import tokenizer as gguf_tokenizer
+from jaxkv.models.loading.hf import tokenizer_config
+from jaxkv.models.loading.tokenizer import read_tokenizer
 from tests.models.folders import write_json
 from tests.models.tokenizer_files import (
     WORDS,

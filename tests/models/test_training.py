@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models import data, memory_plan, training
-from jaxkv.models.hf.export import export
-from jaxkv.models.pretrain import setting_of
-from jaxkv.models.recipes import PRESETS, config_of, read_recipe
+from jaxkv.models.training import data, memory_plan, training
+from jaxkv.models.training.export import export
+from jaxkv.models.training.pretrain import setting_of
+from jaxkv.models.training.recipes import PRESETS, config_of, read_recipe
 from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import small
 from tests.seldom import seldom

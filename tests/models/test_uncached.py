@@ -13,7 +13,7 @@ import pytest
 from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
-from jaxkv.models import uncached
+from jaxkv.models.network import uncached
 from jaxkv.rotary import NoPosition, rotary
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

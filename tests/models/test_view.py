@@ -13,7 +13,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models import view
+from jaxkv.models.tools import view
 from tests.tiny import write_sink_tokens, write_tiny
 
 SINKS, WINDOW, TOKENS = 2, 6, 24

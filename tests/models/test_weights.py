@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from jaxkv.errors import UserError
-from jaxkv.models.config import read_config
-from jaxkv.models.hf import folder as hub
-from jaxkv.models.hf.folder import find
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.hf.weights import load_weights, read_header
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf import folder as hub
+from jaxkv.models.loading.hf.folder import find
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.hf.weights import load_weights, read_header
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -51,7 +51,7 @@ def test_every_family(name, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(stored, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jaxkv.models.hf.weights.PIECE", 1000
+        "jaxkv.models.loading.hf.weights.PIECE", 1000
     )  # several pieces per tensor, the last one shorter
     write_model(tmp_path, "llama32", dtype=stored)
     written = tensors(tmp_path, dtype=stored)
@@ -127,7 +127,7 @@ def test_a_tied_head_is_found_under_either_name(tmp_path):
 
 @pytest.mark.parametrize("at", [1500, -1], ids=["in a later piece", "in the last value"])
 def test_a_tied_head_that_differs_late_is_refused(at, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxkv.models.hf.weights.PIECE", 1000)  # bytes, of 65,536
+    monkeypatch.setattr("jaxkv.models.loading.hf.weights.PIECE", 1000)  # bytes, of 65,536
     write_model(tmp_path, "llama32")
     written = tensors(tmp_path)
     head = written[EMBED].copy()
@@ -271,8 +271,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import jax.numpy as jnp
-from jaxkv.models.config import read_config
-from jaxkv.models.hf.weights import load_weights
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.hf.weights import load_weights
 jnp.zeros(8).block_until_ready()
 folder = Path(sys.argv[1])
 config = read_config(folder)

@@ -11,8 +11,8 @@ import tokenizers
 from gguf import TokenType as Kind
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from jaxkv.models.gguf.header import Header
-from jaxkv.models.sentencepiece import serialise
+from jaxkv.models.loading.gguf.header import Header
+from jaxkv.models.loading.sentencepiece import serialise
 from tests.models.folders import write_json
 from tests.models.gguf.files import written
 

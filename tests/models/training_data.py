@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv.models import corpus, data
-from jaxkv.models.recipes import Recipe, read_recipe
+from jaxkv.models.training import corpus, data
+from jaxkv.models.training.recipes import Recipe, read_recipe
 
 TEXT = "the cat sat on a mat and saw the dog run over the hill to see what was there in the sun"
 WORDS = f"{TEXT} of that long day when nobody had come home".split()

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import xla_cpu
 from jaxkv.contract import Leaf
 from jaxkv.pallas_kernels import host_memory
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Bool, Float32, Int32, Integer, UInt32
 
 MAX_FOUND = 65535  # places of a sample: with more, ranks overflow 32 bits

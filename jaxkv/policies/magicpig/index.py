@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract, xla_cpu
+from jaxkv import contract
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill, prefill_finished
@@ -30,6 +30,7 @@ from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import Angles
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.hash_tables import Tables
 from jaxkv.policies.magicpig.lsh import Hashing

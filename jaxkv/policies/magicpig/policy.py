@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract, xla_cpu
+from jaxkv import contract
 from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import ring, rows
 from jaxkv.cache.ring import Ring
@@ -18,6 +18,7 @@ from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finishe
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.magicpig import hash_tables, index, lsh
 from jaxkv.policies.magicpig.hash_tables import SampledPlaces
 from jaxkv.policies.magicpig.index import IndexSettings, IndexState

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract, xla_cpu
+from jaxkv import contract
 from jaxkv.attention import chunked_scan, merge, slot_attention
 from jaxkv.cache import per_head, ring, rows
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.cache.rows import Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize

@@ -12,8 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
-from jaxkv.models.gguf import read_header
-from jaxkv.models.gguf.header import Header
+from jaxkv.models.loading.gguf import read_header
+from jaxkv.models.loading.gguf.header import Header
 from tests.models.folders import FAMILIES, tensors, write_json
 
 CONTROL = gguf.TokenType.CONTROL

@@ -10,8 +10,8 @@ import pytest
 from gguf import GGUFValueType as Value
 
 from jaxkv.errors import UserError
-from jaxkv.models import config as folders
-from jaxkv.models.gguf import read_config, read_header
+from jaxkv.models.loading import config as folders
+from jaxkv.models.loading.gguf import read_config, read_header
 from tests.models.gguf.files import hf_model, write_gguf
 
 SAME = ("llama2", "llama3", "llama32", "llama31", "qwen2", "qwen3", "smollm2", "tinyllama",

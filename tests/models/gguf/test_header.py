@@ -13,8 +13,8 @@ import pytest
 from jaxkv import models
 from jaxkv.cli import main
 from jaxkv.errors import UserError
-from jaxkv.models.gguf import read_header
-from jaxkv.models.hf.folder import find
+from jaxkv.models.loading.gguf import read_header
+from jaxkv.models.loading.hf.folder import find
 from tests.models.gguf.files import hf_model, write_gguf
 
 

@@ -13,10 +13,10 @@ from gguf import GGUFValueType as Value
 
 from jaxkv.cli import main
 from jaxkv.errors import UserError
-from jaxkv.models import known_fields
-from jaxkv.models.config import Config
-from jaxkv.models.gguf import read_config, read_header
-from jaxkv.models.sampling_settings import sampling_of_gguf
+from jaxkv.models.loading import known_fields
+from jaxkv.models.loading.gguf import read_config, read_header
+from jaxkv.models.loading.sampling_settings import sampling_of_gguf
+from jaxkv.models.network.config import Config
 from tests.models.gguf.files import hf_model, write_gguf
 
 SCALING = "rope.scaling."

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.gguf import load_weights, read_config, read_header
-from jaxkv.models.gguf import weights as module
-from jaxkv.models.gguf.weights import read, supported
-from jaxkv.models.hf.names import shapes
-from jaxkv.models.placement import Tensor
+from jaxkv.models.loading.gguf import load_weights, read_config, read_header
+from jaxkv.models.loading.gguf import weights as module
+from jaxkv.models.loading.gguf.weights import read, supported
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.placement import Tensor
 from tests.models.gguf.files import hf_model, paired, write_gguf
 from tests.peak_memory import peak_of
 
@@ -227,8 +227,8 @@ def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
 
 
 MEASURE = """
-from jaxkv.models.gguf import load_weights, read_config, read_header
-from jaxkv.models.gguf.weights import supported
+from jaxkv.models.loading.gguf import load_weights, read_config, read_header
+from jaxkv.models.loading.gguf.weights import supported
 jnp.zeros(8).block_until_ready()
 header = read_header(Path(sys.argv[1]))
 config = read_config(header)

@@ -1,0 +1,390 @@
+"""Continuous batching: requests share one decode batch; no request reads what another asked.
+
+A step decodes one token of every running request, then prefills some tokens of a prompt.
+Outputs are delivered one step after dispatch, so that the device does not wait for the host. A
+request that ends by its tokens has then decoded one token too many, which is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.errors import check_int
+from jaxkv.serve.engine.delivery import Delivery
+from jaxkv.serve.engine.engine_metrics import EngineMetrics, prefix_metrics
+from jaxkv.serve.engine.handle import (
+    ActivePrefill,
+    InFlightStep,
+    RequestHandle,
+    check_request,
+    padded_widths,
+    policy_seed,
+    resolve_max_len,
+)
+from jaxkv.serve.engine.model import Model
+from jaxkv.serve.engine.prefill import PrefillState
+from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations
+from jaxkv.serve.engine.queue import RequestQueue
+from jaxkv.serve.engine.request import Listener, Overloaded, Request
+from jaxkv.serve.engine.running import RunningBatch
+from jaxkv.serve.engine.step_output import StepOutput
+from jaxkv.serve.engine.step_watch import StepWatch
+from jaxkv.serve.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
+from jaxkv.serve.prefix.counts import Counts
+from jaxkv.state.batch import nbytes
+
+MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
+PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
+PREFILLS_AHEAD = 2  # steps dispatched before the device is waited for: so cancelling acts soon
+LOG = logging.getLogger(__name__)
+
+
+class Engine:
+    """A decode batch, a prefill or those of two owners in turn, and a queue.
+
+    model: the model that runs.
+    max_batch: sequences that decode together.
+    max_len: tokens of a sequence, prompt and answer; None: GROWING_LEN if a cache grows, else no
+      limit.
+    chunk: prompt tokens per prefill call; prefixes are shared at its multiples.
+    max_prefill_tokens: prompt tokens prefilled in one step, at least a chunk; running sequences
+      wait for them. None: a chunk.
+    queue, queue_tokens: requests and prompt tokens that may wait.
+    prefix_cache: the prefix cache; None for none.
+    seed: start of the policies' random draws, which are equal for all requests of one salt.
+    step_seconds: a step that takes longer makes the engine unhealthy until it ends.
+    max_per_owner: sequences of one owner that run together; with a limit, the prompts of two owners
+      are prefilled in turn. None: no limit, and one prompt at a time.
+    fixed_batch: every step computes max_batch sequences, however few run, so that no bit of an
+      answer depends on their number. Otherwise the batch grows with load, so that fewer sequences
+      take less time.
+    progress: called with (programs compiled, all programs).
+    `bytes` of an engine are its memory on the device by use.
+    Raises UserError for settings that are not whole numbers or do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_batch: int = 16,
+        max_len: int | None = None,
+        chunk: int = 128,
+        max_prefill_tokens: int | None = None,
+        queue: int = 256,
+        queue_tokens: int = 2**20,
+        prefix_cache: PrefixConfig | None = None,
+        seed: int = 0,
+        step_seconds: float = 300.0,
+        max_per_owner: int | None = None,
+        fixed_batch: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        check_int("chunk", chunk, maximum=MAX_CHUNK)
+        budget = chunk if max_prefill_tokens is None else max_prefill_tokens
+        max_len = resolve_max_len(model.policies, max_len)
+        per_owner = max_batch if max_per_owner is None else max_per_owner
+        counts = {"max_batch": max_batch, "max_prefill_tokens": budget, "queue": queue,
+                  "queue_tokens": queue_tokens, "max_per_owner": per_owner}  # fmt: skip
+        for name, value in counts.items():
+            check_int(name, value, maximum=2**31 - 1)
+        check_int("seed", seed, 0, 2**32 - 1)
+        self.max_batch, self.max_len, self.max_per_owner = max_batch, max_len, per_owner
+        self.chunk, self.vocab = chunk, model.vocab
+        self._metrics = EngineMetrics()
+        self._delivery = Delivery(self._finish, self._metrics)
+        self._max_prefill_tokens, self._seed = max(budget, chunk), seed
+        self._queue = RequestQueue(queue, queue_tokens)
+        self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
+        sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
+        self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1, progress)
+        self._running = RunningBatch(self._programs, model.vocab)
+        self._store: PrefixStore | None = None
+        if prefix_cache is not None:
+            self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
+        self._compiled = compilations()["all"]
+        self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
+                      "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
+        self._prefills: deque[ActivePrefill] = deque()  # of different owners, who take turns
+        self._in_flight: deque[InFlightStep] = deque()
+        self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
+        self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._watch = StepWatch(step_seconds)
+        self.failure = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine accepts requests: no step has failed or takes too long."""
+        return not (self.failure or self._stopping or self._watch.stalled)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled by the engine at its creation and by the process since then."""
+        return self._programs.num_compiled + compilations()["all"] - self._compiled
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread of the engine runs its steps."""
+        return self._thread is not None
+
+    @property
+    def running(self) -> int:
+        """Requests in prefill or decode."""
+        return len(self._running.running) + len(self._prefills)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request: Request, listener: Listener) -> RequestHandle:
+        """Queue a request; from any thread.
+
+        Raises UserError for a request that exceeds max_len or the vocabulary, Overloaded if the
+        queue is full.
+        """
+        check_request(request, self.max_len, self.vocab)
+        with self._changed:
+            if not self.healthy:
+                why = self.failure or self._watch.stalled or "it is stopping"
+                raise Overloaded(f"the engine does not answer: {why.splitlines()[-1]}", 60.0)
+            free = self.max_batch - self.running  # requests that take a free entry do not wait
+            if self._queue.is_full(len(request.tokens), free):
+                waiting = self._queue.tokens
+                seconds = self._metrics.estimate_wait(waiting, self.max_batch)
+                message = f"{len(self._queue)} requests with {waiting} tokens wait"
+                raise Overloaded(message, seconds)
+            handle = RequestHandle(request, listener, time.monotonic())
+            self._queue.put(handle)
+            self._unfinished[handle] = None
+            self._changed.notify()
+        return handle
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """Cancel a request, waiting or running; from any thread, also repeatedly."""
+        with self._changed:
+            handle.cancelled = True
+            self._changed.notify()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and current state by name; from any thread."""
+        store = self._store
+        return {
+            "running": self.running, "waiting": self.waiting,
+            "waiting_tokens": self._queue.tokens, "batch_size": self._running.size,
+            "cache_usage": len(self._running.running) / self.max_batch,
+            "compilations": self.compilations, **self._metrics.export(),
+            **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
+            **(prefix_metrics(Counts()) if store is None else store.metrics()),
+        }  # fmt: skip
+
+    def reset_prefix_cache(self) -> bool:
+        """Remove all cached prefixes; returns False, and does nothing, if one is in use.
+
+        Call it from a listener, or while no thread of the engine runs: otherwise it raises
+        RuntimeError, because that thread might be in the middle of a step.
+        """
+        if self._thread not in (None, threading.current_thread()):
+            raise RuntimeError("the engine's own thread uses its prefixes; call this before start")
+        return self._store is None or self._store.reset()
+
+    def start(self) -> None:
+        """Run steps in a thread until `stop`. Raises RuntimeError the second time."""
+        if self.started or self._stopping:
+            raise RuntimeError("an engine starts once; make another one")
+        self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float | None = None) -> bool:
+        """Cancel all requests, end the thread and write what prefixes wait for the disk.
+
+        Returns whether the thread has ended. seconds: to wait for a running step and for the disk;
+        None for as long as they take.
+        Raises RuntimeError in a listener: the thread cannot wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a listener cannot stop the engine that calls it; let another do so")
+        until = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        ended = thread is None or not thread.is_alive()
+        if ended:
+            self._thread = None
+        self._finish_all("cancelled")
+        if ended and self._store is not None:
+            seconds_left = None if until is None else max(0.0, until - time.monotonic())
+            self._store.disk.close(seconds_left, keep=not self.failure)
+        return ended
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                seconds = None if self._store is None else self._store.disk.idle_seconds
+                self._changed.wait_for(lambda: self._stopping or self._has_work(), seconds)
+                if self._stopping:
+                    return
+            try:
+                self.step()
+            except Exception:
+                LOG.critical("the engine failed, and answers no more requests", exc_info=True)
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._in_flight or self.running)
+
+    def step(self) -> bool:
+        """Run one step; returns whether there was anything to do."""
+        busy = self._has_work()
+        try:
+            with self._watch:
+                if busy:
+                    self._step()
+                if self._store is not None:
+                    self._store.disk.write()
+        except Exception:
+            self.failure = traceback.format_exc()
+            self._finish_all("error", self.failure.splitlines()[-1])
+            raise
+        return busy
+
+    def _step(self) -> None:
+        self._finish_cancelled()
+        self._running.shrink(joining=len(self._prefills))
+        old = len(self._in_flight)
+        self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
+        new = len(self._in_flight) > old
+        for _ in range(old if new else len(self._in_flight)):
+            self._delivery.deliver(self._in_flight.popleft())
+
+    def _finish_cancelled(self) -> None:
+        """Finish all cancelled requests."""
+        with self._changed:
+            gone = self._queue.drop_cancelled()
+        running = [*self._running.running, *(prefill.handle for prefill in self._prefills)]
+        for handle in [*gone, *running]:
+            if handle.cancelled and not handle.finished:
+                self._finish(handle, "cancelled")
+
+    def _dispatch_decode(self) -> int:
+        """Dispatch one token of every running request that wants more; returns their number."""
+        step = self._running.decode()
+        if step is None:
+            return 0
+        self._in_flight.append(step)
+        return len(step.handles)
+
+    def _dispatch_prefill(self) -> int:
+        """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
+        if len(self._prefilled) == PREFILLS_AHEAD:
+            jax.block_until_ready(self._prefilled.popleft())
+        budget, tokens = self._max_prefill_tokens, 0
+        while budget > 0:
+            self._start_prefill()
+            if not self._prefills:
+                break
+            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > budget:
+                break
+            count, cost, logits = self._prefill_chunk(self._prefills[0])
+            tokens += count
+            budget -= cost
+        if tokens:
+            self._prefilled.append(logits)
+        return tokens
+
+    def _start_prefill(self) -> None:
+        """Start the next request of an owner who has none in prefill, if an entry is free."""
+        if len(self._prefills) == self._in_turn or self.running == self.max_batch:
+            return
+        started = [prefill.handle.request.owner for prefill in self._prefills]
+        owners = Counter([*started, *(handle.request.owner for handle in self._running.running)])
+        blocked = [owner for owner, count in owners.items() if count >= self.max_per_owner]
+        blocked += started
+        with self._changed:
+            if (handle := self._queue.take(blocked)) is None:
+                return
+        request = handle.request
+        handle.queue_seconds = time.monotonic() - handle.arrival
+        seed = policy_seed(self._seed, request.salt)
+        hit = None
+        if self._store is not None and not request.echo:  # an echo scores the whole prompt
+            hit = self._store.find(request)
+        handle.cached = 0 if hit is None else hit.cached
+        state = self._store.load(hit) if handle.cached else self._programs.init_prefill(seed)
+        self._prefills.append(ActivePrefill(handle, state, handle.cached, hit))
+
+    def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int, jax.Array]:
+        """Dispatch the next chunk of a prompt; returns its tokens, cost in tokens, and logits."""
+        handle, start = prefill.handle, prefill.position
+        tokens, echo = handle.request.tokens, handle.request.echo
+        width = self._programs.padded(count := prefill.next_size(self.chunk))
+        padded = np.zeros((1, width), np.int32)
+        padded[0, :count] = tokens[start : start + count]
+        state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
+        if echo:
+            self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
+        end = start + count
+        handle.computed += count
+        if prefill.hit is not None:
+            self._store.save(prefill.hit, state, end)
+        self._prefills.popleft()
+        if end < len(tokens):
+            self._prefills.append(ActivePrefill(handle, state, end, prefill.hit))
+            return count, width, state.logits
+        self._release(prefill.hit)
+        self._insert(handle, state)
+        return count, width + PROMPT_COST, state.logits
+
+    def _insert(self, handle: RequestHandle, state: PrefillState) -> None:
+        """Move a finished prefill into the decode batch."""
+        request = handle.request
+        if request.max_new_tokens == 0:
+            output = StepOutput(*(np.zeros(1, "i4"),) * 4, finite=np.ones(1, bool))
+            self._in_flight.append(InFlightStep(output, [(0, handle)]))
+            return
+        self._in_flight.append(self._running.insert(handle, state))
+
+    def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
+        """Free a request's resources and report its outcome, once."""
+        if handle.finished:
+            return
+        handle.finished = True
+        try:
+            with self._changed:
+                self._unfinished.pop(handle, None)
+            self._running.remove(handle)
+            for prefill in [prefill for prefill in self._prefills if prefill.handle is handle]:
+                self._prefills.remove(prefill)
+                self._release(prefill.hit)
+        finally:  # also if the prefix store is broken, because someone waits for the answer
+            outcome = handle.outcome(reason, error)
+            self._metrics.add(outcome)
+            self._delivery.call(handle, "done", outcome)
+
+    def _release(self, hit: PrefixHit | None) -> None:
+        if hit is not None:
+            self._store.release(hit)
+
+    def _finish_all(self, reason: str, error: str = "") -> None:
+        with self._changed:
+            unfinished = list(self._unfinished)
+            self._queue.clear()
+        self._in_flight.clear()
+        for handle in unfinished:
+            try:
+                self._finish(handle, reason, error)
+            except Exception:  # a second failure must not leave the others without an end
+                LOG.exception("freeing the memory of a request failed")

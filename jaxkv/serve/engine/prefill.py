@@ -1,0 +1,133 @@
+"""The prefill of one prompt: a prompt is prefilled alone, in chunks of a few fixed widths.
+
+So its state depends on nothing but its own tokens. A chunk passes through one program per layer,
+which all layers of one policy share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy, State
+from jaxkv.serve.engine.model import Model
+from jaxkv.serve.engine.step_output import StepOutput, score
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+
+
+class PrefillState(NamedTuple):
+    """The state of one prompt before the end of prefill. logits: those of the next token."""
+
+    states: tuple[State, ...]
+    logits: Float32[Array, "1 V"]
+
+
+def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> PrefillState:
+    """An empty state for up to max_len tokens. seed: start of the policies' random draws."""
+    rng = jax.random.key(seed)
+
+    def state(layer: int, policy: Policy) -> State:
+        layer_state = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
+        return layer_state if max_len is None else policy.reserve(model.spec, layer_state, max_len)
+
+    states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
+    return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
+
+
+def begin_chunk(
+    model: Model,
+    weights: Any,
+    tokens: Int32[Array, "1 T"],
+    start: UInt32[Array, ""],
+    count: Int32[Array, ""],
+) -> tuple[Array, UInt32[Array, "1 T"], Bool[Array, "1 T"]]:
+    """The input of the first layer, positions, and which tokens are valid: the first `count`."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return model.embed(weights, tokens), start + index.astype(jnp.uint32), index < count
+
+
+def end_chunk(
+    model: Model,
+    scored: bool,
+    weights: Any,
+    x: Array,
+    before: Float32[Array, "1 V"],
+    tokens: Int32[Array, "1 T"],
+    count: Int32[Array, ""],
+) -> tuple[Float32[Array, "1 V"], StepOutput | None]:
+    """The logits after a chunk; scored: also each token's scores. before: the logits before it.
+
+    Nothing predicts the first token of a prompt, so its scores are meaningless.
+    """
+    if not scored:
+        return model.head(weights, x, jnp.reshape(count - 1, (1, 1)))[:, 0], None
+    logits = model.head(weights, x, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    last = jax.lax.dynamic_slice_in_dim(logits, count - 1, 1, axis=1)[:, 0]
+    return last, score(jnp.concatenate([before, logits[0, :-1]]), tokens[0], True)
+
+
+class ChunkPrograms(NamedTuple):
+    """The programs of prefill for one width of chunk. layers: by policy. ends: by `scored`."""
+
+    begin: Callable | Future
+    layers: dict[Policy, Callable | Future]
+    ends: dict[bool, Callable | Future]
+
+    def result(self) -> ChunkPrograms:
+        """The programs, once they are compiled."""
+        layers = {policy: future.result() for policy, future in self.layers.items()}
+        ends = {scored: future.result() for scored, future in self.ends.items()}
+        return ChunkPrograms(self.begin.result(), layers, ends)
+
+    def run(
+        self,
+        model: Model,
+        scored: bool,
+        state: PrefillState,
+        tokens: Int32[np.ndarray, "1 T"],
+        start: int,
+        count: int,
+    ) -> tuple[PrefillState, StepOutput | None]:
+        """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
+        weights = model.weights
+        x, positions, valid = self.begin(weights, tokens, np.uint32(start), np.int32(count))
+        states = []
+        for number, policy, layer_state in model.layers(state.states):
+            of_layer = model.layer_weights(weights, number)
+            x, layer_state = self.layers[policy](of_layer, x, layer_state, positions, valid)
+            states.append(layer_state)
+        last, output = self.ends[scored](weights, x, state.logits, tokens, np.int32(count))
+        return PrefillState(tuple(states), last), output
+
+
+def begin_prefill(
+    model: Model, begin: Callable[..., Future], state: PrefillState, width: int
+) -> ChunkPrograms:
+    """Begin to compile the prefill of a chunk: once for all layers with one policy.
+
+    begin: begins to compile a function for arguments. state: the shapes of a state.
+    """
+    tokens, position, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
+    start = partial(begin_chunk, model)
+    x, positions, valid = jax.eval_shape(start, model.weights, tokens, position, zero)
+    first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
+    layers = {
+        policy: begin(
+            partial(model.layer, policy), model.layer_weights(model.weights, number), x,
+            layer_state, positions, valid, donate=(1, 2),
+        )
+        for number, policy, layer_state in first.values()
+    }  # fmt: skip
+    ends = {
+        scored: begin(
+            partial(end_chunk, model, scored), model.weights, x, state.logits, tokens, zero
+        )
+        for scored in (False, True)
+    }
+    return ChunkPrograms(begin(start, model.weights, tokens, position, zero), layers, ends)

@@ -1,0 +1,101 @@
+"""The decode batch and the requests in it. Its size follows their number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.serve.engine.handle import InFlightStep, RequestHandle, bias_row, sequence_params
+from jaxkv.serve.engine.prefill import PrefillState
+from jaxkv.serve.engine.programs import DecodeBatch, Programs
+
+SHRINK_AFTER = 64  # steps that need fewer entries, before the batch shrinks
+
+
+class RunningBatch:
+    """The requests in decode, each in an entry of the batch; `handles` has None for a free entry.
+
+    size: sequences that a step computes. A finished request's entry is free at once. Moving
+    requests to a batch of another size copies their states. So the batch shrinks only after
+    SHRINK_AFTER steps, or when a request arrives and no other runs.
+    """
+
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        self._programs, self._vocab = programs, vocab
+        self._batches = programs.empty_batches()  # of all sizes, so that growing needs no memory
+        self.size = programs.sizes[0]
+        self.handles: list[RequestHandle | None] = [None] * self.size
+        self._needed: list[int] = []  # sizes that the last steps needed, all smaller
+
+    @property
+    def _batch(self) -> DecodeBatch:
+        return self._batches[self.size]
+
+    @_batch.setter
+    def _batch(self, batch: DecodeBatch) -> None:
+        self._batches[self.size] = batch
+
+    @property
+    def running(self) -> list[RequestHandle]:
+        return [handle for handle in self.handles if handle is not None]
+
+    def insert(self, handle: RequestHandle, state: PrefillState) -> InFlightStep:
+        """Insert a finished prefill and sample its first token."""
+        if None not in self.handles or not any(self.handles):
+            self._resize(self._programs.size_for(len(self.running) + 1))
+        index = self.handles.index(None)
+        self._batch, output = self._programs.insert(
+            self._batch, index, state, sequence_params(handle.request, self._vocab)
+        )
+        self.handles[index] = handle
+        handle.dispatched = 1
+        return InFlightStep(output, [(0, handle)])
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Free the entry of a request, if it has one."""
+        for index, occupant in enumerate(self.handles):
+            if occupant is handle:
+                self.handles[index] = None
+
+    def decode(self) -> InFlightStep | None:
+        """Dispatch one token of every request that wants more; None if none does."""
+        handles = [
+            (index, handle) for index, handle in enumerate(self.handles)
+            if handle is not None and handle.dispatched < handle.request.max_new_tokens
+        ]  # fmt: skip
+        if not handles:
+            return None
+        for index, handle in handles:
+            if handle.dispatched == handle.request.min_new_tokens:
+                bias = bias_row(handle.request, self._vocab, may_end=True)
+                self._batch = self._programs.set_bias(self._batch, index, bias)
+        active = np.zeros(self.size, bool)
+        active[[index for index, _ in handles]] = True
+        scored = any(handle.request.logprobs is not None for _, handle in handles)
+        self._batch, output = self._programs.decode(self._batch, active, scored)
+        for _, handle in handles:
+            handle.dispatched += 1
+        return InFlightStep(output, handles)
+
+    def shrink(self, joining: int) -> None:
+        """Count a step; after SHRINK_AFTER steps that needed less, take the largest size needed.
+
+        joining: requests in prefill.
+        """
+        needed = self._programs.size_for(max(1, len(self.running) + joining))
+        if needed == self.size:
+            self._needed.clear()
+            return
+        self._needed.append(needed)
+        if len(self._needed) == SHRINK_AFTER:
+            self._resize(max(self._needed))
+
+    def _resize(self, size: int) -> None:
+        """Move the requests to the first entries of a batch of this size."""
+        self._needed.clear()
+        if size == self.size:
+            return
+        entries = [index for index, handle in enumerate(self.handles) if handle is not None]
+        old, new = self._batches[self.size], self._batches[size]
+        self._batches[size], self.size = self._programs.move(old, entries, new), size
+        self.handles = [self.handles[index] for index in entries]
+        self.handles += [None] * (size - len(entries))

@@ -1,0 +1,1 @@
+"""Text and losses from a loaded model, in constant memory. Start at text.py and streams.py."""

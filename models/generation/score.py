@@ -1,0 +1,241 @@
+"""The loss of every token of a text under a cache policy, computed chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import defaults
+from jaxkv.contract import Policy
+from jaxkv.errors import UserError, check_int
+from jaxkv.models.generation.decoding import Static, positions_of, run_layers
+from jaxkv.models.generation.streams import Stream, bucket, not_finite
+from jaxkv.models.generation.text import warn_beyond_context
+from jaxkv.models.loading.compilation import clock
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import Decoder, Weights
+from jaxkv.policy_spec import format_policy
+from jaxkv.typing import Array, Float, Int32
+
+# Tokens whose logits are in memory at a time: a vocabulary is often larger than a width.
+TOKENS_OF_LOGITS = 256
+
+
+@partial(jax.jit, static_argnums=0)
+def losses_of_chunk(
+    static: Static, weights: Weights, x: Float[Array, "D 1 T"], targets: Int32[Array, "1 T"]
+) -> Float[Array, " T"]:
+    """The losses of the targets, from the output of the last layer."""
+    decoder, losses = Decoder(static.config, weights, static.mesh), []
+    hidden = decoder.normed(x)
+    for start in range(0, x.shape[2], TOKENS_OF_LOGITS):
+        block = slice(start, start + TOKENS_OF_LOGITS)
+        logits = decoder.logits(hidden[:, :, block])
+        picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
+        losses.append(jax.nn.logsumexp(logits, axis=0) - picked)
+    return jnp.concatenate(losses, axis=1)[0]
+
+
+def losses(
+    llm: Llm,
+    tokens: Sequence[int],
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
+    chunk: int | None = None,
+    start: int = 0,
+    stream: Stream | None = None,
+    prompt: int = 0,
+) -> Iterator[np.ndarray]:
+    """Yield the natural-log losses of tokens prompt+1..N-1 of one text, one array per chunk.
+
+    The loss of a sink token that no head predicts (`models.sinks`) is NaN.
+    tokens: the text with its BOS in front. chunk: tokens per chunk; None chooses by policy. Its
+    effect is that of `Stream.prefill`. start: the position of the first token, up to 2^32 - 1.
+    stream: continue these states, at their position, instead of fresh ones. prompt: the number of
+    first tokens that are the prompt, after which prefill is finished. The loss of the first token
+    after it is left out, because policies that act on a prompt predict it by full attention.
+    Raises UserError where there is nothing to predict, and without a prompt for a policy that
+    compresses or indexes it.
+    """
+    if isinstance(tokens, str):
+        raise UserError(f"a text to score is a list of token ids, got {tokens!r:.60}; encode it")
+    ids = np.asarray(tokens, np.int32)
+    check_int("prompt", prompt, 0)
+    if len(ids) < prompt + 2:
+        after = f" after a prompt of {prompt}" if prompt else ""
+        raise UserError(
+            f"a loss needs at least 2 tokens{after}, got {max(0, len(ids) - prompt)}; give a "
+            f"longer text{' or a shorter prompt' if prompt else ''}"
+        )
+    if not 0 <= ids.min() <= ids.max() < llm.input_ids:
+        raise UserError(
+            f"token ids must be from 0 to {llm.input_ids - 1}, got {ids.min()}..{ids.max()}; "
+            "the tokenizer belongs to another model"
+        )
+    if stream is None:
+        stream = Stream(llm, policy, tokens=len(ids), start=start)
+    elif start:
+        raise UserError(f"a stream has its own position: start must be left out, got {start}")
+    if not stream.prefill_finished:
+        check_scorable(stream.policies, prompt)
+    return _losses_after(llm, stream, ids, prompt, stream.chunk_of(chunk))
+
+
+def check_scorable(policies: Sequence[Policy], prompt: int = 0) -> None:
+    """Raise UserError for a policy that acts on a prompt where there is none, or too short a one.
+
+    policies: one per layer; one layer at least must act. prompt: the number of its tokens.
+    """
+    acting = [policy for policy in policies if policy.min_prompt is not None]
+    if acting and prompt < max(1, min(policy.min_prompt for policy in acting)):
+        needed = max(1, min(policy.min_prompt for policy in acting))
+        raise UserError(
+            f"{format_policy(policies)} acts at the end of a prompt of at least {needed} tokens, "
+            f"got {prompt}; give --prompt-tokens (in Python: prompt=), or smaller fields"
+        )
+
+
+def _losses_after(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], prompt: int, chunk: int
+) -> Iterator[Float[np.ndarray, " T"]]:
+    """The losses of the tokens after the first one that follows the prompt."""
+    if prompt:
+        stream.prefill([ids[:prompt].tolist()], chunk)
+        stream.finish_prefill()
+    yield from _losses_by_chunk(llm, stream, ids[prompt:], chunk)
+
+
+def _losses_by_chunk(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
+) -> Iterator[Float[np.ndarray, " T"]]:
+    for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
+        yield np.asarray(losses_of_chunk(stream.static.of_model, llm.weights, x, targets))[:size]
+
+
+def hidden_by_chunk(
+    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
+) -> Iterator[tuple[Float[Array, "D 1 T"], Int32[np.ndarray, "1 T"], int]]:
+    """Feed all tokens but the last; by chunk, the output of the last layer and the next tokens.
+
+    Chunks are padded at their end; the third item is the number of tokens that are not padding.
+    """
+    for begin in range(0, len(ids) - 1, chunk):
+        size = min(chunk, len(ids) - 1 - begin)
+        width = bucket(size, chunk)
+        fed = np.zeros((2, 1, width), np.int32)
+        fed[0, 0, :size] = ids[begin : begin + size]
+        fed[1, 0, :size] = ids[begin + 1 : begin + 1 + size]
+        stream.reserve(size)
+        position, valid = stream.decoding.position, np.arange(width)[None, :] < size
+        positions = positions_of(position, valid)
+        x, states = run_layers(
+            stream.static, llm.weights, fed[0], positions, valid, stream.decoding.states
+        )
+        position = position + np.uint32(size)
+        stream.decoding = stream.decoding._replace(states=states, position=position)
+        yield x, fed[1], size
+
+
+def encode(llm: Llm, text: str) -> list[int]:
+    """The token ids of a text to score, with one BOS in front where the tokenizer has one."""
+    return llm.tokenizer.encode(text, bos=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
+
+    losses: means over stretches where there are several. by_stretch: losses of each stretch, NaN
+    for sink tokens that no head predicts. seconds: time without compile_seconds. chunk: tokens per
+    chunk, None where no cache was used.
+    """
+
+    losses: Float[np.ndarray, " N"]
+    state_bytes: int
+    seconds: float
+    compile_seconds: float
+    chunk: int | None = None
+    prompt: int = 0
+    by_stretch: Float[np.ndarray, "S C"] | None = None
+
+    @property
+    def predictions(self) -> int:
+        if self.by_stretch is None:
+            return len(self.losses)
+        return int(np.isfinite(self.by_stretch).sum())
+
+    @property
+    def loss(self) -> float:
+        """The mean loss, in nats per token."""
+        return float(np.mean(self.losses, dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss))
+
+    def blocks(self, size: int) -> list[dict[str, int | float]]:
+        """The mean loss of each `size` consecutive predictions, of tokens start to end - 1."""
+        total, before = len(self.losses), self.prompt + 1
+        return [
+            {
+                "start": first + before,
+                "end": min(first + size, total) + before,
+                "loss": float(np.mean(self.losses[first : first + size], dtype=np.float64)),
+            }
+            for first in range(0, total, size)
+        ]
+
+
+def score(
+    llm: Llm,
+    tokens: Sequence[int],
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
+    chunk: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+    prompt: int = 0,
+) -> Score:
+    """All losses of a text under a policy, without those of sink tokens that no head predicts.
+
+    prompt: as for `losses`. progress: called with the predictions done so far. stopped: asked after
+    every chunk whether to end there; the score is then that of the beginning of the text.
+    """
+    stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
+    chunk = stream.chunk_of(chunk)
+    # This raises before the warning.
+    parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
+    warn_beyond_context(llm, stream.policies, len(tokens))
+    text_losses, seconds, compiling = gather(parts, progress, stopped)
+    targets = np.asarray(tokens)[prompt + 1 :][: len(text_losses)]
+    text_losses = text_losses[targets < llm.config.vocab]
+    if not np.isfinite(text_losses).all():
+        raise not_finite(llm)
+    return Score(text_losses, stream.state_bytes, seconds, compiling, chunk, prompt)
+
+
+def gather(
+    parts: Iterable[np.ndarray],
+    progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> tuple[np.ndarray, float, float]:
+    """Concatenate the parts, up to the one after which `stopped` says so.
+
+    Returns the result and the seconds of computing and of compiling.
+    """
+    start, compiled, gathered, done = time.perf_counter(), clock().seconds, [], 0
+    for part in parts:
+        gathered.append(part)
+        done += len(part)
+        if progress:
+            progress(done)
+        if stopped and stopped():
+            break
+    compiled = clock().seconds - compiled
+    seconds = max(0.0, time.perf_counter() - start - compiled)
+    return np.concatenate(gathered), seconds, compiled

@@ -1,0 +1,93 @@
+"""Run a model of this package in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxkv import defaults
+from jaxkv.contract import Policy, State
+from jaxkv.errors import UserError
+from jaxkv.models.generation.text import warn_beyond_context
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network import xla_cpu
+from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
+from jaxkv.serve.engine import Engine, Model, PrefixConfig
+from jaxkv.serve.engine.handle import resolve_max_len
+from jaxkv.typing import Array, Float, Float32, Int32
+
+
+def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = defaults.POLICY) -> Model:
+    """Wrap a loaded model and a cache policy for the engine.
+
+    Raises UserError for a model that is sharded over a mesh, or with learned sink tokens.
+    """
+    if llm.mesh is not None:
+        raise UserError(
+            "the engine runs on one device, got a model over a mesh; load it without mesh"
+        )
+    if SINK_TOKENS in llm.weights:
+        raise UserError(
+            "the engine takes constant sinks and sink logits, got learned sink tokens from a file; "
+            "give --sinks constant, or a model trained with --train all"
+        )
+    policies = llm.policies(policy)
+
+    def embed(weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+        return Decoder(llm.config, weights, llm.mesh).embedded(tokens)
+
+    def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "D B T"], State]:
+        return run_layer(llm.config, policy, llm.mesh, *arguments)
+
+    def head(
+        weights: Weights, x: Float[Array, "D B T"], indices: Int32[Array, "B P"]
+    ) -> Float32[Array, "B P V"]:
+        decoder = Decoder(llm.config, weights, llm.mesh)
+        selected = decoder.normed(jnp.take_along_axis(x, indices[None], axis=2))
+        return xla_cpu.keep_transpose_apart(decoder.logits(selected)).transpose(1, 2, 0)
+
+    identity = f"{llm.name} {llm.config} {llm.dtype} {llm.weight_format}"
+    return Model(
+        embed,
+        layer,
+        head,
+        layer_weights,
+        llm.weights,
+        policies,
+        llm.spec,
+        llm.config.vocab,
+        identity,
+    )
+
+
+def make_engine(
+    llm: Llm,
+    policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
+    *,
+    max_batch: int = 16,
+    max_len: int | None = None,
+    chunk: int = 128,
+    max_prefill_tokens: int | None = None,
+    queue: int = 256,
+    queue_tokens: int = 2**20,
+    prefix_cache: PrefixConfig | None = None,
+    seed: int = 0,
+    step_seconds: float = 300.0,
+    max_per_owner: int | None = None,
+    fixed_batch: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Compile an engine for a loaded model; the arguments are those of `Engine`."""
+    model = make_model(llm, policy)
+    if prefix_cache is not None and prefix_cache.folder is not None:
+        # Between two starts, other weights may get the name of these.
+        model = replace(model, identity=f"{model.identity} {llm.fingerprint()}")
+    length = resolve_max_len(model.policies, max_len)
+    warn_beyond_context(llm, model.policies, length)
+    return Engine(
+        model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
+        queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
+        max_per_owner=max_per_owner, fixed_batch=fixed_batch, progress=progress,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""One reading of a prompt for all policies that attend exactly until the end of prefill.
+
+They see the queries, keys and values of full attention. So one of them computes these, layer by
+layer, and every policy absorbs them. Only one layer has the caches of the prompt in memory before
+they are compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.driver import step
+from jaxkv.models.generation.decoding import embed, finish_prefill_layer
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Layer, Weights, layer_weights
+from jaxkv.policies import Full
+from jaxkv.typing import Array, Bool, Float, UInt32
+
+CHUNK = 1024  # tokens of a prompt in one call
+
+
+class Attended(NamedTuple):
+    """What the attention of one layer gets for a chunk."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    positions: UInt32[Array, "B T"]
+    valid: Bool[Array, "B T"]
+
+
+def attends_exactly(policies: Sequence[Policy]) -> bool:
+    """Whether attention within a prompt is full attention, in every layer."""
+    return all(
+        (policy.min_prompt is not None or isinstance(policy, Full))
+        and getattr(policy, "storage", "float") == "float"
+        for policy in policies
+    )
+
+
+def read(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
+    """Prefill new streams of one sequence with the same prompt and finish prefill, layer by layer.
+
+    streams: streams of one model without a mesh, under policies that attend exactly. Yields each
+    layer that is done; the streams are prefilled when the iterator ends.
+    """
+    leader, ids = streams[0], np.asarray([prompt], np.int32)
+    llm, size = leader.llm, len(prompt)
+    parts = [slice(at, min(at + CHUNK, size)) for at in range(0, size, CHUNK)]
+    start = leader.decoding.position
+    positions = start[:, None] + jnp.arange(size, dtype=jnp.uint32)[None]
+    valid = jnp.ones((1, size), bool)
+    x = [embed(leader.static.of_model, llm.weights, ids[:, part]) for part in parts]
+    states = [list(stream.decoding.states) for stream in streams]
+    before = int(leader.lengths[0])
+    for layer in range(llm.config.layers):
+        for stream, of_stream in zip(streams, states, strict=True):
+            policy = stream.policies[layer]
+            if policy.grows:
+                of_stream[layer] = policy.reserve(llm.spec, of_stream[layer], tokens=before + size)
+        of_layer = layer_weights(llm.weights, layer)
+        for number, part in enumerate(parts):
+            x[number], states[0][layer], seen = run_recorded(
+                llm.config, leader.policies[layer], of_layer, x[number], states[0][layer],
+                positions[:, part], valid[:, part],
+            )  # fmt: skip
+            for stream, of_stream in zip(streams[1:], states[1:], strict=True):
+                policy = stream.policies[layer]
+                of_stream[layer] = absorb(policy, llm.spec, of_stream[layer], seen)
+        for stream, of_stream in zip(streams, states, strict=True):
+            policy = stream.policies[layer]
+            if policy.min_prompt is not None:
+                of_stream[layer] = finish_prefill_layer(policy, llm.spec, None, of_stream[layer])
+        jax.block_until_ready(x)
+        yield layer
+    for stream, of_stream in zip(streams, states, strict=True):
+        stream.lengths = stream.lengths + size
+        if any(policy.min_prompt is not None for policy in stream.policies):
+            stream.prompt_lengths, stream.prefill_finished = stream.lengths, True
+        position = start + np.uint32(size)
+        stream.decoding = stream.decoding._replace(states=tuple(of_stream), position=position)
+
+
+def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, tuple[object, ...]]]:
+    """The programs that `read` calls for a prompt of `size` tokens, with shapes of arguments."""
+    leader = streams[0]
+    llm = leader.llm
+    widths = sorted({min(CHUNK, size - at) for at in range(0, size, CHUNK)}, reverse=True)
+    states = [stream.states_for(size)[0] for stream in streams]
+    for width in widths:
+        shape = partial(jax.ShapeDtypeStruct, (1, width))
+        places = shape(jnp.uint32), shape(jnp.bool_)
+        yield embed, (leader.static.of_model, llm.weights, shape(jnp.int32))
+        x = jax.ShapeDtypeStruct((llm.config.width, 1, width), llm.weights["norm"].dtype)
+        listed = set()
+        for layer, of_layer in enumerate(zip(*states, strict=True)):
+            weights = layer_weights(llm.weights, layer)
+            static = llm.config, leader.policies[layer]
+            arrays = weights, x, of_layer[0], *places
+            seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
+            for number, stream in enumerate(streams):
+                policy = stream.policies[layer]
+                if (number, policy) in listed:
+                    continue
+                listed.add((number, policy))
+                if number == 0:
+                    yield run_recorded, (*static, *arrays)
+                else:
+                    yield absorb, (policy, llm.spec, of_layer[number], seen)
+    for stream, of_stream in zip(streams, states, strict=True):
+        for policy in dict.fromkeys(stream.policies):
+            if policy.min_prompt is not None:
+                state = of_stream[stream.policies.index(policy)]
+                yield finish_prefill_layer, (policy, llm.spec, None, state)
+
+
+def _run_recorded(
+    config: Config,
+    policy: Policy,
+    weights: Weights,
+    x: Float[Array, "D B T"],
+    state: State,
+    positions: UInt32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> tuple[Float[Array, "D B T"], State, Attended]:
+    """One layer with its cache, and what its attention got."""
+
+    def run(policy: Policy, spec: Spec, state: State, *new: Array) -> tuple[Array, tuple]:
+        out, state = step(policy, spec, state, *new)
+        return out, (state, Attended(*new[:5]))
+
+    x, (state, seen) = Layer(config, weights)(x, policy, state, positions, valid, run)
+    return x, state, seen
+
+
+run_recorded = jax.jit(_run_recorded, static_argnums=(0, 1), donate_argnums=(3, 4))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def absorb(policy: Policy, spec: Spec, state: State, seen: Attended) -> State:
+    """The state of one layer after a chunk; XLA drops its attention, which nothing uses."""
+    return step(policy, spec, state, *seen)[1]

@@ -1,0 +1,394 @@
+"""`Stream`: prefill of prompts in chunks, then decoding, in constant memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from numbers import Integral
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv import defaults
+from jaxkv.contract import Policy, State
+from jaxkv.errors import UserError, check_int, warn
+from jaxkv.models.generation.decoding import (
+    BLOCK,
+    Decoding,
+    Static,
+    compiled_decode_block,
+    finish_prefill_layer,
+    init_layer,
+    prefill_chunk,
+    prefill_programs,
+)
+from jaxkv.models.loading.compilation import Ahead, clock
+from jaxkv.models.loading.llm import Llm
+from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
+from jaxkv.sampling import Sampling
+from jaxkv.state import memory, sharding
+from jaxkv.typing import Array, Bool, Int32
+
+CHUNK = 1024  # largest prefill chunk, in tokens
+ROOM = 1024  # tokens in advance for which growing caches reserve room, if the text has so many
+PAUSE = 0.1  # target seconds between two blocks of generated tokens
+
+
+class Stream:
+    """A batch of sequences with their cache states; `prefill` and `decode` extend them.
+
+    llm, policy: the model and its cache policy. batch: the number of sequences, B. seed: one for
+    all sequences or one per sequence; the draws of a sequence depend only on its own seed and
+    positions. tokens: the final length of a sequence, if known; growing policies can then refuse
+    it, and memory is checked, before anything is allocated. start: the position of the first
+    token, up to 2^32 - 1.
+    """
+
+    def __init__(
+        self,
+        llm: Llm,
+        policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
+        batch: int = 1,
+        seed: int | Sequence[int] = 0,
+        tokens: int = 0,
+        start: int = 0,
+    ):
+        self.llm = llm
+        self.static = Static(llm.config, llm.policies(policy), llm.mesh)
+        self.lengths = np.full(batch, 0)  # tokens of each sequence, for policies that grow
+        self.prefill_finished = False
+        self.prompt_lengths = self.lengths
+        self.limit = 1
+        clock()
+        if llm.mesh is not None:
+            sharding.check(llm.mesh, batch, llm.config.kv_heads)
+        self._batch, self._checked, self._final = batch, -1, tokens
+        self.ahead, self._usable = Ahead(), True
+        self._check_length(self._final, allocated=0)
+        seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
+        if not all(isinstance(s, Integral) for s in seeds):
+            raise UserError(
+                f"seed must be a whole number or one per sequence, got {seed!r}; give 0"
+            )
+        if len(seeds) != batch:
+            raise UserError(
+                f"give one seed, or one per sequence: got {len(seeds)} seeds for {batch} sequences"
+            )
+        if not all(0 <= s < 2**32 for s in seeds):
+            raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}; give 0")
+        if not isinstance(start, Integral) or not 0 <= start < 2**32:
+            raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
+        self.decoding = self._begin(seeds, start)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of each layer."""
+        return self.static.policies
+
+    def _begin(self, seeds: Sequence[int], start: int) -> Decoding:
+        llm, batch, vocab = self.llm, self._batch, self.llm.config.vocab
+        # Policies and token sampling never share a random stream.
+        rng = jnp.stack([jax.random.key(seed) for seed in seeds])
+        token_rng, policy_rng = jnp.moveaxis(jax.vmap(jax.random.split)(rng), 1, 0)
+        states = tuple(
+            init_layer(policy, llm.spec, llm.mesh, _rng_of_layer(policy_rng, layer))
+            for layer, policy in enumerate(self.policies)
+        )
+        decoding = Decoding(
+            states=(),
+            logits=jnp.zeros((batch, vocab), jnp.float32),
+            position=jnp.full((batch,), start, jnp.uint32),
+            done=jnp.ones((batch,), bool),
+            seen=jnp.zeros((batch, vocab), bool),
+            rng=jax.random.key_data(token_rng),
+        )
+        if llm.mesh is not None:
+            # The sharding that the compiled calls return; with another one they compile twice.
+            by_sequence = PartitionSpec(*filter(None, sharding.axes_in(llm.mesh)[:1]))
+            decoding = jax.device_put(decoding, NamedSharding(llm.mesh, by_sequence))
+        return decoding._replace(states=states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the cache states of all layers."""
+        return _nbytes(self.decoding.states)
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Process prompts chunk by chunk and add their tokens to the caches.
+
+        prompts: token ids, one list per sequence, of any lengths; an empty list leaves its
+        sequence unchanged. chunk: tokens per chunk; None chooses by policy (`chunk_of`). It affects
+        only the speed. progress: called with (tokens done, all tokens) of the longest prompt.
+        Raises UserError for unknown token ids, or where the caches do not fit in memory.
+        """
+        batch, chunk = self._batch, self.chunk_of(chunk)
+        if len(prompts) != batch:
+            raise UserError(
+                f"give one list of tokens per sequence: got {len(prompts)} for {batch} sequences"
+            )
+        longest, vocab = max(map(len, prompts)), self.llm.input_ids
+        if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
+            raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
+        self._check_usable()
+        before, done = self.lengths, np.zeros_like(self.lengths)
+        counts = np.array(list(map(len, prompts)))
+        self.reserve(counts)
+        self.ahead.wait("prefill")
+        try:
+            for start in range(0, longest, chunk):
+                width = bucket(min(chunk, longest - start), chunk)
+                tokens = np.zeros((batch, width), np.int32)
+                valid = np.zeros((batch, width), bool)
+                for entry, prompt in enumerate(prompts):
+                    part = prompt[start : start + chunk]
+                    tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
+                decoding, self._usable = self.decoding, False  # its states are donated
+                weights = self.llm.weights
+                self.decoding = prefill_chunk(self.static, weights, decoding, tokens, valid)
+                self._usable, done = True, np.minimum(counts, start + chunk)
+                if progress is not None:  # report finished chunks, not dispatched ones
+                    jax.block_until_ready(self.decoding.position)
+                    progress(min(start + chunk, longest), longest)
+        finally:  # also after Ctrl-C
+            self.lengths = before + done
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise UserError(
+                "a prefill of this stream was interrupted within a chunk, and its caches are lost; "
+                "make a new Stream"
+            )
+
+    def chunk_of(self, chosen: int | None) -> int:
+        """Choose the prefill chunk, in tokens; raises UserError for a choice below 1.
+
+        None chooses about the longest lookback of the policies: in a longer chunk most of the
+        attention would be masked out.
+        """
+        if chosen is not None:
+            check_int("chunk", chosen)
+            return chosen
+        farthest = min(max(map(max_lookback, self.policies)), CHUNK)
+        return 1 << max(6, int(farthest).bit_length() - 1)
+
+    def finish_prefill(self) -> None:
+        """Let policies compress or index the prompt, which is complete; later calls do nothing."""
+        compressing = [policy for policy in self.policies if policy.min_prompt is not None]
+        if self.prefill_finished or not compressing:
+            return
+        # Layers may differ. Warn only if no layer compresses or indexes the prompt.
+        min_prompt = min(policy.min_prompt for policy in compressing)
+        if self.lengths.min() < min_prompt:
+            warn(
+                f"{format_policy(self.policies)} needs a prompt of at least {min_prompt} tokens, "
+                f"got {self.lengths.min()}: all its tokens stay in the cache"
+            )
+        fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
+        self._replace_states({
+            layer: lambda state, policy=policy: finish_prefill_layer(policy, **fixed, state=state)
+            for layer, policy in enumerate(self.policies) if policy.min_prompt is not None
+        })  # fmt: skip
+        self.prefill_finished, self.prompt_lengths = True, self.lengths
+
+    def compile_ahead(
+        self, lengths: Sequence[int], sampling: Sampling, eos: tuple[int, ...]
+    ) -> None:
+        """Begin to compile prefill and `decode` in other threads; each waits for its programs.
+
+        lengths: lengths of the prompts in tokens. The weights may still be shapes. Over a mesh
+        nothing happens.
+        """
+        if self.llm.mesh is not None:
+            return
+        chunk = self.chunk_of(None)
+        widths = {
+            bucket(min(chunk, length - start), chunk)
+            for length in lengths
+            for start in range(0, length, chunk)
+        }
+        prompt, later = self.states_for(max(lengths))
+        shapes = self.decoding._replace(states=later)
+        arguments = self.decode_arguments(shapes, sampling, eos, BLOCK)
+        self.ahead.compile("decode", compiled_decode_block(), *arguments)
+        shapes = self.decoding._replace(states=prompt)
+        for width in sorted(widths):
+            for program, *of_program in prefill_programs(
+                self.static, self.llm.weights, shapes, width
+            ):
+                self.ahead.compile("prefill", program, *of_program)
+
+    def states_for(self, length: int) -> tuple[tuple[State, ...], tuple[State, ...]]:
+        """The shapes of the caches during prefill of a first prompt, and when decoding begins."""
+
+        def shapes(policy: Policy, state: State, tokens: int) -> State:
+            if not policy.grows:
+                return state
+            return jax.eval_shape(partial(policy.reserve, self.llm.spec, tokens=tokens), state)
+
+        prompt, later, final = [], [], self._room(length + 1)
+        for policy, state in zip(self.policies, self.decoding.states, strict=True):
+            prompt.append(shapes(policy, state, length))
+            finished, after = policy.min_prompt is not None, prompt[-1]
+            if finished:
+                after = jax.eval_shape(partial(policy.finish_prefill, self.llm.spec), after)
+            later.append(shapes(policy, after, final - length * finished))
+        return tuple(prompt), tuple(later)
+
+    def _room(self, tokens: int) -> int:
+        """The tokens for which decoding reserves room: more than needed now, up to the last one."""
+        return max(tokens, min(self._final, tokens + ROOM))
+
+    def decode_arguments(
+        self, decoding: Decoding, sampling: Sampling, eos: tuple[int, ...], limit: int
+    ) -> tuple:
+        """The arguments of `decode_block`."""
+        weights, knobs = self.llm.weights, sampling.knobs
+        return self.static, sampling.filters, eos, weights, decoding, knobs, np.int32(limit)
+
+    def decode(
+        self, sampling: Sampling, limit: int, eos: tuple[int, ...]
+    ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, " B"]]:
+        """Generate at most min(`limit`, BLOCK) tokens per sequence.
+
+        Returns the new tokens, with -1 after the end of a sequence, and which sequences have ended.
+        eos: token ids that end a sequence.
+        Raises UserError where logits are not finite.
+        """
+        self._check_usable()
+        limit, before = min(limit, BLOCK), self.lengths
+        self.reserve(limit, self._room(int(before.max()) + limit))
+        self.ahead.wait("decode")
+        self.decoding, out, count, finite = compiled_decode_block()(
+            *self.decode_arguments(self.decoding, sampling, eos, limit)
+        )
+        if not np.asarray(finite).all():
+            raise not_finite(self.llm)
+        out = np.asarray(out)[:, : int(count)]
+        self.lengths = before + (out >= 0).sum(axis=1)  # sequences that end early leave room
+        return out, np.asarray(self.decoding.done)
+
+    def pieces(
+        self, sampling: Sampling, tokens: int, eos: tuple[int, ...], pause: float = PAUSE
+    ) -> Iterator[Int32[np.ndarray, "B T"]]:
+        """Yield new tokens in blocks of about `pause` seconds, until all sequences have ended."""
+        while tokens > 0:
+            start = time.perf_counter()
+            compiled = clock().seconds
+            block, done = self.decode(sampling, min(self.limit, tokens), eos)
+            seconds = time.perf_counter() - start - (clock().seconds - compiled)
+            tokens -= block.shape[1]
+            yield block
+            if done.all():
+                return
+            tokens_per_pause = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
+            self.limit = min(BLOCK, tokens_per_pause, 4 * self.limit)
+
+    def reserve(self, tokens: int | Int32[np.ndarray, " B"], room: int = 0) -> None:
+        """Make room for `tokens` more in growing caches: one number, or one per sequence.
+
+        room: reserve at least for sequences of this length, so that caches grow less often.
+        """
+        lengths = self.lengths + tokens
+        grows = [layer for layer, policy in enumerate(self.policies) if policy.grows]
+        if grows:
+            # After `finish_prefill` a policy counts the tokens that follow the prompt.
+            longest = max(int(lengths.max()), room)
+            new_tokens = max(int((lengths - self.prompt_lengths).max()),
+                             room - int(self.prompt_lengths.max()))  # fmt: skip
+            if not self.prefill_finished:
+                self._check_length(int(lengths.max()), self.state_bytes)
+            self._replace_states({
+                layer: partial(
+                    self.policies[layer].reserve, self.llm.spec,
+                    tokens=longest if self.policies[layer].min_prompt is None else new_tokens,
+                ) for layer in grows
+            })  # fmt: skip
+        self.lengths = lengths  # only now: a refused request leaves the stream as it was
+
+    def _replace_states(self, make: Mapping[int, Callable[[State], State]]) -> None:
+        """Replace the states of some layers, one layer at a time.
+
+        Only one layer has its old and its new state in memory at once.
+        Raises UserError where they do not fit.
+        """
+        states, sizes = list(self.decoding.states), {}
+        added_bytes = peak_bytes = added_host_bytes = 0
+        for layer, make_state in make.items():
+            policy = self.policies[layer]
+            if policy not in sizes:  # layers of one policy have one size
+                later = jax.eval_shape(make_state, states[layer])
+                host = host_bytes(policy, later)
+                sizes[policy] = _nbytes([later]) - host, host
+            size, host = sizes[policy]
+            old_host = host_bytes(policy, states[layer]) if self.prefill_finished else 0
+            peak_bytes = max(peak_bytes, added_bytes + size)
+            added_host_bytes += host - old_host
+            added_bytes += size - (_nbytes([states[layer]]) - old_host)
+        if added_bytes > 0 or added_host_bytes > 0:
+            self._check_memory(peak_bytes, added_host_bytes, "")
+        self.decoding = self.decoding._replace(states=())
+        try:
+            for layer, make_state in make.items():
+                states[layer] = make_state(states[layer])
+        finally:  # also after Ctrl-C
+            self.decoding = self.decoding._replace(states=tuple(states))
+
+    def _check_length(self, tokens: int, allocated: int) -> None:
+        """Raise UserError where a policy refuses sequences of `tokens`, or memory is too small.
+
+        allocated: bytes of the present caches.
+        """
+        if tokens > self._checked:
+            caches, host = bytes_by_memory(self.policies, self.llm.spec, self._batch, tokens)
+            if caches + host > allocated:
+                self._check_memory(caches, host, f" of {tokens} tokens" if tokens else "")
+                self._checked = tokens
+
+    def _check_memory(self, caches: int, host: int, suffix: str) -> None:
+        """Raise UserError where caches do not fit into device memory, or `host` into host memory.
+
+        caches, host: bytes. suffix: completes the name of the caches in the message.
+        """
+        logits = 5 * self._batch * self.llm.config.vocab  # a float32 logit and a bool per token
+        mesh = self.llm.mesh
+        # The virtual devices of a CPU share one memory.
+        split = {} if mesh is None or jax.default_backend() == "cpu" else mesh.shape
+        device_bytes = (caches + self.llm.unloaded_bytes) // math.prod(split.values())
+        device_bytes += logits // split.get("data", 1)
+        name = f"the caches of {self._batch} sequence(s){suffix}"
+        if jax.default_backend() == "cpu":
+            memory.check(device_bytes + host, name)
+        else:
+            memory.check(device_bytes, name)
+            memory.check(host, name, host=True)
+
+
+def _rng_of_layer(rng: Array, layer: int) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(rng, layer)
+
+
+def _nbytes(states: Sequence[State]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
+
+
+def not_finite(llm: Llm) -> UserError:
+    return UserError(
+        "the model gives logits that are not finite numbers: some weights are not finite, or it "
+        f"overflows {llm.dtype}; check the weights"
+        + ("" if llm.dtype == "float32" else ", or load it with dtype float32")
+    )
+
+
+def bucket(tokens: int, chunk: int) -> int:
+    """The padded length of a chunk; few lengths occur, so few programs are compiled."""
+    sizes = (16, 64, 256, 1 << max(9, (tokens - 1).bit_length()))
+    return min(chunk, next(size for size in sizes if tokens <= size))

@@ -1,0 +1,211 @@
+"""Chat templates: render messages as the model was trained to see them, whole or one by one.
+
+A rendering contains the BOS where the template writes one, so encode it with `bos=False`.
+Templates come from the network and run in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.files import reading
+from jaxkv.models.loading.hf.folder import read_json
+from jaxkv.models.loading.hf.tokenizer_config import content
+
+Message = Mapping[str, str]  # role (system, user, assistant) and content
+
+# Placeholder of an answer in a rendering: private-use characters that templates copy unchanged.
+ANSWER = "\ue000answer\ue001"
+# What an expression of a template may raise.
+FAILURES = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    MemoryError,
+)  # fmt: skip
+REASON = 200  # characters of an error
+# None where a conversation has none, as in transformers: a template may ask `is not none`.
+ABSENT = ("tools", "documents")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The chat format of one model.
+
+    template: Jinja source, None where the model has none. tokens: the special tokens that the
+    template may name (bos_token, eos_token, ...).
+    """
+
+    template: str | None
+    tokens: tuple[tuple[str, str], ...] = ()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of a conversation, by default up to where the next answer begins.
+
+        variables: more variables of the template, such as enable_thinking.
+        """
+        if self.template is None:
+            raise UserError(
+                "this model has no chat template; use `generate`, or add a chat_template.jinja"
+            )
+        jinja2, variables = _jinja2(), variables or {}
+        self._check_variables(variables)
+        try:
+            return _compiled(self.template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **(dict.fromkeys(ABSENT) | dict(self.tokens) | dict(variables)),
+            )
+        except jinja2.TemplateError as error:
+            why = str(error)
+        except FAILURES as error:  # from variables of another type or value than the template needs
+            why = f"{type(error).__name__}: {error}"
+        why = " ".join(why.split())[:REASON]
+        raise UserError(f"the chat template refuses this conversation: {why}")
+
+    def _check_variables(self, names: Collection[str]) -> None:
+        """Raise UserError for a variable that the template does not read."""
+        if not names:
+            return
+        unknown = next((name for name in names if name not in self.variables), None)
+        if unknown is not None:
+            names = ", ".join(sorted(self.variables)) or "none"
+            raise UserError(
+                f"the chat template has no variable {unknown!r:.60}, it reads {names}; leave it out"
+            )
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that a caller may give: all that the template reads, but the dialogue's."""
+        names = variables_of(self.template) - {"messages", "add_generation_prompt"}
+        return names.difference(dict(self.tokens))
+
+    def render_next(self, previous: Sequence[Message], text: str, answer: str = ANSWER) -> str:
+        """The text that the user's next message adds to a cache with the conversation so far.
+
+        previous: the messages so far. The last one is the answer at the end of the cache. Without
+        an answer the cache is empty, and the whole rendering is returned. answer: its placeholder,
+        a text that no message has.
+        The new text begins directly after that answer, with the marks that close it: the end token
+        was sampled, but is not in the cache. It is cut from a rendering with a placeholder as the
+        answer, so templates may trim old answers or drop their thoughts. Where a template does not
+        show the answer at all, the message is rendered as its own conversation, without the BOS.
+        """
+        message = {"role": "user", "content": text}
+        if not any(m["role"] == "assistant" for m in previous):
+            return self.render([*previous, message])
+        stand_in = {**previous[-1], "content": answer}
+        rendering = self.render([*previous[:-1], stand_in, message])
+        if answer in rendering:
+            return rendering.rpartition(answer)[2]
+        return self.render([message]).removeprefix(dict(self.tokens).get("bos_token", ""))
+
+
+@reading()
+def read_chat(folder: Path) -> Chat:
+    """The chat template of a model folder: chat_template.jinja, .json, or tokenizer_config's."""
+    folder = Path(folder)
+    config = read_json(folder / "tokenizer_config.json")
+    named = read_json(folder / "special_tokens_map.json") | config
+    contents = {key: content(value) for key, value in named.items() if key.endswith("_token")}
+    tokens = tuple((key, text) for key, text in contents.items() if text is not None)
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        try:
+            return Chat(alone.read_text(encoding="utf-8"), tokens)
+        except UnicodeDecodeError:
+            raise UserError(f"{alone} is not UTF-8; download it again") from None
+    source = read_json(folder / "chat_template.json").get("chat_template")
+    return Chat(_default(source or config.get("chat_template"), folder), tokens)
+
+
+def _default(source: Any, folder: Path) -> str | None:
+    """The template itself, or of several named ones the default (else the first)."""
+    if isinstance(source, list):
+        by_name = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
+        source = by_name.get("default", next(iter(by_name.values()), None))
+    if source is not None and not isinstance(source, str):
+        raise UserError(f"{folder}: chat_template must be a text or a list of named ones")
+    return source
+
+
+def check_template(source: str) -> None:
+    """Raise UserError for a template that is not valid Jinja."""
+    _compiled(source)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """The compiled template, in the environment that transformers gives to templates."""
+    jinja2 = _jinja2()
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """`{% generation %}` marks answers for training; its body is rendered as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template is not valid Jinja: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def variables_of(template: str | None) -> frozenset[str]:
+    """The variables that a template reads and does not set."""
+    if template is None:
+        return frozenset()
+    environment = _compiled(template).environment
+    names = _jinja2().meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(names - environment.globals.keys())
+
+
+@lru_cache(maxsize=8)
+def constants_of(template: str | None) -> frozenset[str]:
+    """The texts in the expressions of a template, for some of which it looks in messages."""
+    if template is None:
+        return frozenset()
+    tree = _compiled(template).environment.parse(template)
+    values = (node.value for node in tree.find_all(_jinja2().nodes.Const))
+    return frozenset(value for value in values if isinstance(value, str))
+
+
+def _jinja2() -> Any:
+    try:
+        import jinja2
+        import jinja2.meta
+        import jinja2.nodes
+    except ImportError:
+        raise UserError("chat templates need the package jinja2 (pip install jinja2)") from None
+    return jinja2

@@ -1,0 +1,288 @@
+"""Read config.json of the Llama family into a `Config`.
+
+Both dialects are supported: `rope_theta`/`rope_scaling`/`torch_dtype`, and the later
+`rope_parameters`/`dtype`. A missing key has the default of the architecture's configuration class
+at Hugging Face (DEFAULTS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxkv.contract import DTYPES
+from jaxkv.errors import UserError, first_few
+from jaxkv.models.loading.hf.folder import read_json
+from jaxkv.models.loading.known_fields import check_config
+from jaxkv.models.loading.rope_settings import encoding_of, rope_fields
+from jaxkv.models.network.config import SINK_LOGITS, Config
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Llama with a sink logit in every head's softmax: its own architecture name keeps other
+# libraries from loading such a model without the logits.
+SINK_LLAMA = "SinkLlamaForCausalLM"
+ARCHITECTURES = {
+    name + suffix: name.lower()
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for suffix in ("ForCausalLM", "Model")
+} | {SINK_LLAMA: "llama"}
+SUPPORTED = ", ".join(name for name in ARCHITECTURES if name.endswith("LM"))
+
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "sink_logit": "none",
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+# (projections q k v, output projection, mlp): True, False, or the key of config.json.
+BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
+    "llama": ("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", False),
+}
+QK_NORM = {"qwen3"}
+
+# Larger values mean a damaged file, which must not exhaust the memory.
+MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
+
+# model_type of models with a finite learned table of positions.
+LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
+CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
+
+
+def read_config(folder: Path) -> Config:
+    """The description of the model in `folder`, from config.json and generation_config.json."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}; name the folder of a model")
+    where = folder / "config.json"
+    if not where.is_file():
+        names = first_few(sorted(file.name for file in folder.glob("*.gguf")))
+        remedy = f"name a GGUF file: {names}" if names else "name the folder of a published model"
+        if (folder / "hf").is_dir():
+            remedy = f"a run of `jaxkv pretrain` has its model in {folder / 'hf'}; name that"
+        raise UserError(f"no config.json in {folder}; {remedy}")
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} has an adapter, {adapter.name}, which is not applied; merge it into the "
+            "weights, or move its files away"
+        )
+    fields = read_json(where)
+    generation = read_json(folder / "generation_config.json")
+    config = config_of(_family(fields, where), fields, generation, where)
+    check_config(fields, rope_fields(fields, where), config, where)
+    return config
+
+
+def config_of(
+    family: str, fields: Mapping[str, Any], generation: Mapping[str, Any], where: Path
+) -> Config:
+    """The description that the fields of a config.json give.
+
+    family: one of FAMILIES. generation: fields of generation_config.json. where: the file, for
+    error messages. Raises UserError for a field that is missing, invalid or unsupported.
+    """
+    raw = COMMON | DEFAULTS[family] | dict(fields)
+    if raw["hidden_act"] not in ("silu", "swish"):
+        raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
+    width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)
+    layers, context = _int(raw, "num_hidden_layers", where), _int(raw, CONTEXT, where)
+    kv_heads = heads if raw[KV_HEADS] is None else _int(raw, KV_HEADS, where)
+    if heads % kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
+            f"got {heads} and {kv_heads}"
+        )
+    if raw["head_dim"] is None and width % heads:
+        raise UserError(
+            f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
+            f"got {width} and {heads}"
+        )
+    head_dim = width // heads if raw["head_dim"] is None else _int(raw, "head_dim", where)
+    qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in BIASES[family])
+    encoding, context = encoding_of(raw, head_dim, context, where)
+    return Config(
+        family=family,
+        vocab=_int(raw, "vocab_size", where),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=_int(raw, "intermediate_size", where),
+        norm_eps=_float(raw, "rms_norm_eps", where),
+        tied=_bool(raw, "tie_word_embeddings", where),
+        qkv_bias=qkv,
+        out_bias=out,
+        mlp_bias=mlp,
+        qk_norm=family in QK_NORM,
+        windows=_windows(family, raw, layers, where),
+        encoding=encoding,
+        context=context,
+        dtype=_dtype(raw, where),
+        bos=next(iter(_ids("bos_token_id", generation, raw, where)), None),
+        eos=_ids("eos_token_id", generation, raw, where),
+        sink_logit=_sink_logit(raw, where),
+    )
+
+
+def _family(fields: Mapping[str, Any], where: Path) -> str:
+    """The family named by `architectures`, else by `model_type`; raises for every other model."""
+    names = fields.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
+    kind = str(fields.get("model_type", ""))
+    named = str(names[0]) if isinstance(names, list) and names else kind
+    if fields.get("quantization_config"):
+        method = _get(fields["quantization_config"], "quant_method", "unknown method")
+        raise UserError(
+            f"{where}: quantized weights ({method}) are not supported; "
+            "use the float32, bfloat16 or float16 version of the model"
+        )
+    if named in ARCHITECTURES or (not names and kind in FAMILIES):
+        return ARCHITECTURES.get(named, kind)
+    if kind in LEARNED or fields.get("position_embedding_type") == "absolute":
+        raise UserError(
+            f"{where}: {named} has learned absolute positions, which end at the trained length; "
+            f"unbounded generation needs relative ones; supported: {SUPPORTED}"
+        )
+    experts = " (a mixture of experts)" if _has_experts(named, fields) else ""
+    if not named:
+        raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
+    raise UserError(f"{where}: unsupported architecture {named}{experts}; supported: {SUPPORTED}")
+
+
+def _has_experts(name: str, fields: Mapping[str, Any]) -> bool:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    return "moe" in name.lower() or "mixtral" in name.lower() or any(fields.get(k) for k in keys)
+
+
+def _windows(
+    family: str, raw: Mapping[str, Any], layers: int, where: Path
+) -> tuple[int | None, ...]:
+    """Each layer's own sliding window, with the meaning it has in transformers.
+
+    Mistral: one for all layers. Qwen: off unless `use_sliding_window`; the layers are those that
+    `layer_types` names, else those from `max_window_layers` on.
+    """
+    if family == "llama":
+        return (None,) * layers
+    on = family == "mistral" or _bool(raw, "use_sliding_window", where)
+    window = _int(raw, "sliding_window", where) if on and raw["sliding_window"] else None
+    if family == "mistral":
+        return (window,) * layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = layers if window is None else _int(raw, "max_window_layers", where, minimum=0)
+        return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UserError(f"{where}: layer_types must name each of the {layers} layers, got {kinds}")
+    unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(
+            f"{where}: unsupported layer_types {', '.join(sorted(unknown))}; "
+            "supported: full_attention, sliding_attention"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise UserError(
+            f"{where}: layer_types names sliding_attention, but there is no window; "
+            "set use_sliding_window and sliding_window"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype(raw: Mapping[str, Any], where: Path) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return name
+
+
+def _sink_logit(raw: Mapping[str, Any], where: Path) -> str:
+    value = raw["sink_logit"]
+    if value not in SINK_LOGITS:
+        raise UserError(
+            f"{where}: sink_logit must be one of {', '.join(SINK_LOGITS)}, got {value!r}; "
+            "download the file again"
+        )
+    return value
+
+
+def _ids(
+    key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], where: Path
+) -> tuple[int, ...]:
+    """Token ids under `key`, one or a list; generation_config.json wins over config.json."""
+    value = raw[key] if generation.get(key) is None else generation[key]
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+            raise UserError(f"{where}: {key} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def _get(value: object, key: str, default: str) -> object:
+    return value.get(key, default) if isinstance(value, dict) else default
+
+
+def _int(raw: Mapping[str, Any], key: str, where: Path, minimum: int = 1) -> int:
+    value = _required(raw, key, where)
+    maximum = MOST.get(key, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise UserError(
+            f"{where}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}; "
+            "download the file again"
+        )
+    return value
+
+
+def _float(raw: Mapping[str, Any], key: str, where: Path) -> float:
+    value = _required(raw, key, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise UserError(
+            f"{where}: {key} must be a positive number, got {value!r}; download the file again"
+        )
+    return float(value)
+
+
+def _bool(raw: Mapping[str, Any], key: str, where: Path) -> bool:
+    value = _required(raw, key, where)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _required(raw: Mapping[str, Any], key: str, where: Path) -> Any:
+    if key not in raw:
+        raise UserError(f"{where}: missing field {key}")
+    return raw[key]

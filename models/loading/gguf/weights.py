@@ -1,0 +1,142 @@
+"""Weights of GGUF files, dequantised tensor by tensor to their final dtype and device.
+
+Names and shapes are checked completely before any weights are read. A tensor is then read through
+a small window: its blocks are dequantised to float32 and stored in the final host buffer, which JAX
+on CPU adopts. So the peak memory is the model and one tensor.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError, first_few
+from jaxkv.files import reading
+from jaxkv.models.loading.gguf.header import Header, corrupt, gguf_package, layout, type_name
+from jaxkv.models.loading.gguf.names import OTHER, paired_heads, shapes
+from jaxkv.models.loading.placement import (
+    ByteProgress,
+    Sharding,
+    Store,
+    Tensor,
+    aligned,
+    fill,
+    place_all,
+)
+from jaxkv.models.network.config import Config
+
+WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
+
+
+def load_weights(
+    header: Header,
+    config: Config,
+    dtype: str | np.dtype,
+    sharding: Sharding = None,
+    progress: ByteProgress | None = None,
+    store: Store = None,
+) -> dict[str, Any]:
+    """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
+
+    dtype: the dtype of the returned weights. sharding, progress: those of `placement.place_all`.
+    Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
+    shape, or of an unsupported type.
+    """
+    tensors = model_tensors(header, config)
+    dtype, architecture = jnp.dtype(dtype), header.fields["general.architecture"]
+
+    def read_one(name: str) -> np.ndarray:
+        return read(tensors[name], dtype, paired_heads(architecture, config, name))
+
+    # Largest first: the tensor in memory twice is then small beside the finished ones.
+    largest = sorted(tensors, key=lambda name: -prod(tensors[name].shape))
+    order = [(name, tensors[name].shape) for name in largest]
+    placed = place_all(order, read_one, dtype, sharding, progress, store)
+    return {name: placed[name] for name in tensors}
+
+
+@reading()
+def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarray:
+    """One tensor, dequantised, in a host buffer of its own.
+
+    heads: the number of heads whose rows are stored as rotary pairs; they are put back in order.
+    """
+    host = aligned(tensor.shape, dtype)
+    if host.size == 0:
+        return host
+    # A vector is one row, unless its rows are in another order.
+    table = host.reshape(1, -1) if host.ndim < 2 and not heads else host.reshape(host.shape[0], -1)
+    rows, columns = table.shape
+    places = np.arange(rows) if heads is None else _rows_of_pairs(rows, heads)
+    dequantize, kind = gguf_package().dequantize, gguf_package().GGMLQuantizationType(tensor.type)
+    row_bytes, step = tensor.bytes // rows, max(1, WINDOW // columns)
+    window = np.empty(min(rows, step) * row_bytes, np.uint8)
+    # Unbuffered, so that no second copy of the bytes is kept.
+    with tensor.file.open("rb", buffering=0) as stream:
+        stream.seek(tensor.start)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            raw = window[: (last - first) * row_bytes]
+            if not fill(stream, raw):
+                raise corrupt(tensor.file, f"it ended within {tensor.name}")
+            # One long row: the package takes time per row, and blocks do not depend on rows.
+            values = dequantize(raw[None], kind)
+            table[places[first:last]] = values.reshape(last - first, columns)
+    return host
+
+
+def _rows_of_pairs(rows: int, heads: int) -> np.ndarray:
+    """The row of each stored row: halves of a head instead of rotary pairs."""
+    order = np.arange(rows).reshape(heads, 2, rows // heads // 2)
+    return order.swapaxes(1, 2).reshape(-1)
+
+
+@cache
+def supported(kind: int) -> bool:
+    """Whether the package `gguf` dequantises a ggml type, by number."""
+    size = layout(kind)
+    if size is None:
+        return False
+    block = np.zeros((1, size[1]), np.uint8)
+    try:
+        gguf_package().dequantize(block, gguf_package().GGMLQuantizationType(kind))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
+    """Our name -> tensor; raises UserError where tensors and metadata disagree."""
+    expected = shapes(config)
+    allowed = {gguf_name for gguf_name, _ in expected.values()} | OTHER
+    lacking = [gguf_name for gguf_name, _ in expected.values() if gguf_name not in header.tensors]
+    extra = [name for name in header.tensors if name not in allowed]
+    if lacking or extra:
+        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
+        problems += [f"extra tensor {first_few(extra)}"] if extra else []
+        raise UserError(
+            f"the weights in {header.path} are not those that its metadata describes: "
+            f"{'; '.join(problems)}; download it again"
+        )
+    tensors = {name: header.tensors[gguf_name] for name, (gguf_name, _) in expected.items()}
+    wrong = [
+        f"{tensor.name} is {list(tensor.shape)}, its metadata says {list(expected[name][1])}"
+        for name, tensor in tensors.items()
+        if tensor.shape != expected[name][1]
+    ]
+    if wrong:
+        raise UserError(
+            f"wrongly shaped tensor in {header.path}: {first_few(wrong)}; download it again"
+        )
+    unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
+    if unsupported:
+        names = [type_name(kind) for kind in range(256) if supported(kind)]
+        raise UserError(
+            f"{unsupported[0].name} in {header.path} is of {type_name(unsupported[0].type)}, which "
+            f"is not supported; supported: {', '.join(names)}"
+        )
+    return tensors

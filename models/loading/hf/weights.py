@@ -1,0 +1,263 @@
+"""Weights from safetensors files, streamed to their final dtype and device.
+
+The headers are checked completely before any weights are read. Then each tensor is read straight
+into its final host buffer (through a 16 MB window where the dtype changes) and
+handed to JAX, which on CPU adopts the buffer. The format is read here rather than mapped by the
+safetensors package: mapped pages count as resident memory until the file is closed, which would
+double the peak, and NumPy has no bfloat16 of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError, first_few
+from jaxkv.files import reading
+from jaxkv.models.loading.hf.folder import read_json
+from jaxkv.models.loading.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
+from jaxkv.models.loading.placement import (
+    ByteProgress,
+    Sharding,
+    Store,
+    Tensor,
+    aligned,
+    fill,
+    place_all,
+)
+from jaxkv.models.network.config import Config
+
+DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
+PIECE = 16 << 20  # bytes read at once where the dtype changes
+
+
+def load_weights(
+    folder: Path,
+    config: Config,
+    dtype: str | np.dtype,
+    sharding: Sharding = None,
+    progress: ByteProgress | None = None,
+    store: Store = None,
+) -> dict[str, Any]:
+    """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
+
+    dtype: the dtype of the returned weights. sharding: one for all, or a function (our name, shape)
+    -> one; None is JAX's default device. progress: called with (bytes done, all bytes).
+    """
+    tensors = model_tensors(folder, config)
+    dtype = jnp.dtype(dtype)
+    order = [(name, tensor.shape) for name, tensor in tensors.items()]
+    read_one = lambda name: read(tensors[name], dtype)  # noqa: E731
+    placed = place_all(order, read_one, dtype, sharding, progress, store)
+    return {name: placed[name] for name in shapes(config)}
+
+
+def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
+    """The tensors of the parameters by our names; raises UserError where a folder has others."""
+    return _match(tensors_in(folder), config, folder)
+
+
+@reading()
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a model folder by its name in the file; reads headers only.
+
+    An index assigns each name to one file. Other files may have old tensors of that name.
+    """
+    weight_map = _weight_map(Path(folder))
+    if weight_map is None:
+        return read_header(folder / SINGLE)
+    headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+    lacking = [f"{name} in {file}" for name, file in weight_map.items()
+               if name not in headers[file]]  # fmt: skip
+    if lacking:
+        raise UserError(
+            f"{folder / INDEX} names tensors that their files lack: {first_few(lacking)}; "
+            "download them again"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What one safetensors file says about itself; empty if nothing."""
+    return _header(file)[0].get("__metadata__") or {}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of one safetensors file, and where its tensors begin."""
+    size = file.stat().st_size
+    if size == 0:
+        raise _corrupt(file, "it is empty")
+    with file.open("rb") as stream:
+        if stream.read(len(LFS)) == LFS:
+            raise UserError(f"{file} is a Git LFS pointer and not the weights; run git lfs pull")
+        stream.seek(0)
+        length = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))[0]
+        if length > size - 8:
+            raise _corrupt(file, f"its header needs {length} bytes, the file has {size}")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not valid")
+    return header, 8 + length
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file; raises where header and file size disagree."""
+    size = file.stat().st_size
+    header, begin = _header(file)
+    try:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {
+            name: Tensor(
+                file=file,
+                name=name,
+                type=entry["dtype"],
+                shape=tuple(map(int, entry["shape"])),
+                start=begin + entry["data_offsets"][0],
+                bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise _corrupt(file, "its header is not valid") from None
+    end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
+    if end != size and tensors:
+        raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
+    for t in tensors.values():
+        dtype = DTYPES.get(t.type)
+        if t.start < begin or (dtype and t.bytes != prod(t.shape) * dtype.itemsize):
+            raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
+    return tensors
+
+
+@reading()
+def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    """One tensor as a host array of `dtype`, in a buffer of its own."""
+    count = prod(tensor.shape)
+    stored = DTYPES[tensor.type]
+    host = aligned((count,), dtype)
+    # Unbuffered, so that no second copy of the bytes is kept.
+    with tensor.file.open("rb", buffering=0) as stream:
+        stream.seek(tensor.start)
+        if stored == dtype:
+            complete = fill(stream, host)
+        else:
+            complete, window = True, np.empty(min(count, PIECE // stored.itemsize), stored)
+            for at in range(0, count, max(len(window), 1)):
+                piece = window[: min(len(window), count - at)]
+                complete = complete and fill(stream, piece)
+                host[at : at + len(piece)] = piece
+    if not complete:
+        raise _corrupt(tensor.file, f"it ended within {tensor.name}")
+    return host.reshape(tensor.shape)
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by its name, from the index; None for a single file, which wins."""
+    if (folder / SINGLE).is_file():
+        return None
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or {type(f) for f in weight_map.values()} != {str}:
+            raise UserError(f"{folder / INDEX} has no weight_map; download it again")
+        files = sorted(set(weight_map.values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise UserError(
+                f"{folder} lacks weight files: {first_few(missing)}; download them again"
+            )
+        return weight_map
+    other_files = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
+    if any(name.endswith(".gguf") for name in other_files):
+        raise UserError(
+            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
+            "name the GGUF file itself"
+        )
+    if other_files:
+        raise UserError(
+            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
+            "jaxkv reads safetensors: convert the model or use a version that has them"
+        )
+    raise UserError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
+
+
+def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
+    """Our name -> tensor, largest first; raises where file and config.json disagree."""
+    by_name: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(HARMLESS):
+            continue
+        if (earlier := by_name.setdefault(canonical(name), tensor)) is not tensor:
+            raise UserError(f"{folder} has one tensor under two names: {earlier.name}, {name}")
+    if config.tied and HEAD in by_name:
+        head = by_name.pop(HEAD)
+        if _differ(by_name.setdefault(EMBED, head), head):
+            raise UserError(
+                f"{folder}: config.json ties the head to the embedding, but {head.name} differs "
+                f"from {by_name[EMBED].name}; set tie_word_embeddings to false"
+            )
+    expected = shapes(config)
+    expected_names = {hf_name for hf_name, _ in expected.values()}
+    lacking = [hf_name for hf_name, _ in expected.values() if hf_name not in by_name]
+    extra = [tensor.name for name, tensor in by_name.items() if name not in expected_names]
+    if lacking or extra:
+        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
+        problems += [f"extra tensor {first_few(extra)}"] if extra else []
+        if HEAD in lacking:
+            problems.append("if the head is the embedding, set tie_word_embeddings to true")
+        raise UserError(
+            f"the weights in {folder} are not those that config.json describes: "
+            + "; ".join(problems)
+        )
+    wrong, dtypes = [], []
+    for hf_name, shape in expected.values():
+        tensor = by_name[hf_name]
+        if tensor.shape != shape:
+            wrong.append(
+                f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, "
+                f"config.json says {list(shape)}"
+            )
+        if tensor.type not in DTYPES:
+            dtypes.append(f"{tensor.name} is {tensor.type}")
+    if wrong:
+        raise UserError(f"wrongly shaped tensor in {folder}: {first_few(wrong)}")
+    if dtypes:
+        raise UserError(
+            f"weights must be one of {', '.join(DTYPES)}; in {folder} {first_few(dtypes)}; "
+            "use an unquantized version of the model"
+        )
+    # Largest first: the tensor in memory twice is then small beside the finished ones.
+    pairs = [(name, by_name[hf_name]) for name, (hf_name, _) in expected.items()]
+    return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
+
+
+@reading()
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes of two tensors differ, read through a window."""
+    if a is b:
+        return False
+    if (a.shape, a.type) != (b.shape, b.type):
+        return True
+    with a.file.open("rb") as first, b.file.open("rb") as second:
+        first.seek(a.start)
+        second.seek(b.start)
+        return any(
+            first.read(n) != second.read(n)
+            for at in range(0, a.bytes, PIECE)
+            for n in [min(PIECE, a.bytes - at)]
+        )
+
+
+def _corrupt(file: Path, why: str) -> UserError:
+    return UserError(f"{file} is truncated or corrupt: {why}; download it again")

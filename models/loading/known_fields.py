@@ -1,0 +1,264 @@
+"""The known fields of config.json, generation_config.json and GGUF headers.
+
+A field is applied, or has one neutral value and is refused with another, or changes no result.
+Other fields are named in a warning, unless their value asks for nothing: published files have
+notes of many programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.errors import UserError, first_few, warn
+
+if TYPE_CHECKING:
+    from jaxkv.models.network.config import Config
+
+# config.json, by family. Those of rope are in ROPE.
+SHARED = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters", "original_max_position_embeddings", "dtype", "torch_dtype", "bos_token_id",
+    "eos_token_id", "sink_logit",
+}  # fmt: skip
+QWEN_WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+APPLIED: dict[str, set[str]] = {
+    "llama": SHARED | {"attention_bias", "mlp_bias"},
+    "mistral": SHARED | {"sliding_window"},
+    "qwen2": SHARED | QWEN_WINDOWS,
+    "qwen3": SHARED | QWEN_WINDOWS | {"attention_bias"},
+}
+ROPE = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim", "truncate", "partial_rotary_factor",
+}  # fmt: skip
+# Fields with a neutral value besides null. What they would change, jaxkv does not compute.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rope_interleaved": (False,),
+    "rope_interleave": (False,),
+    "position_embedding_type": ("rope", "rotary", "relative"),
+    "alibi": (False,),
+    "no_rope_layers": ([],),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attention_scale": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_embeddings": (False,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "parallel_residual": (False,),
+    "use_parallel_residual": (False,),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "per_layer_config": ({},),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "quantization_config": ({},),
+    "pruned_heads": ({},),
+}
+# Neither change logits. Generation settings in config.json are read where generation_config.json
+# is absent (sampling_settings.py).
+HARMLESS = {
+    "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map",
+    "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "hidden_dropout",
+    "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class",
+    "prefix", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "return_dict", "output_hidden_states", "output_attentions",
+    "chunk_size_feed_forward", "torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder",
+    "tie_encoder_decoder", "cross_attention_hidden_size", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "use_flash_attn", "use_flash_attention", "is_llama_config", "transformers.js_config",
+    "max_sequence_length", "model_max_length", "unsloth_version", "unsloth_fixed",
+    "unsloth_processed", "keys_to_ignore_at_inference", "gradient_checkpointing",
+}  # fmt: skip
+
+# generation_config.json. Settings that jaxkv lacks, with their values of no effect besides null.
+SAMPLED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+           "bos_token_id", "eos_token_id"}  # fmt: skip
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "stop_strings": ([],),
+    "guidance_scale": (0, 1),
+    "watermarking_config": ({},),
+    "dola_layers": ([],),
+    "token_healing": (False,),
+}
+# Limits, speed, the form of the result, and what beams alone use.
+HARMLESS_SAMPLING = {
+    "max_length", "max_new_tokens", "max_time", "pad_token_id", "decoder_start_token_id",
+    "transformers_version", "_from_model_config", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "return_legacy_cache", "early_stopping", "length_penalty",
+    "num_return_sequences", "renormalize_logits", "remove_invalid_values", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "speculation_type", "use_mtp", "compile_config", "disable_compile",
+    "continuous_batching_config", "low_memory", "prefill_chunk_size", "trust_remote_code",
+    "chat_format", "max_window_size", "user_token_id", "assistant_token_id",
+}  # fmt: skip
+
+# GGUF headers, after "ARCHITECTURE.".
+GGUF_APPLIED = {
+    "embedding_length", "feed_forward_length", "block_count", "context_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.value_scale": (0, 1),
+    "attention.temperature_scale": (0,),
+    "attention.temperature_length": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "attention.sliding_window_pattern": (0, 1),
+    "attention.shared_kv_layers": (0,),
+    "attention.key_length_swa": (),
+    "attention.value_length_swa": (),
+    "attention.key_length_mla": (0,),
+    "attention.value_length_mla": (0,),
+    "use_parallel_residual": (False,),
+    "tensor_data_layout": ("", "Meta AI original pth"),
+    "hidden_activation": ("silu", "swish"),
+    "swin_norm": (False,),
+    "rope.freq_base_swa": (),
+    "rope.dimension_count_swa": (),
+    "rope.dimension_sections": ([], [0, 0, 0, 0]),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (),
+    "rope.scaling.yarn_attn_factor": (),
+}
+GGUF_HARMLESS = {"vocab_size", "rope.scaling.finetuned", "pooling_type", "embedding_length_out",
+                 "classifier.output_labels"}  # fmt: skip
+# general.sampling.*
+GGUF_SAMPLED = {"temp", "top_k", "top_p", "min_p", "penalty_repeat"}
+GGUF_NEUTRAL_SAMPLING = {"xtc_probability": (0,), "mirostat": (0,), "sequence": ("",)}
+GGUF_HARMLESS_SAMPLING = {"xtc_threshold", "mirostat_tau", "mirostat_eta", "penalty_last_n"}
+
+
+def check_config(
+    fields: Mapping[str, Any], rope: Mapping[str, Any], config: Config, where: Path
+) -> None:
+    """Raise UserError for a field of config.json that would change the model; warn of unknown ones.
+
+    fields: all fields of config.json. rope: its rope settings. config: the description they give.
+    """
+    windowed = all(window is not None for window in config.windows)
+    neutral = NEUTRAL | {
+        "attention_multiplier": (config.head_dim**-0.5,),
+        "query_pre_attn_scalar": (config.head_dim,),
+        "attention_scale": (config.head_dim**-0.5,),
+        "rotary_dim": (config.head_dim,),
+        "no_rope_layers": ([], [1] * config.layers),
+        "use_qk_norm": (config.qk_norm,),
+        "qk_layernorm": (config.qk_norm,),
+    }
+    if "layer_types" not in APPLIED[config.family]:
+        kind = "sliding_attention" if windowed else "full_attention"
+        neutral |= {"layer_types": ([kind] * config.layers,), "use_sliding_window": (windowed,)}
+    applied = APPLIED[config.family] | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
+    check(fields, neutral, applied | HARMLESS, where)
+    check(rope, neutral, ROPE | {"finetuned"}, where)
+
+
+def check(
+    fields: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    supported: Collection[str],
+    where: Path,
+) -> None:
+    """Raise UserError for a value that is not neutral; warn of fields that are not known."""
+    for name, value in fields.items():
+        if name in neutral and not _is_one(value, neutral[name]):
+            values = " or ".join(f"{v!r:.60}" for v in neutral[name]) or "absent"
+            raise UserError(
+                f"{where}: {name} must be {values}, got {value!r:.60}: jaxkv does not compute "
+                "anything else; use another model"
+            )
+    unknown = {name for name in fields if name not in neutral and name not in supported}
+    warn_of(f"{where}: these fields have no effect", fields, unknown)
+
+
+def warn_of_sampling(
+    settings: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    supported: Collection[str],
+    where: Path,
+) -> None:
+    """Warn of sampling settings that have no effect; as defaults, they refuse no model."""
+    missing = {
+        name
+        for name, value in settings.items()
+        if (not _is_one(value, neutral[name]) if name in neutral else name not in supported)
+    }
+    warn_of(f"{where}: answers are sampled without", settings, missing)
+
+
+def warn_of(message: str, fields: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Warn, in one line, of those fields whose value asks for something."""
+    shown = [f"{n} {fields[n]!r:.40}" for n in fields if n in set(names) and fields[n] not in EMPTY]
+    if shown:
+        warn(f"{message}: {first_few(shown)}")
+
+
+EMPTY = (None, False, 0, "", [], {})
+
+
+def _is_one(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is null or one of these; floats may differ by their rounding to float32."""
+    if value is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return any(type(value) is type(allowed) and value == allowed for allowed in values)
+    numbers = (v for v in values if isinstance(v, int | float) and not isinstance(v, bool))
+    return any(abs(value - number) <= 1e-6 * abs(number) for number in numbers)

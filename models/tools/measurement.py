@@ -1,0 +1,385 @@
+"""Losses of cache policies on the same tokens: the measurement of `advise` and `compare`.
+
+A text is cut into stretches of equal length. The beginning of each is a prompt; the tokens after it
+are predicted one by one, each from the true tokens before it. Policies that evict do so while the
+prompt is read, and policies that act on a prompt do so at its end. All read the same tokens, so
+their differences have a far smaller spread than their losses.
+
+Policies that attend exactly within a prompt share one reading of it (`shared_prompt`). Programs are
+compiled in other threads, in the order in which they are needed, while earlier ones run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.models.generation import shared_prompt
+from jaxkv.models.generation.decoding import Static, prefill_programs
+from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
+from jaxkv.models.generation.streams import Stream, bucket, not_finite
+from jaxkv.models.loading.compilation import Ahead, clock
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import Decoder, Weights
+from jaxkv.models.tools.divergence import divergence
+from jaxkv.policy_spec import state_bytes
+from jaxkv.state import memory
+from jaxkv.typing import Array, Float, Float32, Int32
+
+# Shows progress: takes a label, the units in all and their name; yields a function of those done.
+WatchTask = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
+
+
+class Stretches(NamedTuple):
+    """Parts of a text. prompt: the number of first tokens that are the prompt, 0 for none.
+
+    The first token after a prompt is fed and not scored, because policies that act on the prompt
+    predict it by full attention. So each stretch has N - 1 - prompt scored tokens.
+    """
+
+    tokens: Int32[np.ndarray, "S N"]
+    prompt: int
+
+    @property
+    def fed(self) -> int:
+        """Tokens of a stretch that the model reads: all but the last."""
+        return self.tokens.shape[1] - 1
+
+    @property
+    def scored(self) -> int:
+        return self.fed - self.prompt
+
+
+def cut(
+    llm: Llm, ids: Sequence[int], prompt: int, scored: int, count: int | None, default: int
+) -> Stretches:
+    """Consecutive stretches of a text, each with the BOS and sinks in front.
+
+    ids: the text, with these in front. prompt, scored: tokens of each part of a stretch. count:
+    of stretches; None takes as many as the text has, up to `default`.
+    Raises UserError where the text has fewer.
+    """
+    front, size = list(llm.tokenizer.front), prompt + scored + 1
+    body = np.asarray(ids[len(front) :], np.int32)
+    step = size - len(front)
+    room = len(body) // step if step > 0 else 0
+    if room < 1:
+        raise UserError(
+            f"a stretch has {prompt} tokens of prompt and {scored} that are scored, so the text "
+            f"must have at least {size} tokens, got {len(ids)}; give a longer text, or lower "
+            "--prompt-tokens or --score-tokens"
+        )
+    if count is not None and count > room:
+        raise UserError(
+            f"the text has {room} stretches of {size} tokens, got --stretches {count}; give a "
+            "longer text, or a lower --stretches"
+        )
+    count = count or min(room, default)
+    parts = body[: count * step].reshape(count, step)
+    before = np.tile(np.asarray(front, np.int32), (count, 1))
+    return Stretches(np.concatenate([before, parts], axis=1), prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What one policy gives on each stretch.
+
+    losses: losses of the scored tokens, NaN for sink tokens, which no head predicts. kl: KL of the
+    prediction from that of full attention. agreement: 1 where both have the same likeliest token.
+    Both are NaN where they are not measured. state_bytes: bytes of the caches after the last token.
+    seconds: time without compile_seconds; a prompt that several policies share counts for the first
+    of them. chunk: tokens per chunk. An interrupted policy has fewer stretches, or one with fewer
+    tokens.
+    """
+
+    policy: str
+    losses: Float[np.ndarray, "S C"]
+    kl: Float[np.ndarray, "S C"]
+    agreement: Float[np.ndarray, "S C"]
+    state_bytes: int
+    seconds: float
+    compile_seconds: float
+    chunk: int
+
+    def is_complete(self, text: Stretches) -> bool:
+        return self.losses.shape == (len(text.tokens), text.scored)
+
+
+@dataclass(eq=False)
+class _Run:
+    """One policy: its predictions by stretch and chunk so far, and its last stream."""
+
+    parts: list[list[np.ndarray]] = field(default_factory=list)
+    stream: Stream | None = None
+    state_bytes: int = 0
+    chunk: int = 0
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time inside."""
+        start, compiled = time.perf_counter(), clock().seconds
+        try:
+            yield
+        finally:
+            compiled = clock().seconds - compiled
+            self.compile_seconds += compiled
+            self.seconds += max(0.0, time.perf_counter() - start - compiled)
+
+    def reading(self, name: str) -> Reading:
+        rows = [np.concatenate(parts) for parts in self.parts if parts]
+        rows = [row for row in rows if len(row) == len(rows[0])]
+        losses, kl, agreement = np.moveaxis(np.stack(rows).astype(np.float64), 2, 0)
+        return Reading(
+            name, losses, kl, agreement,
+            self.state_bytes, self.seconds, self.compile_seconds, self.chunk,
+        )  # fmt: skip
+
+
+def measure(
+    llm: Llm,
+    text: Stretches,
+    policies: Sequence[str],
+    seed: int,
+    watch: WatchTask,
+    stopped: Callable[[], bool] = lambda: False,
+    full: str | None = None,
+    chunk: int | None = None,
+    ahead: Ahead | None = None,
+    later: Callable[[Ahead, str, Stream], None] | None = None,
+    room: int = 0,
+) -> tuple[list[Reading], dict[str, Stream]]:
+    """The readings of policies, in their order; with `room` also their last streams.
+
+    seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
+    whether to end there. full: the policy with which predictions are compared. chunk: tokens per
+    chunk; None chooses by policy. ahead: compiles programs in other threads; None compiles each
+    when it is first called. later: begins to compile what follows, from a stream whose caches are
+    shapes. room: tokens after a stretch, for which growing caches have room.
+    Raises UserError before anything runs if any policy cannot run.
+    """
+    groups = grouped(llm, text, policies, full)
+    final = text.fed + room
+    # Those that read a prompt together are in memory at once, and all for work after the stretches.
+    for names in [tuple(policies)] if room else [group.names for group in groups]:
+        needed = sum(state_bytes(llm.policies(name), llm.spec, 1, final) for name in names)
+        caches = f"the caches of {len(names)} policies for {final} tokens"
+        caches = caches if len(names) > 1 else f"the cache of {names[0]} for {final} tokens"
+        memory.check(needed, caches, fewer="policies or tokens, or a smaller budget")
+    ahead, overlapped = ahead or Ahead(), ahead is not None and llm.mesh is None and text.prompt
+    runs = {name: _Run() for name in policies}
+    label = f"measuring {len(policies)} policies" if len(policies) > 1 else policies[0]
+    try:
+        if overlapped:
+            _compile_ahead(llm, text, groups, chunk, full, final, ahead, later)
+        with watch(label, tokens_fed(text, groups), "tokens") as progress:
+            done = 0
+            for count in _run(llm, text, groups, runs, seed, full, final, chunk, ahead):
+                done += count
+                progress(done)
+                if stopped():
+                    break
+        if stopped():  # also while a program was waited for
+            ahead.cancel()
+    except BaseException:
+        ahead.cancel()
+        raise
+    measured = {name: run for name, run in runs.items() if any(run.parts)}
+    return (
+        [run.reading(name) for name, run in measured.items()],
+        {name: run.stream for name, run in measured.items()},
+    )
+
+
+class Group(NamedTuple):
+    """Policies that read a stretch together. exact: they share one reading of the prompt."""
+
+    names: tuple[str, ...]
+    exact: bool
+
+
+def grouped(
+    llm: Llm, text: Stretches, policies: Sequence[str], full: str | None = None
+) -> list[Group]:
+    """The policies in the order in which they run: those that share a prompt first, `full` ahead.
+
+    Raises UserError for a policy that acts on a prompt where the text has none, or too short a one.
+    """
+    for name in policies:
+        check_scorable(llm.policies(name), text.prompt)
+    shares = text.prompt and llm.mesh is None
+    exact = [n for n in policies if shares and shared_prompt.attends_exactly(llm.policies(n))]
+    exact.sort(key=lambda name: name != full)  # stable
+    rest = sorted((n for n in policies if n not in exact), key=lambda name: name != full)
+    together = [Group(tuple(exact), True)] if exact else []
+    return [*together, *(Group((name,), False) for name in rest)]
+
+
+def tokens_fed(text: Stretches, groups: Sequence[Group]) -> int:
+    """The tokens that the model reads, over all policies."""
+    per_stretch = sum(text.prompt + len(group.names) * text.scored for group in groups)
+    return len(text.tokens) * per_stretch
+
+
+def _run(
+    llm: Llm, text: Stretches, groups: Sequence[Group], runs: dict[str, _Run], seed: int,
+    full: str | None, final: int, chunk: int | None, ahead: Ahead,
+) -> Iterator[int]:  # fmt: skip
+    """Read all stretches under all policies; yields the tokens read since the last time."""
+    references: list[np.ndarray | None] = [None] * len(text.tokens)
+    for group in groups:
+        for number, ids in enumerate(text.tokens):
+            numbered = (seed + number) % 2**32
+            streams = [Stream(llm, n, seed=numbered, tokens=final) for n in group.names]
+            with runs[group.names[0]].timed():
+                if not ahead.wait(_prompt(group)):
+                    return
+                yield from _read_prompt(llm, text, group, streams, ids, chunk)
+                if text.prompt:
+                    for stream in streams:  # once, so that one program reads the rest
+                        stream.reserve(0, room=final)
+            for name, stream in zip(group.names, streams, strict=True):
+                run = runs[name]
+                run.stream, run.chunk = stream if final > text.fed else None, stream.chunk_of(chunk)
+                run.parts.append([])
+                hidden: list[np.ndarray] = []
+                with run.timed():
+                    if not ahead.wait(name):
+                        return
+                    parts = _predictions(
+                        llm, stream, ids[text.prompt :], stream.chunk_of(chunk), references[number],
+                        hidden.append if name == full else None,
+                    )  # fmt: skip
+                    for part in parts:
+                        run.parts[-1].append(part)
+                        run.state_bytes = stream.state_bytes
+                        yield len(part)
+                predicted = ids[text.prompt + 1 :] < llm.config.vocab  # all but sink tokens
+                if not np.isfinite(np.concatenate(run.parts[-1])[predicted, 0]).all():
+                    raise not_finite(llm)
+                if name == full:
+                    references[number] = np.concatenate(hidden, axis=1)
+
+
+def _read_prompt(
+    llm: Llm, text: Stretches, group: Group, streams: Sequence[Stream], ids: np.ndarray,
+    chunk: int | None,
+) -> Iterator[int]:  # fmt: skip
+    """Finish prefill of the prompt of one stretch; yields the tokens read since the last time."""
+    size = text.prompt
+    if group.exact:
+        layers = llm.config.layers
+        for layer in shared_prompt.read(streams, ids[:size]):
+            yield size * (layer + 1) // layers - size * layer // layers
+    elif size:
+        (stream,) = streams
+        fed = hidden_by_chunk(llm, stream, ids[: size + 1], stream.chunk_of(chunk))
+        for _, _, count in fed:
+            yield count
+        stream.finish_prefill()
+
+
+def _predictions(
+    llm: Llm,
+    stream: Stream,
+    ids: Int32[np.ndarray, " N"],
+    chunk: int,
+    reference: Float[np.ndarray, "D N"] | None,
+    keep: Callable[[np.ndarray], None] | None,
+) -> Iterator[Float32[np.ndarray, "T 3"]]:
+    """By chunk: loss, KL and agreement. keep: called with the outputs of the last layer."""
+    at = 0
+    for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
+        if keep is not None:
+            keep(np.asarray(x)[:, 0, :size])
+        full = None
+        if reference is not None:
+            full = np.zeros(x.shape, reference.dtype)
+            full[:, 0, :size] = reference[:, at : at + size]
+        part = np.array(compare(stream.static.of_model, llm.weights, x, targets, full))[:size]
+        if keep is not None:
+            part[:, 1:] = 0, 1  # full attention against itself
+        at += size
+        yield part
+
+
+@partial(jax.jit, static_argnums=0)
+def compare(
+    static: Static,
+    weights: Weights,
+    x: Float[Array, "D 1 T"],
+    targets: Int32[Array, "1 T"],
+    full: Float[Array, "D 1 T"] | None,
+) -> Float32[Array, "T 3"]:
+    """Losses of the targets, KL from full attention and agreement (NaN where `full` is None)."""
+    decoder, parts = Decoder(static.config, weights, static.mesh), []
+    for start in range(0, x.shape[2], TOKENS_OF_LOGITS):
+        block = slice(start, start + TOKENS_OF_LOGITS)
+        logits = decoder.logits(decoder.normed(x[:, :, block]))
+        picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
+        losses = jax.nn.logsumexp(logits, axis=0) - picked
+        if full is None:
+            kl, agreement = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
+        else:
+            of_full = decoder.logits(decoder.normed(full[:, :, block].astype(x.dtype)))
+            kl, agreement = divergence(of_full, logits)
+        parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
+    return jnp.concatenate(parts)
+
+
+def _prompt(group: Group) -> str:
+    """The name under which programs of the prompt are compiled."""
+    return f"prompt of {group.names}"
+
+
+def _compile_ahead(
+    llm: Llm, text: Stretches, groups: Sequence[Group], chunk: int | None, full: str | None,
+    final: int, ahead: Ahead, later: Callable[[Ahead, str, Stream], None] | None,
+) -> None:  # fmt: skip
+    """Begin to compile all programs, in the order in which they are called."""
+    ended: dict[str, Stream] = {}
+    for group in groups:
+        streams = [Stream(llm, name, tokens=final) for name in group.names]
+        if group.exact:
+            for program, arguments in shared_prompt.programs(streams, text.prompt):
+                ahead.compile(_prompt(group), program, *arguments)
+        for name, stream in zip(group.names, streams, strict=True):
+            before, after = stream.states_for(text.prompt)
+            size = stream.chunk_of(chunk)
+            if not group.exact:
+                shapes = stream.decoding._replace(states=before)
+                for width in widths(text.prompt, size):
+                    *layers, _ = prefill_programs(stream.static, llm.weights, shapes, width)
+                    for program, *arguments in layers:
+                        ahead.compile(_prompt(group), program, *arguments)
+            stream.decoding = stream.decoding._replace(states=after)
+            for width in widths(text.scored, size):
+                *layers, _ = prefill_programs(stream.static, llm.weights, stream.decoding, width)
+                for program, *arguments in layers:
+                    ahead.compile(name, program, *arguments)
+                x = layers[-1][4 + 1]
+                targets = jax.ShapeDtypeStruct((1, width), jnp.int32)
+                of_full = None if full is None or name == full else x
+                ahead.compile(name, compare, stream.static.of_model, llm.weights, x, targets,
+                              of_full)  # fmt: skip
+            ended[name] = stream
+    for name, stream in ended.items():
+        if later is not None:
+            later(ahead, name, stream)
+
+
+def widths(tokens: int, chunk: int) -> list[int]:
+    """The padded lengths of the chunks of so many tokens."""
+    sizes = (bucket(min(chunk, tokens - at), chunk) for at in range(0, tokens, chunk))
+    return list(dict.fromkeys(sizes))

@@ -1,0 +1,150 @@
+"""Rules of caches that compress a finished prompt."""
+
+import math
+
+import numpy as np
+
+from tests.core.oracle.draws import priority, uniform
+from tests.core.oracle.halving import gram, walk
+from tests.core.oracle.positions import rotate
+
+
+def compressed(sinks, size, rounds, choose, weight=None):
+    """Prompt compression: of a finished prompt, sinks, window, and a choice of the other tokens.
+
+    Before the end of prefill, and after the prompt, every token is cached.
+
+    choose(numbers, inputs) returns the tokens that stay, or a dictionary of them with factors of
+    their values. Tokens after the last whole group of 2^rounds are not compressed.
+    """
+
+    def rule(inputs):
+        cached, factors = [], {}
+        for number in range(inputs.tokens):
+            if number == inputs.prompt:
+                count = max(0, number - sinks - size)
+                count -= count % 2**rounds
+                chosen = choose(list(range(sinks, sinks + count)), inputs)
+                factors = chosen if isinstance(chosen, dict) else {}
+                log = rounds * math.log(2) if weight is None else weight
+                cached = cached[:sinks] + [(n, log) for n in chosen] + cached[sinks + count :]
+            cached.append((number, 0.0))
+            yield [(n, log, factors.get(n, 1.0)) for n, log in sorted(cached)], sorted(cached)
+
+    return rule
+
+
+def in_blocks(rounds, block, choose):
+    """Halving in blocks, `rounds` times."""
+
+    def all_rounds(numbers, inputs):
+        for round in range(rounds):
+            uniforms = [uniform(16 * i + round, inputs.rng) for i in range(len(numbers))]
+            numbers = [
+                n
+                for at in range(0, len(numbers), block)
+                for n in choose(numbers[at : at + block], uniforms[at : at + block], inputs)
+            ]
+        return numbers
+
+    return all_rounds
+
+
+def as_published(rounds, block, theta, scale, key_scale, c):
+    """The halving of BalanceKV's published code: walks in blocks, over values times their factors.
+
+    At the token where one sign has half of all tokens, the earlier tokens of the other sign stay
+    and count twice. All later tokens stay and count once.
+    """
+
+    def choose(numbers, inputs):
+        times = np.ones(inputs.tokens)
+        for round in range(rounds if numbers else 0):
+            signs, half = [], len(numbers) // 2
+            for at in range(0, len(numbers), block):
+                chunk = numbers[at : at + block]
+                v = inputs.v * times[:, None]
+                phi = gram(chunk, inputs.k, v, theta, scale, key_scale, False)
+                uniforms = [uniform(16 * (at + i) + round, inputs.rng) for i in range(len(chunk))]
+                signs += walk(phi, uniforms, c)
+            end = next(i for i in range(len(signs)) if signs[: i + 1].count(signs[i]) == half)
+            rarer = [n for n, sign in zip(numbers[:end], signs, strict=False) if sign != signs[end]]
+            times[rarer] *= 2
+            numbers = rarer + numbers[end + 1 :]
+        return {n: times[n] / 2**rounds for n in numbers}
+
+    return choose
+
+
+def at_random(rounds):
+    """A uniform sample: the tokens with the lowest draws, one in 2^rounds."""
+
+    def choose(numbers, inputs):
+        order = sorted(range(len(numbers)), key=lambda place: priority(place, inputs.rng))
+        return [numbers[place] for place in order[: len(numbers) >> rounds]]
+
+    return choose
+
+
+def most_attended(capacity, size, kernel, pool, theta, scale):
+    """SnapKV: the tokens with the most attention from the last `size` queries, pooled per head."""
+
+    def choose(numbers, inputs):
+        last = [n for n in range(inputs.prompt - size, inputs.prompt) if n >= 0]
+        k, side = inputs.k[: inputs.prompt], kernel // 2
+        k = k if theta is None else rotate(k, np.arange(inputs.prompt), theta)
+        pooled = np.zeros(len(numbers))
+        for head in range(len(inputs.q[0])):
+            score = np.zeros(inputs.prompt)
+            for n in last:
+                query = inputs.q[n][head]
+                query = query if theta is None else rotate(query[None], [n], theta)[0]
+                e = np.exp(k[: n + 1] @ query * scale)
+                score[: n + 1] += e / e.sum()
+            padded = np.pad(score[: len(numbers)], side)
+            around = [padded[i : i + kernel] for i in range(len(numbers))]
+            pooled += [x.max() if pool == "max" else x.mean() for x in around]
+        return sorted(numbers, key=lambda n: -pooled[n])[: capacity - size]
+
+    return choose
+
+
+def least_alike(capacity, theta):
+    """KeyDiff: the tokens whose keys have the smallest cosine with the mean key direction."""
+
+    def choose(numbers, inputs):
+        k = inputs.k[: inputs.prompt]
+        k = k if theta is None else rotate(k, np.arange(inputs.prompt), theta)
+        k = k / np.linalg.norm(k, axis=1)[:, None]
+        anchor = k.sum(axis=0)
+        cosines = k @ anchor / np.linalg.norm(anchor)
+        return sorted(numbers, key=lambda n: cosines[n])[:capacity]
+
+    return choose
+
+
+def most_expected(capacity, sinks, future, theta, scale, epsilon=0.0):
+    """Expected attention: E exp(logit) of later queries, which are normal as the prompt's are."""
+
+    def choose(numbers, inputs):
+        if not numbers:
+            return []
+        ahead = inputs.prompt + np.arange(future)
+        k, turn = inputs.k[numbers], np.eye(inputs.k.shape[1])
+        if theta is not None:
+            k = rotate(k, numbers, theta)
+            turn = sum(rotate(turn, [n] * len(turn), theta) for n in ahead) / future
+        share = np.zeros(len(numbers))
+        for head in range(len(inputs.q[0])):
+            q = inputs.q[sinks : inputs.prompt, head] @ turn
+            mean, covariance = q.mean(axis=0), np.atleast_2d(np.cov(q.T, bias=True))
+            logits = scale * (k @ mean) + scale**2 / 2 * np.sum(k @ covariance * k, axis=1)
+            if inputs.slopes is not None:
+                logits = logits - inputs.slopes[head] * (ahead.mean() - np.array(numbers))
+            e = np.exp(logits)
+            share += e / e.sum() / len(inputs.q[0])
+        score = (share + epsilon) * np.linalg.norm(inputs.v[numbers], axis=1)
+        best = sorted(range(len(numbers)), key=lambda i: -score[i])[: capacity - sinks]
+        return [numbers[i] for i in best]
+
+    return choose

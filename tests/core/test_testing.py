@@ -1,0 +1,253 @@
+"""`jaxkv.testing`: every policy of jaxkv keeps the laws, and each law finds its mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from functools import partial
+from typing import ClassVar
+
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.attention import chunked_scan
+from jaxkv.cache import ring
+from jaxkv.errors import UserError
+from jaxkv.testing import (
+    LawError,
+    check_law,
+    check_laws,
+    check_policy,
+    check_protected,
+    check_unbiased,
+    check_wrap,
+    make_subject,
+    table,
+)
+from jaxkv.testing.laws import LAWS
+from tests.core.broken_policies import (
+    Branches,
+    Broken,
+    CachesInnerPadding,
+    CachesNothing,
+    CachesPadding,
+    CompressesAnother,
+    DropsTokens,
+    IgnoresPenalty,
+    IgnoresSoftcap,
+    InfiniteGradient,
+    LatePages,
+    MixesSequences,
+    NoGradient,
+    NoLeaf,
+    NotEmpty,
+    OtherDtype,
+    OtherStructure,
+    Overwriting,
+    QueryLetter,
+    SeesEvicted,
+    SharesBuffers,
+    SharesBuffersLater,
+    ShortWindow,
+    Shrinks,
+    SignedPositions,
+    SwapsHeads,
+    TooFewBytes,
+    TooFewLetters,
+    Unequal,
+    Unshared,
+    WrongLetter,
+    WrongPositions,
+)
+from tests.seldom import seldom
+
+
+def newest(count):
+    """The tokens that a window of this size caches."""
+    return lambda query: range(max(0, query + 1 - count), query + 1)
+
+
+@pytest.mark.parametrize("policy", [
+    jaxkv.Streaming(2, 5), seldom(jaxkv.policy("balance:sinks=2,window=3,block=8,start=16")),
+])  # fmt: skip
+def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
+    numbers = {result.number for result in check_policy(policy)}
+    assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19}
+    assert (14 in numbers) == (policy.min_prompt is not None)
+
+
+@pytest.mark.parametrize("policy, number, why", [
+    (CompressesAnother(), 14, "depends on"), (InfiniteGradient(), 16, "through finish_prefill"),
+    (Shrinks(storage="int8"), 17, "a row of k is not its token's"),
+    (LatePages(sinks=1, window=3, levels=2, block=4), 11, "last_write must be"),
+    (DropsTokens(), 1, r"must return lse \[B,T,N\] as \(\(4, 1, 6\), 'float32'\), got \(\(4, 6\)"),
+    (SignedPositions(), 1, r"cached must return positions \[B,K,S\] as .*'uint32'.*'int32'"),
+    (CachesNothing(), 1, "cached must return a Cached, got a NoneType"),
+    (Branches(), 1, "must be jittable, so use jnp.where"), (NoLeaf(), 11, "a Leaf per array"),
+    (OtherDtype(), 1, r"must return .count as \(\(4,\), 'int32'\), got \(\(4,\), 'float32'\)"),
+    (OtherStructure(), 1, r"the arrays .k, .v, .positions, .count, got \[0\].k"),
+    (WrongLetter(), 11, r"leaf .k: axis H must be 8, got 3"),
+    (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for an array of"),
+    (CachesPadding(), 2, "padding"), (CachesInnerPadding(), 2, "padding"),
+    (MixesSequences(), 3, "sequence 0"), (ShortWindow(), 4, "chunks of 1"),
+    (IgnoresSoftcap(), 4, "a softcap"), (IgnoresPenalty(), 4, "under ALiBi"),
+    (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
+    (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
+    (TooFewBytes(), 10,
+     r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
+    (WrongPositions(), 4, r"after 1 tokens `cached` must give positions \[0\], got \[1\]"),
+    (QueryLetter(), 11, "leaf .k: T and N are axes of queries"),
+    (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
+    (NoGradient(), 16, "no finite gradient"),
+    (SharesBuffers(), 19, "an initial state: leaves .k and .v share a buffer"),
+    (SharesBuffersLater(1, 3, 2, start=16), 19, "finish_prefill: leaves .sample.k and .sample.v"),
+])  # fmt: skip
+def test_each_law_finds_its_mistake(unchecked, policy, number, why):
+    laws = [law for law in LAWS if law[0] == number]
+    subject = make_subject(policy, 8)
+    broken = [v for law in laws if (v := check_law(law, subject)) and not v.holds]
+    assert broken, f"law {number} does not find the mistake"
+    assert any(re.search(why, result.reason) for result in broken), broken
+    assert f"FAILS  {number:2}" in table(broken)
+
+
+@pytest.mark.parametrize("size, holds", [(6, True), (5, False)])
+def test_the_cached_tokens_of_a_policy_are_checked(size, holds):
+    results = check_laws(jaxkv.Window(6), 6, newest(size))
+    (result,) = [v for v in results if v.number == 15]
+    assert result.holds == holds and bool(result.reason) != holds
+    assert all(v.holds for v in results if v.number != 15)
+
+
+def test_a_broken_policy_raises_with_the_law_and_the_leaf():
+    with pytest.raises(LawError, match=r"law 11 .*leaf .k: axis H must be 8, got 3"):
+        check_policy(WrongLetter())
+
+
+class Raises(Broken):
+    def update(self, spec, state, chunk):
+        return self.of_this_policy(chunk)
+
+    def of_this_policy(self, chunk):
+        raise RuntimeError("no such slot\nand a second line")
+
+
+def test_the_exception_of_a_policy_is_the_cause_of_the_law_error():
+    with pytest.raises(LawError, match=r"law 1 .*: RuntimeError: no such slot$") as caught:
+        check_policy(Raises())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "of_this_policy" in "".join(traceback.format_exception(caught.value))
+    assert [type(result.error) for result in check_laws(Raises())][-1] is RuntimeError
+
+
+def test_an_unbiased_estimate_is_told_from_a_biased_one():
+    sample = jaxkv.Reservoir(1, 2, 4, weighted=True, positions="absolute")
+    check_unbiased(sample, 17)
+    with pytest.raises(LawError, match=r"law 12 .*standard errors from that of full attention"):
+        check_unbiased(dataclasses.replace(sample, exponent=0.5), 17)
+    with pytest.raises(LawError, match=r"law 12 .*does not depend on the seed"):
+        check_unbiased(jaxkv.Window(20), 17)
+
+
+def test_protected_tokens_are_those_that_stay():
+    check_protected(jaxkv.H2O(4, 3), first=0, newest=3)
+    check_protected(jaxkv.Streaming(2, 5), first=2, newest=5)
+    with pytest.raises(LawError, match=r"law 13 .*adversarial keys evict the tokens at \[0, 1\]"):
+        check_protected(jaxkv.Window(7), first=2)
+    with pytest.raises(LawError, match=r"law 13 .*adversarial keys evict"):
+        check_protected(jaxkv.H2O(4, 3), first=2)
+
+
+def test_the_other_laws_refuse_what_is_no_policy(unchecked):
+    for check in (check_unbiased, check_protected):
+        with pytest.raises(UserError, match="a policy is a value"):
+            check("streaming", 4)
+
+
+@pytest.mark.parametrize(
+    "name", ["init", "update", "cached", "leaves", "bytes_per_sequence", "frozen dataclass"]
+)
+def test_a_policy_without_a_member_breaks_law_1(name):
+    members = ("init", "update", "cached", "leaves", "bytes_per_sequence")
+    kept = {member: getattr(jaxkv.Window, member) for member in members if member != name}
+    policy = type("Idle", (jaxkv.Policy,), kept | {"window": 6})
+    if name in members:
+        policy = dataclasses.dataclass(frozen=True)(policy)
+    problem = f"it lacks `{name}`" if name in members else "it is not a frozen dataclass"
+    with pytest.raises(LawError, match=rf"law 1 .*{problem}"):
+        check_policy(policy())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendsFirst(jaxkv.Policy):
+    """A window whose queries also see the token that their own token evicts."""
+
+    window: int = 6
+    leaves: ClassVar = ring.LEAVES
+
+    def init(self, spec, batch, rng):
+        return ring.init(spec, batch, self.window)
+
+    def update(self, spec, state, chunk):
+        return chunked_scan(partial(self.update_one, spec), state, chunk, 1)
+
+    def update_one(self, spec, state, chunk):
+        q = spec.encoding.rotate(chunk.q, chunk.positions)
+        stored = ring.cached(state).log_weight
+        bias = jnp.where(chunk.valid[..., None], stored, -jnp.inf)[:, :, None, None]
+        before = jaxkv.slot_attention(q, state.k, state.v, bias, spec.scale, spec.softcap)
+        out = jaxkv.merge(before, jaxkv.local_attention(spec, chunk))
+        return out, ring.write(spec, state, chunk)
+
+    def cached(self, spec, state):
+        return ring.cached(state)
+
+    def bytes_per_sequence(self, spec, tokens=0):
+        return ring.nbytes(spec, self.window)
+
+
+@pytest.mark.parametrize("size, holds", [(6, True), (5, False), (7, False)])
+def test_a_policy_may_attend_before_it_evicts(size, holds):
+    results = check_laws(AttendsFirst(6), 6, newest(size))
+    assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
+
+
+def test_an_object_that_is_not_a_policy_is_refused(unchecked):
+    with pytest.raises(UserError, match="a policy is a value"):
+        check_policy("streaming")
+
+
+class Saturated(jaxkv.Window):
+    """Its positions stop at 2^31."""
+
+    def update(self, spec, state, chunk):
+        positions = jnp.minimum(chunk.positions, jnp.uint32(2**31))
+        return super().update(spec, state, chunk._replace(positions=positions))
+
+
+def test_positions_that_do_not_wrap_are_found(unchecked):
+    check_wrap(jaxkv.Window(window=5))
+    with pytest.raises(LawError, match=r"law 18 .* from position 4294967291 in chunks of 1"):
+        check_wrap(Saturated(window=5))
+
+
+def test_the_letter_of_query_heads_in_place_of_kv_heads_is_found(unchecked):
+    class Grouped(jaxkv.Window):
+        @property
+        def leaves(self):
+            leaves = super().leaves
+            return leaves._replace(v=dataclasses.replace(leaves.v, axes="B G S H"))
+
+    (result,) = [r for r in check_laws(Grouped(window=5)) if not r.holds]
+    assert result.number == 11 and "leaf .v: axis G must be 2, got 3" in result.reason
+
+
+def test_a_missing_member_is_the_only_finding(unchecked):
+    @dataclasses.dataclass(frozen=True)
+    class Empty(jaxkv.Policy):
+        pass
+
+    (result,) = check_laws(Empty())
+    assert (result.number, result.reason) == (1, "it lacks `init`")

@@ -1,0 +1,69 @@
+"""Compiles programs ahead of time for a TPU or an NVIDIA GPU, on a machine without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+LIBTPU = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # libtpu aborts on flags of XLA:CPU
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# What the compiler asks about an H100: its compute capability, sizes and speeds.
+H100 = """
+platform_name: "CUDA"
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_memory_size: 80000000000
+  memory_bandwidth: 3350000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  runtime_version: "12.9.0"
+  driver_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+}
+"""
+
+
+def h100() -> jax.Device:
+    """An H100 to compile for, without a GPU. Needs the extra gpu-check."""
+    options = {"topology": "1x1x1", "target_config": H100}
+    return topologies.get_topology_desc("h100", "cuda", **options).devices[0]
+
+
+def reports_of(module: str) -> list[dict[str, Any]]:
+    """Run a test module in a new process and parse the JSON lines that it prints.
+
+    A new process is needed because libtpu reads its settings at the import of jax.
+    """
+    result = subprocess.run(
+        [sys.executable, "-m", module], cwd=Path(__file__).parents[2], env=os.environ | LIBTPU,
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]

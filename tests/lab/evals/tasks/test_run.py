@@ -1,0 +1,255 @@
+"""Tasks end to end on a small model: oracles in numpy, interruptions, and bad input."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib.text import passage
+from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.tasks import __main__ as tasks
+from jaxkv.evals.tasks import budgets, score, tuning
+from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
+from jaxkv.evals.tasks.run import COLUMNS, Batch
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.network import uncached
+from jaxkv.policy_spec import parse_policy
+from tests.lab.evals.magicpig.shares import share_read
+from tests.tiny import write_tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<|begin|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant: {% endif %}"
+)
+POLICIES = (
+    "streaming:sinks=2,window=30",
+    "snapkv:capacity=40,window=8,start=640",
+    "topk:share=0.2,sinks=2,window=8,start=640",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_tiny(tmp_path_factory.mktemp("tasks") / "tiny", max_position_embeddings=2048)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return models.load(folder)
+
+
+@pytest.fixture(scope="module")
+def batch(llm):
+    random = np.random.default_rng(0)
+    ids = lambda n: random.integers(2, 250, n).tolist()  # noqa: E731
+    prompts = [TaskPrompt(ids(90), ids(9), ("a",)), TaskPrompt(ids(130), ids(5), ("b",))]
+    return Batch(llm, prompts, tokens=6, slots=640, seeds=[0, 1])
+
+
+@pytest.mark.slow
+def test_full_answers_are_greedy(llm, batch):
+    for prompt, answer in zip(batch.prompts, batch.full.answers, strict=True):
+        ids = [*prompt.context, *prompt.rest]
+        for token in answer:
+            decoder, hidden, _ = uncached.forward(llm.config, llm.weights, np.array([ids]))
+            assert int(np.argmax(decoder.logits(hidden)[:, 0, -1])) == token
+            ids.append(token)
+        assert len(answer) == batch.tokens or answer[-1] in llm.eos
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
+    """Full attention without a cache; the policy through `Stream`, token by token."""
+    columns = dict(zip(COLUMNS, batch.result(policy).T, strict=True))
+    for i, (prompt, answer) in enumerate(zip(batch.prompts, batch.full.answers, strict=True)):
+        stream = models.Stream(llm, policy, seed=i)
+        stream.prefill([prompt.context])
+        stream.finish_prefill()
+        stream.prefill([prompt.rest])
+        rows = [np.asarray(stream.decoding.logits[0], np.float64)]
+        for token in answer[:-1]:
+            stream.prefill([[token]])
+            rows.append(np.asarray(stream.decoding.logits[0], np.float64))
+        ids = np.array([[*prompt.context, *prompt.rest, *answer[:-1]]])
+        decoder, hidden, _ = uncached.forward(llm.config, llm.weights, ids)
+        logits = np.asarray(decoder.logits(hidden), np.float64)[:, 0, -len(answer) :].T
+        kl, agrees = [], []
+        for p, q in zip(logits, rows, strict=True):
+            p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (p, q))
+            kl.append(np.sum(p * np.log(p / q)))
+            agrees.append(p.argmax() == q.argmax())
+        assert columns["kl"][i] == pytest.approx(np.mean(kl), rel=1e-3, abs=1e-6)
+        assert columns["agreement"][i] == np.mean(agrees)
+        assert columns["tokens"][i] == len(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
+    answers = batch.greedy(batch.prefill(policy))
+    for i, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
+        stream = models.Stream(llm, policy, seed=i)
+        stream.prefill([prompt.context])
+        stream.finish_prefill()
+        stream.prefill([prompt.rest])
+        out, _ = stream.decode(models.Sampling(), batch.tokens, llm.eos)
+        assert [t for t in out[0].tolist() if t >= 0] == answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_score_is_that_of_the_answer_of_the_policy(llm, batch, policy):
+    """The prompts ask for what the policy answers, and then for what full attention answers."""
+    greedy, full = batch.greedy(batch.prefill(policy)), batch.full.answers
+    text = llm.tokenizer.decode
+    asked = [
+        replace(batch, prompts=[
+            prompt._replace(answers=(text(answer),))
+            for prompt, answer in zip(batch.prompts, answers, strict=True)
+        ]) for answers in (greedy, full)
+    ]  # fmt: skip
+    assert asked[0].result(policy)[:, 0].tolist() == [1, 1]
+    agrees = [text(a) == text(b) for a, b in zip(greedy, full, strict=True)]
+    assert asked[1].result(policy)[:, 0].tolist() == agrees
+    assert asked[1].result("full")[:, 0].tolist() == [1, 1]
+
+
+def test_a_policy_that_evicts_nothing_agrees_with_full(batch):
+    columns = dict(zip(COLUMNS, batch.result("window:window=300").T, strict=True))
+    assert columns["kl"].max() < 1e-6 and columns["agreement"].min() == 1
+
+
+def test_the_question_follows_the_prefill(llm):
+    (plain,) = prompts(llm, "passkey", 700, 1, seed=0)
+    (aware,) = prompts(llm, "passkey", 700, 1, seed=0, query_aware=True)
+    text = llm.tokenizer.decode
+    assert len(plain.context) <= 700 and "What is the pass key?" not in text(plain.context)
+    assert text(plain.rest).lstrip().startswith("What is the pass key?")
+    assert text(plain.rest).endswith("assistant: The pass key is")
+    assert text(aware.context).rstrip().endswith("assistant:")
+    assert text(aware.rest) == "The pass key is"
+    assert plain.context + plain.rest == aware.context + aware.rest
+
+
+def test_a_template_that_hides_the_message_is_refused(llm):
+    hidden = replace(llm, chat=Chat("{{ messages[0].role }}"))
+    with pytest.raises(UserError, match="must show a message once, got 0 times"):
+        prompts(hidden, "passkey", 700, 1, seed=0)
+
+
+ARGUMENTS = ["--tasks", "passkey", "--lengths", "512", "--samples", "3", "--batch", "2", "--quick"]
+ARGUMENTS += ["--policies", "streaming", "snapkv", "--ratios", "0.25", "--model"]
+
+
+@pytest.fixture
+def trials(tmp_path, monkeypatch):
+    for module in (parts, record):
+        monkeypatch.setattr(module, "TRIALS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_continues(folder, trials, monkeypatch):
+    real, done = Batch.result, []
+
+    def interrupted(self, policy):
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(policy)
+        return real(self, policy)
+
+    monkeypatch.setattr(Batch, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.main([*ARGUMENTS, str(folder)])
+    assert not (trials / "tasks.json").exists()
+    monkeypatch.setattr(
+        Batch, "result", lambda self, policy: done.append(policy) or real(self, policy)
+    )
+    tasks.main([*ARGUMENTS, str(folder)])
+    assert [policy.split(":")[0] for policy in done] == ["full", "streaming", "snapkv"] * 2
+    results = json.loads((trials / "tasks.json").read_text())["results"]
+    entry = results["tasks"]["passkey"]["512"]
+    assert entry["scored"] is False and entry["full"]["score"] < score.GATE
+    for row in entry["ratios"]["0.25"].values():
+        assert row["kl"] > 0 and 0 <= row["agreement"] <= 1 and "score" not in row
+    monkeypatch.setattr(Batch, "result", lambda *_: pytest.fail("computed again"))
+    tasks.main([*ARGUMENTS, str(folder)])
+
+
+def test_a_task_that_full_attention_solves_is_scored(folder, trials, monkeypatch):
+    right = {"full": 1.0, "streaming": 0.0, "snapkv": 1.0}
+
+    def result(self, policy):
+        row = [right[policy.split(":")[0]], 0.1, 0.5, 4, 100]
+        return np.array([row] * len(self.prompts))
+
+    monkeypatch.setattr(Batch, "result", result)
+    tasks.main([*ARGUMENTS, str(folder)])
+    results = json.loads((trials / "tasks.json").read_text())["results"]
+    entry = results["tasks"]["passkey"]["512"]
+    assert entry["scored"] and entry["full"]["score"] == 1
+    scores = {name: row["score"] for name, row in entry["ratios"]["0.25"].items()}
+    assert scores == {"streaming": 0, "snapkv": 1}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--tasks", "noodle"], "--tasks must be one of needle"),
+        (["--lengths", "2000"], "--lengths must be at most 1792 for tiny"),
+        (["--lengths", "0"], "--lengths must be at least 1"),
+        (["--lengths", "100"], "give a larger --lengths"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--ratios", "0.3"], "--ratios must be among"),
+        (["--policies", "windw"], "--policies must be one of"),
+        (["--gates", "--query-aware"], "--gates must stand without"),
+    ],
+)
+def test_bad_input_is_one_line(folder, trials, change, message):
+    with pytest.raises(UserError, match=message) as refused:
+        tasks.main([*ARGUMENTS, str(folder), *change])
+    assert "\n" not in str(refused.value)
+    assert not list(trials.iterdir())
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, trials):
+    bare = write_tiny(tmp_path / "bare", max_position_embeddings=2048)
+    with pytest.raises(UserError, match="has no chat template"):
+        tasks.main([*ARGUMENTS, str(bare)])
+
+
+def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
+    asked = []
+
+    def result(self, policy):
+        asked.append(policy)
+        return np.array([[0.5, 0, 1, 4, 100]] * len(self.prompts))
+
+    monkeypatch.setattr(Batch, "result", result)
+    tasks.main([*ARGUMENTS, str(folder), "--gates", "--name", "longer"])
+    assert [file.name for file in trials.glob("*.json")] == ["longer.json"]
+    tasks.main([*ARGUMENTS, str(folder), "--gates"])
+    assert set(asked) == {"full"} and not (trials / "tasks.json").exists()
+    by_length = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
+    assert by_length["512"]["scored"] is False and by_length["512"]["ratios"] == {}
+    assert (by_length["512"]["full"]["right"], by_length["512"]["full"]["samples"]) == (0, 3)
+
+
+@pytest.mark.slow
+def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
+    tuned = tuning.tuned(llm, 512, [0.25])[0.25]
+    sinks, window, share = budgets.between(512, 0.25)
+    seen = matched_budgets.captured(llm, [passage(llm, 512 + tuning.QUERIES)])
+    for name in budgets.TUNED:
+        text = budgets.settings(512, 0.25, 640, tuned)[name]
+        chosen = parse_policy(text)
+        assert (chosen.sinks, chosen.window) == (sinks, window)
+        read = share_read(llm, chosen, seen, 512)["mean"]
+        assert read == pytest.approx(share, rel=0.3), name

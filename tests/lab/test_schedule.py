@@ -1,0 +1,72 @@
+"""The order of tests in several processes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests import schedule
+
+
+@pytest.mark.parametrize("test, group", [
+    ("tests/serve/engine/test_queue.py::test_order[a:b]", "tests/serve/engine/test_queue.py"),
+    (f"{schedule.LAWS}::test_law[full:gradients_exist]", f"{schedule.LAWS}[full]"),
+    (f"{schedule.LAWS}::test_law_6_sharded_is_unsharded[full]", f"{schedule.LAWS}[full]"),
+    (f"{schedule.LAWS}::test_every_policy_has_a_case", schedule.LAWS),
+])  # fmt: skip
+def test_a_group_is_a_file_or_a_policy(test, group):
+    assert schedule.group_of(test) == group
+
+
+def test_the_longest_group_begins_first(monkeypatch):
+    """A test that no earlier run has measured counts as one second."""
+    started = []
+    take = lambda self, node: started.append(self.workqueue.popitem(last=False)[0])  # noqa: E731
+    monkeypatch.setattr(LoadScopeScheduling, "_assign_work_unit", take)
+    queue = object.__new__(schedule.LongestFirst)
+    queue.seconds = {"short": 0.1, "long": 3.0}
+    groups = {"a": ["short"], "b": ["new", "newer"], "c": ["long"]}
+    queue.workqueue = OrderedDict((name, dict.fromkeys(x, False)) for name, x in groups.items())
+    for _ in groups:
+        queue._assign_work_unit(None)
+    assert started == ["c", "b", "a"]
+
+
+def test_a_run_continues_after_a_process_crashed(tmp_path):
+    """The test that crashed fails, the others of its file and of other files run once."""
+    shutil.copy(schedule.__file__, tmp_path / "schedule.py")
+    (tmp_path / "conftest.py").write_text("""
+def pytest_xdist_make_scheduler(config, log):
+    from schedule import LongestFirst
+    made = LongestFirst(config, log)
+    made.seconds = dict()
+    return made
+""")
+    for file in range(6):
+        crash = "os.abort()" if file == 2 else "pass"
+        (tmp_path / f"test_{file}.py").write_text(
+            f"import os\n\ndef test_a(): pass\ndef test_b(): {crash}\ndef test_c(): pass\n"
+        )
+    flags = ["-p", "xdist", "-p", "no:cacheprovider", "-n", "2", "--dist=loadscope"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *flags, tmp_path],
+        cwd=tmp_path, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert "1 failed, 17 passed" in run.stdout, run.stdout
+    assert "crashed while running 'test_2.py::test_b'" in run.stdout
+
+
+def test_durations_of_several_runs_are_kept(tmp_path):
+    file = tmp_path / "new" / "seconds.json"
+    assert schedule.read_durations(file) == {}
+    schedule.write_durations(file, {"a": 1.0, "b": 2.0})
+    schedule.write_durations(file, {"b": 3.0})
+    assert schedule.read_durations(file) == {"a": 1.0, "b": 3.0}
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    file.write_text("{")
+    assert schedule.read_durations(file) == {}

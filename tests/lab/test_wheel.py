@@ -1,0 +1,72 @@
+"""The wheel, built from the tracked files and imported outside of the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_INDEX = "Could not find a version that satisfies the requirement setuptools"
+WITHOUT_FLAX = """
+import sys
+sys.modules["flax"] = None
+import jaxkv
+print(jaxkv.__file__)
+try:
+    jaxkv.models
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the content of the wheel, without its dependencies."""
+    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in tracked.stdout.decode().rstrip("\0").split("\0"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, source]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if NO_INDEX in done.stderr:
+        pytest.skip("no package index is reachable, and pip builds wheels with setuptools from it")
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def run(installed: Path, folder: Path, *words: str) -> str:
+    """What a new Python prints that finds the wheel first."""
+    variables = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=variables,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_core_imports_without_flax(installed, tmp_path):
+    file, error = run(installed, tmp_path, "-c", WITHOUT_FLAX).splitlines()
+    assert Path(file).is_relative_to(installed)
+    assert error == "jaxkv.models needs Flax; pip install 'jaxkv[models]'"
+
+
+@pytest.mark.slow
+def test_the_first_command_of_readme_runs(installed, tmp_path):
+    words = ["-m", "jaxkv", "generate", "Once upon a time", "--max-new-tokens", "20"]
+    assert len(run(installed, tmp_path, *words).split()) > 10
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_package_is_installed(installed):
+    """Nobody's site-packages gets a top-level `models` or `evals`."""
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} <= {
+        "jaxkv",
+        "bin",
+    }

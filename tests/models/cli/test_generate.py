@@ -1,0 +1,235 @@
+"""`jaxkv generate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+from jaxkv import models
+from jaxkv.cli.generate import Printer
+
+FIELDS = {
+    "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
+    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "sampling", "seed", "versions",
+}  # fmt: skip
+
+
+def test_text_equals_that_of_the_library(run, model):
+    expected = models.generate(models.load(model), "Hello", max_new_tokens=40)
+    ran = run("generate", "Hello", "--model", model, "--max-new-tokens", 40)
+    assert (ran.code, ran.out) == (0, expected.text + "\n" * (not expected.text.endswith("\n")))
+    number = r"[\d.]+"
+    assert re.fullmatch(
+        rf"jaxkv: 40 tokens \(length\), {number} tokens/s, compiled {number} s, state 66.0 KiB\n",
+        ran.err,
+    )
+
+
+def test_json(run, model):
+    record = run("generate", "Hello", "--model", model, "--max-new-tokens", 40, "--json").json
+    assert set(record) == FIELDS
+    assert record["prompt_tokens"] == 6 and len(record["tokens"]) == 40
+    assert record["finish_reason"] == "length" and record["policy"].startswith("streaming:sinks=4")
+    assert record["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
+    assert record["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
+
+
+def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):
+    (tmp_path / "prompt").write_text("Hello\n", encoding="utf-8")
+    flags = ("--model", model, "--max-new-tokens", 40)
+    plain = run("generate", "Hello", *flags)
+    assert run("generate", "--prompt-file", tmp_path / "prompt", *flags).out == plain.out
+    stdin(b"Hello\n")
+    assert run("generate", "-", *flags).out == plain.out
+
+
+def test_several_prompts_give_the_texts_of_each_alone(run, model, tmp_path):
+    """As arguments and as lines of a file, in one batch and in several, in the order given."""
+    (tmp_path / "prompts").write_text("Hello\n\nGood day\nHe said: it is\n", encoding="utf-8")
+    prompts = ["Hello", "Good day", "He said: it is"]
+    flags = ("--model", model, "--max-new-tokens", 30, "--temperature", 1.5)
+    alone = [
+        run("generate", prompt, *flags, "--seed", 4 + number, "--json").json
+        for number, prompt in enumerate(prompts)
+    ]
+    file = ("--prompts", tmp_path / "prompts")
+    record = run("generate", *file, *flags, "--seed", 4, "--batch", 2, "--json").json
+    assert set(record) == {"answers", "sampling", "seed", "versions"}
+    assert [answer["prompt"] for answer in record["answers"]] == prompts
+    assert [answer["seed"] for answer in record["answers"]] == [4, 5, 6]
+    assert [answer["text"] for answer in record["answers"]] == [answer["text"] for answer in alone]
+    ran = run("generate", *prompts, *flags, "--seed", 4)
+    expected = [f"> {p}\n{answer['text']}" for p, answer in zip(prompts, alone, strict=True)]
+    assert ran.out == "".join(text + "\n" * (text[-1] != "\n") + "\n" for text in expected)
+    assert "jaxkv: 90 tokens (3 of 3 prompts), " in ran.err
+    (tmp_path / "prompts").write_text("Hello", encoding="utf-8")
+    ran = run("generate", *file, *flags, "--seed", 4)  # a file of one line is a batch too
+    assert ran.out == f"> Hello\n{run('generate', 'Hello', *flags, '--seed', 4).out}\n"
+
+
+def test_texts_of_a_batch_are_printed_in_order_as_they_come(capsys):
+    """The second text ends first and waits; the third waits for both."""
+
+    def ended(*reasons: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(reason=reason) for reason in reasons]
+
+    printer = Printer(["a", "b\nc", "d"])
+    printer.show(["1", "2", "3"], ended("", "eos", ""))
+    assert capsys.readouterr().out == "> a\n1"
+    printer.show(["4\n", "", "5"], ended("length", "eos", ""))
+    assert capsys.readouterr().out == "4\n\n> b\n> c\n2\n\n> d\n35"
+    printer.show(["", "", ""], ended("length", "eos", "length"))
+    assert capsys.readouterr().out == "\n\n"
+
+
+def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
+    """And the batches that have not begun are left out."""
+    interrupt_block(monkeypatch, 3)
+    flags = ("--model", model, "--max-new-tokens", 10000, "--ignore-eos", "--batch", 2, "--json")
+    ran = run("generate", "Hello", "Good day", "Not begun", *flags)
+    answers = json.loads(ran.out)["answers"]
+    assert ran.code == 130 and [answer["prompt"] for answer in answers] == ["Hello", "Good day"]
+    for answer in answers:
+        assert answer["finish_reason"] == "interrupted" and 0 < len(answer["tokens"]) < 10000
+
+
+def test_ctrl_c_at_the_last_block_of_a_batch(run, model, monkeypatch):
+    """The batch is complete, and later prompts are missing, so the command is interrupted."""
+    from jaxkv.models.generation.text import Generation
+
+    blocks = Generation.blocks
+
+    def interrupted(self, progress):
+        yield from blocks(self, progress)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Generation, "blocks", interrupted)
+    flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1)
+    ran = run("generate", "Hello", "Good day", *flags, "--json")
+    (answer,) = json.loads(ran.out)["answers"]
+    assert ran.code == 130
+    assert (answer["prompt"], answer["finish_reason"]) == ("Hello", "length")
+    ran = run("generate", "Hello", "Good day", *flags)
+    assert ran.code == 130 and "5 tokens (1 of 2 prompts)" in ran.err
+
+
+def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, monkeypatch):
+    """In the first of its chunks; the handler that ends the process at once must not be called."""
+    from jaxkv.models.generation.streams import Stream
+
+    prefill, calls, done, leaves = Stream.prefill, [], [], []
+
+    def pressing(self, prompts, chunk, progress):
+        calls.append(prompts)
+
+        def at(count, total):
+            if len(calls) == 2:
+                done.append((count, total))
+                if len(done) == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+            progress(count, total)
+
+        return prefill(self, prompts, 64, at)
+
+    monkeypatch.setattr(Stream, "prefill", pressing)
+    monkeypatch.setattr("jaxkv.cli.leave", lambda: leaves.append(True))
+    flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1, "--json")
+    ran = run("generate", "Hello", "Good day " * 20, "Third", *flags)
+    assert ran.code == 130 and done == [(64, 181)] and len(calls) == 2 and not leaves
+    (answer,) = json.loads(ran.out)["answers"]
+    assert (answer["prompt"], len(answer["tokens"])) == ("Hello", 5)
+
+
+def test_only_line_ends_separate_prompts(run, model, tmp_path):
+    """str.splitlines would also split at a form feed, a vertical tab or U+2028."""
+    (tmp_path / "prompts").write_bytes("one\x0cpage\r\n\r\na\u2028b\x0bc\n".encode())
+    flags = ("--model", model, "--max-new-tokens", 2, "--json")
+    record = run("generate", "--prompts", tmp_path / "prompts", *flags).json
+    assert [answer["prompt"] for answer in record["answers"]] == ["one\x0cpage", "a\u2028b\x0bc"]
+
+
+def test_the_text_ends_before_a_stop_string(run, model):
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
+    text = run(*flags, "--json").json["text"]
+    stop = text[10:12]
+    cut = run(*flags, "--json", "--stop", "not there", stop).json
+    assert (cut["text"], cut["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_the_seed_determines_the_tokens(run, model):
+    def draw(seed: int) -> list[int]:
+        flags = ("--temperature", 2, "--top-p", 0.9, "--top-k", 200, "--max-new-tokens", 30)
+        ran = run("generate", "Hello", "--model", model, *flags, "--seed", seed, "--json")
+        return ran.json["tokens"]
+
+    assert draw(3) == draw(3) != draw(4)
+
+
+def test_a_policy_for_each_layer_and_a_warning(run, model):
+    """A window beyond the trained context warns in one line."""
+    flags = ("--policy", "1=window:window=600;*=window:window=9", "--max-new-tokens", 5, "--json")
+    ran = run("generate", "x" * 600, "--model", model, *flags)
+    assert ran.json["policy"] in (
+        "1=window:window=600,storage=float;*=window:window=9,storage=float",
+        "0=window:window=9,storage=float;*=window:window=600,storage=float",
+    )
+    (line,) = [x for x in ran.err.splitlines() if "warning" in x]
+    assert line.startswith("jaxkv: warning: window:window=600,storage=float looks back")
+    assert "trained context of 512" in line and "degrades" in line
+
+
+def test_a_prompt_too_short_to_compress_warns_once(run, model):
+    ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
+    line, speed = ran.err.splitlines()
+    assert "tokens/s" in speed
+    assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
+    assert "needs a prompt of at least 68 tokens, got 6: all its tokens stay in the cache" in line
+
+
+def test_a_mesh_gives_the_same_tokens(run, model):
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 8, "--json")
+    assert run(*flags).json["tokens"] == run(*flags, "--mesh", "model=2").json["tokens"]
+
+
+def interrupt_block(monkeypatch, number: int) -> None:
+    """Send Ctrl-C before this block of every generation."""
+    from jaxkv.models.generation.text import Generation
+
+    blocks = Generation.blocks
+
+    def interrupted(self, progress):
+        for at, block in enumerate(blocks(self, progress)):
+            if at == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield block
+
+    monkeypatch.setattr(Generation, "blocks", interrupted)
+
+
+def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
+    interrupt_block(monkeypatch, 3)
+    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
+    ran = run(*flags)
+    assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n")
+    assert ran.err.count("\n") == 1 and "tokens (interrupted)" in ran.err
+    ran = run(*flags, "--json")
+    record = json.loads(ran.out)
+    assert ran.code == 130
+    assert record["finish_reason"] == "interrupted" and 0 < len(record["tokens"]) < 10000
+
+
+def test_the_default_model_is_the_shipped_one(run):
+    words = ("Once upon a time", "--max-new-tokens", 20, "--json")
+    record = run("generate", *words).json
+    assert record["text"] == models.generate(
+        models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
+    ).text  # fmt: skip
+    assert record["sampling"]["temperature"] == 0.8
+
+
+def test_a_constant_sink_without_a_token(run, model):
+    ran = run("generate", "Hi", "--model", model, "--sinks", "constant:")
+    assert ran.code == 2 and "constant: needs a token after it" in ran.err

@@ -1,0 +1,162 @@
+"""`jaxkv serve`: its flags, its plan of memory, and errors before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxkv import models
+from jaxkv.cli import serve
+from tests.models.cli.test_bad_input import refused
+from tests.seldom import seldom
+
+NO_MODEL = ("--model", "nowhere/at/all")
+
+
+def test_a_port_in_use(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(run("serve", *NO_MODEL, "--port", port), f"127.0.0.1 port {port}", "is in use", "0")
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--host", "no.such.host.invalid"], ["--host 'no.such.host.invalid'", "127.0.0.1"]),
+    (["--host", "192.0.2.1"], ["192.0.2.1 port", "not an address of this machine"]),
+    (["--port", "65536"], ["--port", "0 to 65535", "65536"]),
+    (["--host", "a..b"], ["--host 'a..b' is unknown", "127.0.0.1"]),
+    (["--host", "a" * 100], ["--host", "is unknown"]),
+    (["--host", "\udcff"], ["--host", "is unknown"]),
+    (["--served-model-name", ""], ["--served-model-name must be", "got ''"]),
+    (["--served-model-name", "\udcff"], ["--served-model-name must be Unicode"]),
+    (["--served-model-name", "x" * 1001], ["--served-model-name must be", "1000 characters"]),
+    (["--served-model-name", "a,"], ["--served-model-name must be", "got ''"]),
+    (["--chat-template", "absent"], ["no such chat template absent"]),
+    (["--mesh", "model=2"], ["--mesh"]),
+    (["--drain", "-1"], ["--drain", "at least 0"]),
+    (["--step-timeout", "0"], ["--step-timeout", "at least 1"]),
+    (["--max-batch", "0"], ["--max-batch", "at least 1"]),
+    (["--memory", "lots"], ["--memory", "such as 512MiB", "lots"]),
+    (["--max-prefill-tokens", "0"], ["--max-prefill-tokens", "at least 1"]),
+    (["--per-key", "3"], ["--per-key", "--api-key-file"]),
+    (["--prefix-memory", "4 apples"], ["--prefix-memory", "such as 512MiB", "4 apples"]),
+    (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
+    (["--api-key-file", "absent"], ["no such API key file absent"]),
+    (["--api-key", "secret"], ["--api-key"]),
+    (["--admin-key-file", "absent"], ["no such admin key file absent"]),
+    (["--allowed-origins", "https://a.example/path"], ["--allowed-origins", "without a path"]),
+    (["--log", "xml"], ["--log", "must be text or json", "'xml'"]),
+    (["--metrics-prefix", "v-llm"], ["--metrics-prefix", "letters", "'v-llm'"]),
+    (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
+    (["--allowed-origins", "https://a.example,"], ["--allowed-origins", "got ''"]),
+    (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
+    (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
+])  # fmt: skip
+def test_flags(run, words, expected):
+    refused(run("serve", *NO_MODEL, "--port", "0", *words), *expected)
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--memory", "1MiB"], ["weights (12.3 MiB), 1 sequence (", "got 1.0 MiB", "--memory 16MiB"]),
+    (["--memory", "64MiB", "--max-batch", "500"], ["500 sequences", "a smaller --max-batch"]),
+    (["--memory", "64MiB", "--prefix-memory", "1GiB"], ["prefixes (1.0 GiB)", "--prefix-memory"]),
+    (["--memory", "64MiB", "--prefix-host-memory", "1GiB"], ["a smaller --prefix-host-memory"]),
+    (["--memory", "16MiB", "--prefix-host-memory", "1KiB"], ["--prefix-host-memory needs"]),
+    (["--memory", "9000TiB"], ["--memory must be at most what is free", "9000.0 TiB"]),
+    (["--prefix-memory", "1KiB"], ["--prefix-memory must hold one prefix", "1.0 KiB"]),
+    (["--memory", "64MiB", "--policy", "full", "--max-len", "100000"], ["a smaller policy"]),
+])  # fmt: skip
+def test_too_little_memory_says_how_much_is_needed(run, words, expected):
+    """Before the weights of the default model are loaded."""
+    refused(run("serve", "--port", "0", *words), *expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--fixed-batch",), seldom(("--memory", "48MiB")), seldom(("--prefix-memory", "0"))],
+)
+def test_memory_at_the_start_is_that_of_the_plan(words):
+    """Within 10 %, for the default model, in the arrays that JAX has on the device."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(words)
+    gc.collect()  # engines of other tests
+    before = sum(array.nbytes for array in jax.live_arrays())
+    llm, load = serve.flags.open_model(args, args.policy)
+    has_keys = args.prefix_memory != 0
+    plan = serve.plan_of(args, llm, has_keys)
+    load()
+    engine = serve.make(args, llm, plan, serve.prefixes_of(args), has_keys)
+    assert engine.max_per_owner == plan.max_batch - has_keys
+    assert (len(engine._programs.sizes) == 1) == args.fixed_batch
+    planned = sum(engine.bytes.values())
+    held = sum(array.nbytes for array in jax.live_arrays()) - before
+    assert 0.9 * planned < held <= planned
+    assert planned <= plan.limit
+    assert args.memory is None or planned > 0.9 * args.memory
+    assert (engine.bytes["prefixes"] > 0) == (args.prefix_memory != 0)
+
+
+def test_invalid_api_keys(run, tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text("a b c\n")
+    refused(run("serve", "--api-key-file", path), f"{path}, line 1", "3 words")
+    monkeypatch.setenv("JAXKV_API_KEYS", "good\ngood")
+    ran = run("serve")
+    refused(ran, "JAXKV_API_KEYS, line 2")
+    assert "good" not in ran.err
+    refused(run("serve", "--api-key-file", path), "given twice")
+    monkeypatch.delenv("JAXKV_API_KEYS")
+    monkeypatch.setenv("JAXKV_ADMIN_KEYS", "root")
+    refused(run("serve"), "--admin-key-file needs API keys", "--api-key-file")
+
+
+def test_the_number_of_sequences_in_words():
+    assert [serve.at_most(n) for n in (1, 3)] == ["at most 1 sequence", "at most 3 sequences"]
+
+
+def test_a_public_address_without_keys_warns(run):
+    ran = run("serve", *NO_MODEL, "--port", "0", "--host", "0.0.0.0")
+    warning, error = ran.err.splitlines()
+    assert (
+        "accepts requests from other machines without an API key" in warning and "nowhere" in error
+    )
+
+
+@pytest.mark.parametrize("words, has_keys, expected", [
+    ([], True, (16 + 256) // 2),
+    (["--max-batch", "2", "--queue", "8"], True, 5),
+    (["--max-batch", "1", "--queue", "1"], True, 1),
+    (["--per-key", "7"], True, 7),
+    ([], False, None),
+])  # fmt: skip
+def test_the_default_of_per_key(words, has_keys, expected):
+    """One key must not fill the batch and the queue."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args = parser.parse_args(words)
+    llm = SimpleNamespace(name="tiny", dtype="float32", sampling=models.Sampling())
+    assert serve.server_config(args, llm, args.max_batch or 16, has_keys).max_per_key == expected
+
+
+def test_the_system_fingerprint(model):
+    """It tells weights, sinks and templates apart, whatever the folder is called."""
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    args, llm = parser.parse_args([]), models.load(model)
+    changed = [
+        replace(llm, weights={**llm.weights, "norm": llm.weights["norm"] + 1}),
+        replace(llm, tokenizer=replace(llm.tokenizer, front=(5, 0), sinks=(5,))),
+        replace(llm, chat=replace(llm.chat, template="{{ messages }}")),
+    ]
+    fingerprints = {serve.fingerprint_of(args, loaded, 16) for loaded in (llm, *changed)}
+    fingerprints |= {serve.fingerprint_of(args, llm, 8)}  # bits depend on the batch
+    fixed = parser.parse_args(["--fixed-batch"])
+    assert len(fingerprints | {serve.fingerprint_of(fixed, llm, 16)}) == 6
+    moved = replace(llm, path=llm.path / "elsewhere")
+    assert serve.fingerprint_of(args, moved, 16) == serve.fingerprint_of(args, llm, 16)

@@ -1,0 +1,297 @@
+"""`jaxkv serve` in a process of its own: answers, clients that leave, and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from jaxkv import models
+from jaxkv.serve.http.listen import GRACE
+from tests.serve.http.conftest import eventually
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICY = "streaming:sinks=2,window=30"
+
+
+@pytest.fixture(scope="module")
+def process(model, tmp_path_factory):
+    """A server with an API key: its process and URL."""
+    folder = tmp_path_factory.mktemp("keys")
+    keys, admins = folder / "keys", folder / "admins"
+    keys.write_text("secret team\n")
+    admins.write_text("root\n")
+    template = folder / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
+    )
+    words = ("--api-key-file", str(keys), "--admin-key-file", str(admins),
+             "--served-model-name", "tiny,gpt", "--chat-template", str(template))  # fmt: skip
+    with started(model, *words) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started(model, *flags, program=("-m", "jaxkv.cli")):
+    words = ["--model", model, "--port", "0", "--max-batch", "3", "--chunk", "16",
+             "--policy", POLICY, "--max-len", "2000000", *flags]  # fmt: skip
+    command = [sys.executable, *program, "serve", *words]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr.readline() == "jaxkv: compiling ...\n"
+            line = process.stderr.readline()
+            while line.startswith("jaxkv: compiling: "):  # on a busy machine
+                line = process.stderr.readline()
+            pattern = (
+                rf"jaxkv: serving tiny on (http://127.0.0.1:\d+) \(policy {POLICY}, at most 3 "
+                r"sequences; weights \S+ \w+, sequences \S+ \w+, prefixes \S+ \w+, of \S+ \w+"
+                r"(?:; the process \S+ \w+ besides)?\)\n"
+            )
+            match = re.fullmatch(pattern, line)
+            assert match, line
+            yield process, match[1]
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def client(process):
+    with openai.OpenAI(base_url=f"{process[1]}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+def test_answers_equal_those_of_generate(client, model):
+    """Two prompts per request, greedy and sampled, with the same model, policy and chunk."""
+    llm = models.load(model)
+    for settings in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
+        prompts = ["Once upon a time there was a cache", "Hello"]
+        answer = client.completions.create(
+            model="tiny", prompt=prompts, max_tokens=20, extra_body={"ignore_eos": True}, **settings
+        )
+        for prompt, choice in zip(prompts, answer.choices, strict=True):
+            alone = models.generate(llm, prompt, POLICY, 20, ignore_eos=True, chunk=16, **settings)
+            assert choice.text == alone.text
+
+
+def test_a_prefix_is_reused(client):
+    prompt = "A long beginning that several prompts share. "
+    answers = [
+        client.completions.create(model="tiny", prompt=prompt + end, max_tokens=1, temperature=0)
+        for end in ("One", "Two", "Three")
+    ]
+    assert answers[0].usage.prompt_tokens_details.cached_tokens == 0
+    assert answers[-1].usage.prompt_tokens_details.cached_tokens >= 32
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
+    hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
+    assert float(hits[1]) >= 32
+    assert re.search(r"^jaxkv:prefix_entries_in_use 0.0$", metrics, re.M)
+
+
+def test_echoed_scores_equal_those_of_the_model(client, model):
+    """Also if the text is cached, with one new token and with none."""
+    llm = models.load(model)
+    text = "Some forty characters to be scored, twice"
+    losses = np.concatenate([*models.losses(llm, llm.tokenizer.encode(text), POLICY, chunk=16)])
+    for count in (0, 1):
+        answer = client.completions.create(
+            model="tiny", prompt=text, max_tokens=count, echo=True, logprobs=1, temperature=0
+        )
+        assert answer.choices[0].text.startswith(text)
+        first, *logprobs = answer.choices[0].logprobs.token_logprobs
+        assert first is None and len(logprobs) == len(losses) + count
+        assert np.allclose(logprobs[: len(losses)], -losses, atol=1e-4)
+
+
+def head_of(length: int) -> bytes:
+    """The header of a completion whose body has this many bytes."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_requests_without_bodies_do_not_lock_others_out(process, client):
+    """As many as there may be answers, all with one API key."""
+    port = int(process[1].rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        for _ in range(2 + 256 + 14):
+            stalled = socket.create_connection(("127.0.0.1", port), timeout=20)
+            opened.enter_context(stalled).sendall(head_of(100))
+        for _ in range(3):
+            answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+            assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.slow
+def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
+    """Bodies that take seconds to tokenize, and are refused then."""
+    body = json.dumps({"model": "tiny", "prompt": "word " * 500_000, "max_tokens": 1}).encode()
+    port = int(process[1].rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        senders = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+        for sender in senders:
+            opened.enter_context(sender).sendall(head_of(len(body)) + body)
+        for _ in range(3):
+            client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+        early, _, _ = select.select(senders, [], [], 0)
+        assert len(early) < len(senders)
+        assert [sender.recv(12) for sender in senders] == [b"HTTP/1.1 400"] * 3
+
+
+def running_requests(client) -> float:
+    admin = {"authorization": "Bearer root"}
+    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
+    return float(re.search(r"^jaxkv:num_requests_running (\S+)$", metrics, re.M)[1])
+
+
+def test_clients_that_leave_after_a_pipelined_request(process, client):
+    """They free all slots of their API key, although their answers have no end."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
+    ).encode()
+    pipelined = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    port = int(process[1].rpartition(":")[2])
+    leavers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    for leaver in leavers:
+        leaver.sendall(head_of(len(body)) + body)
+    eventually(lambda: running_requests(client) == 2, 20)
+    for leaver in leavers:
+        leaver.sendall(pipelined)
+    time.sleep(0.2)  # the server reads them before it sees the end
+    for leaver in leavers:
+        leaver.close()
+    eventually(lambda: running_requests(client) == 0, 20)
+    answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_a_message_cannot_contain_special_tokens(client):
+    """<|end|> in a message takes its 7 characters as tokens; in a prompt it is one token."""
+    counts = [
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text}], max_tokens=1
+        ).usage.prompt_tokens
+        for text in ("", "<|end|>")
+    ]
+    assert counts[1] - counts[0] == 7
+    prompts = [
+        client.completions.create(model="tiny", prompt=text, max_tokens=1).usage.prompt_tokens
+        for text in ("a", "a<|end|>")
+    ]
+    assert prompts[1] - prompts[0] == 1
+
+
+def test_the_template_of_a_flag_and_the_second_name(client):
+    """A chat has the tokens of the same text as a prompt; `mood` is a variable of the template."""
+    said = [{"role": "system", "content": "Be."}, {"role": "assistant", "content": "I am "}]
+
+    def size(text: str | None = None, messages=said, **fields) -> int:
+        create = client.completions.create if text else client.chat.completions.create
+        prompt = {"prompt": text} if text else {"messages": messages}
+        return create(model="gpt", max_tokens=1, extra_body=fields, **prompt).usage.prompt_tokens
+
+    begin = size("x") - 1  # the BOS, which this template leaves out
+    assert size() == size("[system]Be.[assistant]I am [assistant]") - begin
+    assert size(chat_template_kwargs={"mood": "!!"}) == size() + 2
+    continued = size(continue_final_message=True)
+    assert continued == size("[system]Be.[assistant]I am ") - begin
+
+
+def test_min_tokens_and_stop_token_ids(client, model):
+    """The most likely next token ends the answer, but not in its first three tokens."""
+
+    def answer(**fields):
+        return client.completions.create(
+            model="tiny", prompt="Once upon", max_tokens=5, temperature=0, logprobs=1,
+            extra_body={"ignore_eos": True} | fields,
+        )  # fmt: skip
+
+    free = answer().choices[0]
+    first = free.logprobs.tokens[0]
+    alone = models.generate(
+        models.load(model), "Once upon", POLICY, 1, temperature=0, ignore_eos=True, chunk=16
+    )
+    ids = {"stop_token_ids": alone.tokens}
+    ended = answer(**ids)
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+    later = answer(**ids, min_tokens=3)
+    assert first not in later.choices[0].logprobs.tokens[:3]
+    assert later.usage.completion_tokens >= 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_sighup_reads_the_keys_again(process, client):
+    running, url = process
+    keys = Path(running.args[running.args.index("--api-key-file") + 1])
+    read_prompt = partial(client.completions.create, model="tiny", prompt=[7] * 40, max_tokens=1)
+    assert read_prompt().usage.prompt_tokens == 40
+    keys.write_text("secret team\nnew team\n")
+    running.send_signal(signal.SIGHUP)
+    assert running.stderr.readline() == "jaxkv: read the keys again: API keys 2, admin 1\n"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="new", max_retries=0) as new_client:
+        assert new_client.models.list().data[0].id == client.models.list().data[0].id == "tiny"
+    assert read_prompt().usage.prompt_tokens_details.cached_tokens >= 16  # prefixes stay
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_ctrl_c(process, client):
+    """A second Ctrl-C gives running answers an error. Last, because it ends the process."""
+    running, _ = process
+    with client.completions.create(
+        model="tiny", prompt="x", max_tokens=10**6, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        running.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(0.5)
+        running.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        with pytest.raises(openai.APIError, match="stopping"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - start < GRACE - 0.5
+        assert running.wait(20) == 130
+    assert running.stderr.read() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm(model, signals):
+    """Answers that do not end within some seconds, or at once, get an error."""
+    tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB", "--prefix-order", "lfu")
+    with (
+        started(model, *tiers) as (running, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        client.completions.create(
+            model="tiny", prompt="x", max_tokens=10**6, stream=True,
+            extra_body={"ignore_eos": True},
+        ) as stream,
+    ):  # fmt: skip
+        next(iter(stream))
+        start = time.monotonic()
+        for _ in range(signals):
+            running.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # the system may join two signals
+        with pytest.raises(openai.APIError, match="stopping"):
+            for _ in stream:
+                pass
+        assert (time.monotonic() - start < GRACE - 0.5) == (signals == 2)
+        assert running.wait(20) == 0
+        assert running.stderr.read() == ""

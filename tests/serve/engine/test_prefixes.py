@@ -1,0 +1,370 @@
+"""A prompt that resumes from a cached prefix continues bit for bit as after a full prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.rotary import rotary
+from jaxkv.serve.engine import Engine, PrefixConfig, Request
+from jaxkv.serve.engine.store import model_root
+from tests.seldom import seldom
+from tests.serve.engine.plain import HEAD_DIM, SPEC, VOCAB, Recorder, ask, finish, plain
+
+CHUNK = 16
+SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
+APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
+             "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
+             "expected-attention:capacity=8,sinks=2,future=16", "keydiff:capacity=8",
+             "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
+             "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
+             "vattention:sinks=2,window=4", "full:storage=int8",
+             "balance:sinks=2,window=4,rounds=1,storage=int8")  # fmt: skip
+EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
+              "window:window=16", "h2o:heavy=8,window=8", "reservoir:sinks=2,window=6,sample=8",
+              "stratified:sinks=2,window=6,sample=8",
+              "balance-stream:sinks=2,window=6,levels=2,block=4",
+              "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,storage=int8",
+              "balance-stream:sinks=2,window=6,levels=2,block=4,storage=int8")  # fmt: skip
+OFTEN = {
+    "full",
+    "full:storage=int8",
+    "streaming:sinks=2,window=14",
+    "0=full;*=streaming:sinks=2,window=14",
+}
+
+
+def branches(lengths=(10, 16, 31, 33, 48, 130)):
+    """Prompts that share these numbers of first tokens with SHARED and then diverge."""
+    rng = np.random.default_rng(2)
+    return [
+        SHARED[:length] + tuple(rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist())
+        for length in lengths
+    ]
+
+
+def usable(size: int) -> int:
+    """Tokens of a prompt that are cached after the same prompt."""
+    return (size - 1) // CHUNK * CHUNK
+
+
+def cold(engine: Engine, request: Request) -> Recorder:
+    """Answer a request with an empty prefix cache."""
+    assert engine.reset_prefix_cache()
+    (listener,) = ask(engine, request)
+    assert listener.outcome.cached_tokens == 0
+    return listener
+
+
+def first_entry(engine: Engine) -> list[np.ndarray]:
+    """All arrays of the first batch entry: caches, PRNG state and sampled tokens."""
+    return [np.array(leaf[0]) for leaf in jax.tree.leaves(engine._running._batch)]
+
+
+@pytest.mark.parametrize(
+    "policy", [(pytest.param if p in OFTEN else seldom)(p, id=p) for p in APPEND_ONLY + EVICTING]
+)
+def test_a_hit_equals_a_full_prefill(policy):
+    """Equal tokens, log probabilities and leaves of the batch entry, whatever came before."""
+    engine = Engine(
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=64),
+    )
+    asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
+    expected = [(cold(engine, request).scored, first_entry(engine)) for request in asked]
+    assert engine.reset_prefix_cache()
+    for repeat in range(2):
+        for request, (want, leaves) in zip(asked, expected, strict=True):
+            (got,) = ask(engine, request)
+            assert got.scored == want
+            for got_leaf, leaf in zip(first_entry(engine), leaves, strict=True):
+                np.testing.assert_array_equal(got_leaf, leaf)
+            if repeat:
+                assert got.outcome.cached_tokens == usable(len(request.tokens))
+            elif policy in APPEND_ONLY and request is not asked[0]:
+                pairs = zip(request.tokens, SHARED, strict=False)
+                alike = next((n for n, (a, b) in enumerate(pairs) if a != b), len(SHARED))
+                assert got.outcome.cached_tokens == min(
+                    usable(len(request.tokens)), alike // 16 * 16
+                )
+    assert [listener.scored for listener in ask(engine, *asked)] == [
+        scored for scored, _ in expected
+    ]
+
+
+@pytest.mark.parametrize("policy", ["full", EVICTING[0], seldom(EVICTING[6])])
+def test_a_collision_is_a_miss(policy):
+    """If all hashes are equal, the tokens are compared; the first entry stays."""
+    engine = Engine(
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=64),
+    )
+    reversed_tokens = tuple(reversed(SHARED))
+    expected = [
+        cold(engine, Request(tokens, 8, logprobs=3)).scored for tokens in (SHARED, reversed_tokens)
+    ]
+    assert engine.reset_prefix_cache()
+    index = engine._store.index
+    index.chain = dataclasses.replace(index.chain, hash=lambda _: bytes(32))
+    for _ in range(2):
+        for tokens, want in zip((SHARED, reversed_tokens), expected, strict=True):
+            (got,) = ask(engine, Request(tokens, 8, logprobs=3))
+            assert got.scored == want
+            assert tokens is SHARED or not got.outcome.cached_tokens
+    assert engine.metrics()["misses"]["collision"] > 0
+
+
+@pytest.mark.parametrize(
+    "policy, blocks", [("full", 14), seldom("snapkv:capacity=8,window=4", 14), (EVICTING[0], 2)]
+)
+def test_prefixes_return_from_the_host_unchanged(policy, blocks):
+    config = PrefixConfig(num_blocks=blocks, num_host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
+    asked = [Request(SHARED, 8, logprobs=3), *(Request(p, 8, logprobs=3) for p in branches())]
+    expected = [cold(engine, request).scored for request in asked]
+    for repeat in range(3):
+        for request, want in zip(asked, expected, strict=True):
+            (got,) = ask(engine, request)
+            assert got.scored == want
+            if repeat:
+                assert got.outcome.cached_tokens == usable(len(request.tokens))
+    counts = engine._store.index.counts
+    assert counts.promotions > 10 and counts.demotions > 10 and not counts.evictions
+
+
+@pytest.mark.slow
+def test_snapshots_share_pages_of_levels():
+    policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
+    engine = Engine(plain(policy), max_batch=2, max_len=512, chunk=CHUNK,
+                    prefix_cache=PrefixConfig(num_blocks=8, where="every=1"))  # fmt: skip
+    store, long = engine._store, SHARED + SHARED
+    asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
+    rng = np.random.default_rng(5)
+    asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
+    expected = [cold(engine, request).scored for request in asked]
+    for _ in range(2):  # the second time with reused entries and pages
+        assert engine.reset_prefix_cache() and store._pages.taken == 0
+        for _ in range(2):
+            shared = 0
+            for request, want in zip(asked, expected, strict=True):
+                (got,) = ask(engine, request)
+                assert got.scored == want
+                shared = max(shared, 3 * store.index.taken - store._pages.taken)
+            assert shared > 4, "pages shared with other snapshots"
+        (again,) = ask(engine, asked[-1])
+        assert again.outcome.cached_tokens == usable(90)
+
+
+@pytest.mark.slow
+def test_a_tree_of_one_level():
+    policy = "balance-stream:sinks=2,window=6,levels=1,block=4"
+    engine = Engine(
+        plain(policy),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=8),
+    )
+    expected = cold(engine, Request(SHARED, 4, logprobs=2)).scored
+    (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
+    assert got.scored == expected and got.outcome.cached_tokens == usable(200)
+
+
+def test_a_prompt_larger_than_all_pages_is_cached_in_part():
+    engine = Engine(
+        plain("full"),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=4),
+    )
+    expected = cold(engine, Request(SHARED, 4, logprobs=2)).scored
+    (got,) = ask(engine, Request(SHARED, 4, logprobs=2))
+    assert got.scored == expected and got.outcome.cached_tokens == 4 * CHUNK
+    exact = Request(tuple(reversed(SHARED))[: 4 * CHUNK + 1], 4)  # four pages and a tail
+    for cached in (0, 4 * CHUNK):
+        assert ask(engine, exact)[0].outcome.cached_tokens == cached
+    metrics = engine.metrics()
+    assert metrics["prefix_queries"] >= metrics["prefix_hits"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"order": "nonsense"}, {"where": "nonsense"}, {"memory": 0}, {"host_memory": -1},
+     {"num_blocks": 0}, {"num_host_blocks": -1}],
+)  # fmt: skip
+def test_invalid_settings_raise(fields):
+    with pytest.raises(UserError):
+        PrefixConfig(**fields)
+
+
+@pytest.mark.parametrize("host_memory", [None, 0.0, True])
+def test_settings_of_another_type_raise(unchecked, host_memory):
+    with pytest.raises(UserError, match="host_memory must be a whole number"):
+        PrefixConfig(host_memory=host_memory)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=12"])
+def test_prefixes_take_no_more_than_their_memory(policy):
+    model, memory = plain(policy), 300_000
+    engine = Engine(
+        model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=memory)
+    )
+    count, used = engine.metrics()["prefix_entries"], engine.bytes["prefixes"]
+    assert count > 1 and used <= memory < used + used / count
+    with pytest.raises(UserError, match=r"one prefix, which takes .*, got 1.0 KiB"):
+        Engine(model, max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=PrefixConfig(memory=1024))
+
+
+@pytest.mark.parametrize("policy", [EVICTING[0], seldom(EVICTING[6])])
+def test_snapshots_move_to_the_host_when_entries_run_out(policy):
+    config = PrefixConfig(num_blocks=3, where="every=1", num_host_blocks=100)
+    engine = Engine(plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=config)
+    asked = [Request(p, 6, logprobs=3) for p in branches((90, 130, 180))] * 2
+    expected = [cold(engine, request).scored for request in asked]
+    assert engine.reset_prefix_cache()
+    before = engine.metrics()
+    for number, (request, want) in enumerate(zip(asked, expected, strict=True)):
+        (got,) = ask(engine, request)
+        assert got.scored == want
+        assert number < 3 or got.outcome.cached_tokens == usable(len(request.tokens))
+    after = engine.metrics()
+    assert all(after[name] > before[name] + 2 for name in ("demotions", "promotions"))
+
+
+def test_a_store_too_small_for_a_prompt_changes_no_answer():
+    engine = Engine(
+        plain("full"),
+        max_batch=2,
+        max_len=256,
+        chunk=CHUNK,
+        prefix_cache=PrefixConfig(num_blocks=2),
+    )
+    long, short = Request(SHARED, 8, logprobs=1), Request(SHARED[:40], 8, logprobs=1)
+    expected = [cold(engine, request).scored for request in (long, short)]
+    for _ in range(2):
+        assert [ask(engine, request)[0].scored for request in (long, short)] == expected
+
+
+def test_a_salt_separates_prefixes():
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64))
+    for salt in ("a", None, "b"):
+        (first,) = ask(engine, Request(SHARED, 4, salt=salt))
+        (again,) = ask(engine, Request(SHARED, 4, salt=salt))
+        assert (first.outcome.cached_tokens, again.outcome.cached_tokens) == (0, usable(200))
+
+
+def test_a_salt_separates_the_random_draws_of_policies():
+    policy = "reservoir:sinks=2,window=6,sample=8"
+    engine = Engine(
+        plain(policy), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64)
+    )
+    scored = {
+        salt: cold(engine, Request(SHARED, 4, logprobs=1, salt=salt)).scored
+        for salt in ("a", "b", None)
+    }
+    assert len(set(map(str, scored.values()))) == 3
+
+
+def test_a_cancelled_prefill_leaves_its_cached_prefix():
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, max_prefill_tokens=CHUNK,
+                    prefix_cache=PrefixConfig(num_blocks=64, where="every=1"))  # fmt: skip
+    expected = cold(engine, Request(SHARED, 8, logprobs=3)).scored
+    for steps in range(14):
+        assert engine.reset_prefix_cache()
+        listener = Recorder()
+        handle = engine.submit(Request(SHARED, 8, logprobs=3), listener)
+        for _ in range(steps):
+            engine.step()
+        engine.cancel(handle)
+        finish(engine)
+        assert listener.outcome.reason == "cancelled"
+        (again,) = ask(engine, Request(SHARED, 8, logprobs=3))
+        assert again.scored == expected
+        assert again.outcome.cached_tokens == min(steps * CHUNK, usable(200))
+
+
+def test_echo_does_not_use_the_prefix_cache():
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=64))
+    ask(engine, Request(SHARED, 1))
+    (listener,) = ask(engine, Request(SHARED, 1, logprobs=1, echo=True))
+    assert len(listener.echoed) == len(SHARED) and listener.outcome.cached_tokens == 0
+    assert all(scored.logprob is not None for scored in listener.echoed[1:])
+
+
+def test_root_hashes_differ_between_settings():
+    """Another model, spec, chunk, seed, salt or policy has its own prefixes."""
+    streaming, wider_sinks = "streaming:sinks=2,window=14", "streaming:sinks=3,window=13"
+    wide = dataclasses.replace(SPEC, encoding=rotary(HEAD_DIM, 101.0))
+    half = dataclasses.replace(SPEC, dtype="bfloat16")
+    roots = [
+        model_root(plain(streaming), 16, 0, None),
+        model_root(plain(streaming), 16, 0, "a"),
+        model_root(plain(streaming), 16, 1, None),
+        model_root(plain(streaming), 32, 0, None),
+        model_root(plain(streaming, seed=1), 16, 0, None),
+        model_root(plain(wider_sinks), 16, 0, None),
+        model_root(plain(f"0={streaming};1={wider_sinks}"), 16, 0, None),
+        model_root(dataclasses.replace(plain(streaming), spec=wide), 16, 0, None),
+        model_root(dataclasses.replace(plain(streaming), spec=half), 16, 0, None),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert model_root(plain(streaming), 16, 0, None) == roots[0]
+
+
+def test_a_snapshot_is_not_changed_by_a_hit():
+    engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=8))
+    ask(engine, Request(SHARED, 1))
+    pool = engine._store._device
+    before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]
+    (listener,) = ask(engine, Request(SHARED, 100))
+    assert listener.outcome.cached_tokens == usable(200)
+    for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
+@pytest.mark.parametrize("owners, kept", [(("a", "b"), 4 * CHUNK), (("a", "a"), 0)])
+def test_one_owner_cannot_evict_the_prefixes_of_another(policy, owners, kept):
+    """With 8 entries: 4 prompts of one owner, or 4 blocks of one prompt, stay."""
+    config = PrefixConfig(num_blocks=8, where="last")
+    engine = Engine(plain(policy), max_batch=2, max_len=256, chunk=CHUNK, prefix_cache=config)
+    prefix = SHARED[: 4 * CHUNK + 1]
+    ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
+    for number in range(12):
+        flood = (number, *SHARED[: 2 * CHUNK])
+        ask(engine, Request(flood, 1, salt=owners[1], owner=owners[1]))
+    (again,) = ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
+    assert again.outcome.cached_tokens == kept
+
+
+@pytest.mark.parametrize(
+    "num_chunks, cached", [(0, 64), (8, 48)], ids=["free entries", "entries of a third owner"]
+)
+def test_a_prefill_takes_no_share_of_another_owner(num_chunks, cached):
+    """While a long prompt is prefilled, a short one of another owner gets entries too.
+
+    In the second case, 12 entries become 6 of the long prompt, 3 of the third owner and 3.
+    """
+    engine = Engine(plain("full"), max_batch=2, max_len=512, chunk=CHUNK, max_per_owner=2,
+                    prefix_cache=PrefixConfig(num_blocks=12))  # fmt: skip
+    if num_chunks:
+        ask(engine, Request(SHARED[: num_chunks * CHUNK + 2], 1, owner="c", salt="c"))
+    engine.submit(Request(SHARED * 2, 1, owner="a", salt="a"), Recorder())
+    for _ in range(4):
+        engine.step()
+    assert engine.metrics()["prefix_entries"] == 12 and engine._prefills
+    short = Request(SHARED[:66], 1, owner="b", salt="b")
+    ask(engine, short)
+    (again,) = ask(engine, short)
+    assert again.outcome.cached_tokens == cached

@@ -1,0 +1,181 @@
+"""The end of a server: draining, a device that hangs, and streams that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+
+import pytest
+
+from jaxkv import models
+from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.serve.http import Drain
+from tests.serve.http.conftest import ENDLESS, events, eventually, serving
+from tests.serve.http.fake import FakeEngine
+from tests.tiny import write_tiny
+
+TALE = {"model": "tiny", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return models.load(write_tiny(tmp_path_factory.mktemp("end") / "tiny"))
+
+
+@pytest.fixture
+def engine(llm):
+    """A real engine whose decoding waits while `hold` is set."""
+    engine = make_engine(
+        llm, "streaming:sinks=2,window=30", max_batch=2, chunk=16, queue=3, step_seconds=1.0
+    )
+    decode, go = engine._programs.decode, threading.Event()
+    go.set()
+
+    def held(*arguments):
+        go.wait(60)
+        return decode(*arguments)
+
+    engine._programs.decode, engine.go = held, go
+    yield engine
+    go.set()
+    engine.stop(30)
+
+
+def test_draining_finishes_answers_and_refuses_requests(engine, llm):
+    """Also answers that wait in the queue, streamed and whole; a kept connection is refused too."""
+    drain = Drain(60)
+    with serving(engine, Language(llm, "tiny"), drain=drain, comment_seconds=0.2) as served:
+        alone = served.ask("POST", "/v1/completions", TALE | {"seed": 1}).json["choices"][0]["text"]
+        engine.go.clear()
+        answers, done = {}, []
+
+        def ask(number: int) -> None:
+            body = TALE | {"seed": 1, "stream": number == 0}
+            answers[number] = served.ask("POST", "/v1/completions", body)
+            done.append(number)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: engine.running + engine.waiting == 4)
+        assert drain.begin() and not drain.begin() and not drain.over
+        for path, body in (("/health", None), ("/v1/completions", TALE)):
+            answer = served.ask("POST" if body else "GET", path, body)
+            assert answer.status == 503 and answer.error["code"] == "server_draining"
+            assert answer.headers["connection"] == "close" and answer.headers["retry-after"] == "10"
+        assert not done
+        engine.go.set()
+        for thread in threads:
+            thread.join(60)
+        eventually(lambda: drain.over)
+        for number in (1, 2, 3):
+            assert answers[number].json["choices"][0]["text"] == alone
+        stream = answers[0].raw.replace(b": waiting\n\n", b"")
+        assert "".join(event["choices"][0]["text"] for event in events(stream)) == alone
+
+
+def test_draining_ends_when_the_time_is_up():
+    with serving(FakeEngine(pause=0.002), drain=(drain := Drain(0.3))) as served:
+        endless = served.send(ENDLESS | {"stream": True})
+        eventually(lambda: served.engine.handles)
+        assert drain.begin() and not drain.over
+        raw = b"".join(iter(lambda: endless.recv(1 << 16), b""))
+        assert b"the server is stopping" in raw and b"data: [DONE]" in raw
+        endless.close()
+    assert drain.over
+
+
+def test_a_body_that_is_still_coming_is_refused_when_draining():
+    with serving(FakeEngine(), drain=(drain := Drain(5))) as served, served.connect() as slow:
+        running = served.send(ENDLESS)
+        eventually(lambda: served.engine.handles)
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+            b"Content-Type: application/json\r\n\r\n{"
+        )
+        time.sleep(0.1)
+        drain.begin()
+        slow.sendall(b"}")
+        assert b" 503 " in slow.recv(1000)
+        running.close()
+
+
+def test_an_answer_that_is_read_slowly_is_complete():
+    """Its last bytes are still unsent when its request has ended."""
+    with serving(FakeEngine(), drain=(drain := Drain(20)), max_unread=10**6) as served:
+        body = {"model": "bytes", "prompt": "wide", "max_tokens": 1500, "temperature": 0}
+        slow = served.send(body, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.handles or served.engine.ended)
+        assert drain.begin()
+        eventually(lambda: drain.over)
+        time.sleep(0.5)
+        raw = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+        slow.close()
+    head, _, content = raw.partition(b"\r\n\r\n")
+    length = int(re.search(rb"content-length: (\d+)", head)[1])
+    assert len(content) == length > 10**6
+
+
+def test_no_draining_by_default():
+    assert not Drain().begin()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_device_that_hangs(engine, llm, stream):
+    """/health fails after the limit, new requests get 503, and the server still stops."""
+    with serving(engine, Language(llm, "tiny"), comment_seconds=0.1) as served:
+        assert served.ask("GET", "/health").status == 200
+        engine.go.clear()
+        with contextlib.closing(served.send(TALE | {"stream": stream})):
+            eventually(lambda: served.ask("GET", "/health").status == 503)
+            answer = served.ask("POST", "/v1/completions", TALE)
+            assert (answer.status, answer.error["code"]) == (503, "engine_unhealthy")
+        engine.go.set()
+        eventually(lambda: served.ask("GET", "/health").status == 200)
+
+
+def test_a_stream_that_waits_sends_headers_and_comments():
+    """Until its first token; then its events are those of any stream."""
+    with serving(FakeEngine(max_batch=1, pause=0.002), comment_seconds=0.1) as served:
+        running = served.send(ENDLESS)
+        eventually(lambda: served.engine.handles)
+        waiting = served.send({"model": "bytes", "prompt": "|hi", "stream": True})
+        raw = b""
+        while raw.count(b": waiting\n\n") < 3:
+            raw += waiting.recv(1000)
+        assert raw.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in raw
+        assert b"data:" not in raw
+        running.close()
+        while b"[DONE]" not in raw:
+            raw += waiting.recv(1000)
+        assert b'"text":"h"' in raw and b'"text":"i"' in raw
+        waiting.close()
+        with served.client() as client:
+            text = "".join(
+                event.choices[0].text
+                for event in client.completions.create(model="bytes", prompt="|hi", stream=True)
+            )
+        assert text == "hi"
+
+
+def test_an_error_before_the_first_event_has_its_status(caplog):
+    """If it comes within `comment_seconds`; else the stream reports it."""
+    with serving(FakeEngine(), comment_seconds=5.0) as served:
+        assert served.complete("!full", stream=True).status == 503
+    with serving(FakeEngine(pause=0.3), comment_seconds=0.05) as served:
+        answer = served.complete("✓!fail", stream=True, temperature=0, max_tokens=3)
+        assert answer.status == 200 and b"the engine failed" in answer.raw
+
+
+def test_as_many_answers_as_run_and_wait(engine, llm):
+    """n = max_batch + queue is answered; one more is refused before the engine sees it."""
+    limits = {"max_in_flight": 5, "max_answers": 5, "max_batch": 2}
+    with serving(engine, Language(llm, "tiny"), **limits) as served:
+        for _ in range(20):
+            answer = served.ask("POST", "/v1/completions", TALE | {"n": 5, "max_tokens": 2})
+            assert answer.status == 200, answer.error
+            assert len(answer.json["choices"]) == 5
+        assert served.ask("POST", "/v1/completions", TALE | {"n": 6}).error["param"] == "n"

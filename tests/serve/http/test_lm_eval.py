@@ -1,0 +1,138 @@
+"""Scoring by lm-eval's `local-completions`: its requests, and lm-eval itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.loading.llm import Llm
+from jaxkv.serve.engine import PrefixConfig
+from tests.models.test_parity import reference, reference_logits
+from tests.serve.http.conftest import serving
+from tests.serve.http.fake import logprob
+
+# A context and its choices.
+QUESTIONS = [
+    ("The sky is", [" blue", " of no interest", " ✓"]),
+    ("Two and two", [" make four", " is"]),
+    ("Once", [" upon a time", " ", " more"]),
+]
+
+
+def expected(context: str, choice: str) -> float:
+    ids = [*context.encode(), *choice.encode()]
+    pairs = list(pairwise(ids))[-len(choice.encode()) :]
+    return sum(logprob(*pair) for pair in pairs)
+
+
+def scored_as(prompt: list[int], choice: dict, context: int) -> tuple[float, bool]:
+    """The score that lm-eval computes from an echoed prompt with one new token."""
+    logprobs = choice["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(prompt) + 1
+    assert logprobs["token_logprobs"][0] is None
+    values = logprobs["token_logprobs"][context:-1]
+    tops = logprobs["top_logprobs"][context:-1]
+    for name, value, top in zip(logprobs["tokens"][context:-1], values, tops, strict=True):
+        assert top[name] == value
+    return sum(values), all(v == max(top.values()) for v, top in zip(values, tops, strict=True))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_requests_of_lm_eval(served, again):
+    """The second time, the prompts are cached."""
+    pairs = [(context, choice) for context, choices in QUESTIONS for choice in choices]
+    prompts = [[*context.encode(), *choice.encode()] for context, choice in pairs]
+    body = {"model": "bytes", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1}
+    answer = served.ask("POST", "/v1/completions", body | {"seed": 1234, "echo": True})
+    choices = sorted(answer.json["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(prompts)
+    for (context, end), prompt, choice in zip(pairs, prompts, choices, strict=True):
+        value, greedy = scored_as(prompt, choice, len(context.encode()))
+        assert value == expected(context, end)
+        assert greedy == (value == -len(end.encode()))
+
+
+def test_an_eos_has_an_entry(served):
+    """lm-eval drops the last entry, which must be the new token and not one of the prompt."""
+    choice = served.complete(
+        [*b"x|"], max_tokens=1, echo=True, logprobs=1, temperature=0
+    ).json["choices"][0]  # fmt: skip
+    assert choice["logprobs"]["tokens"] == ["x", "|", "</s>"]
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+def test_lm_eval_of_the_default_model(monkeypatch):
+    """With a prefix cache, its scores equal those of transformers."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    llm = models.load()
+    engine = make_engine(
+        llm,
+        "streaming:sinks=4,window=252",
+        max_batch=2,
+        max_len=256,
+        chunk=16,
+        prefix_cache=PrefixConfig(num_blocks=8),
+    )
+    reference_model = reference(llm.path)
+    with serving(engine, Language(llm, "default")) as served:
+        for _ in range(2):
+            right, samples = evaluate(served.port, "default", llm.path)
+    expected_scores = [
+        [choice_score(reference_model, llm, context, choice) for choice in choices]
+        for context, choices in QUESTIONS
+    ]
+    for sample, values in zip(samples, expected_scores, strict=True):
+        scores = [value for ((value, _),) in sample["resps"]]
+        np.testing.assert_allclose(scores, values, atol=1e-3)
+    assert right == sum(values[0] == max(values) for values in expected_scores) / len(QUESTIONS)
+
+
+def choice_score(reference_model, llm: Llm, context: str, choice: str) -> float:
+    """The score of a choice after its context by transformers. lm-eval sends both without a BOS."""
+    begin = len(llm.tokenizer.encode(context, bos=False))
+    ids = llm.tokenizer.encode(context + choice, bos=False)
+    logits = jnp.asarray(reference_logits(reference_model, ids))
+    return float(sum(jax.nn.log_softmax(logits[n - 1])[ids[n]] for n in range(begin, len(ids))))
+
+
+def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
+    """Accuracy and samples of QUESTIONS by lm-eval."""
+    import datasets
+    from lm_eval import simple_evaluate
+
+    docs = [{"context": context, "choices": choices, "best": 0} for context, choices in QUESTIONS]
+    task = {
+        "task": "tiny",
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(docs)},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "best",
+        "target_delimiter": "",
+    }
+    evaluation = simple_evaluate(
+        model="local-completions",
+        model_args={
+            "model": name,
+            "base_url": f"http://127.0.0.1:{port}/v1/completions",
+            "tokenizer": str(tokenizer),
+            "tokenizer_backend": "huggingface",
+            "num_concurrent": 2,
+            "max_retries": 1,
+        },
+        tasks=[task],
+        batch_size=2,
+        bootstrap_iters=0,
+    )
+    return evaluation["results"]["tiny"]["acc,none"], evaluation["samples"]["tiny"]

@@ -1,0 +1,163 @@
+"""Hashes of blocks: equal exactly for equal prefixes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.errors import UserError
+from jaxkv.serve.prefix import BlockHasher, BlockPool, encode, root_hash
+from jaxkv.serve.prefix.block_hash import sha256
+
+ABOUT = {
+    "policy": "streaming:sinks=4,window=252", "budget": 256, "sinks": 4, "chunk": 128, "seed": 0,
+    "dtype": "float32", "rotary": ("default", 10_000.0), "model": b"\1\2",
+}  # fmt: skip
+
+
+def tokens_found(first, second, tokens=tuple(range(13))):
+    """Tokens that a lookup with the second root finds after a request with the first root."""
+    pool = BlockPool(4, mode="full")
+    lease = pool.admit(pool.hash_prompt(tokens, first))
+    pool.publish(lease)
+    pool.release(lease)
+    return pool.match(pool.hash_prompt(tokens, second)).usable
+
+
+def test_different_salts_share_no_blocks():
+    """Behaviour 18."""
+    a, b, none = root_hash(salt="a"), root_hash(salt="b"), root_hash()
+    assert tokens_found(a, b) == 0
+    assert tokens_found(a, a) == 12
+    assert tokens_found(none, a) == tokens_found(a, none) == 0
+    for empty in ("", b""):
+        with pytest.raises(UserError, match="salt must not be empty"):
+            root_hash(salt=empty)
+
+
+def test_a_field_counts_with_its_name_type_and_value():
+    """Behaviour 19."""
+    all_fields = [
+        {}, {"adapter": "x"}, {"salt": "x"}, {"salt": None}, {"salt": b"x"},
+        {"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}, {"a": ("ab", "c")}, {"a": ("a", "bc")},
+        {"a": 1}, {"a": "1"}, {"a": True}, {"a": 1.0}, {"a": (1,)}, {"a": ((1,),)}, {"a": ()},
+        {"ab": ""}, {"a": "b"}, {"a": None, "b": None}, {"a": (None, None)},
+    ]  # fmt: skip
+    assert len({root_hash(**fields) for fields in all_fields}) == len(all_fields)
+    assert root_hash(a=1, b="2") == root_hash(b="2", a=np.int64(1))
+    assert root_hash(a=("x", 1)) == root_hash(a=["x", 1])
+    assert len(root_hash()) == 32
+    with pytest.raises(UserError, match="adapter must consist of"):
+        root_hash(adapter={"x": 1})
+
+
+@pytest.mark.parametrize("field", ABOUT)
+def test_every_setting_of_a_cache_changes_its_root(field):
+    """Behaviour 20."""
+    value = ABOUT[field]
+    changed = value + 1 if isinstance(value, int) else value[:-1]
+    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT)) == 12
+    assert tokens_found(root_hash(**ABOUT), root_hash(**ABOUT | {field: changed})) == 0
+
+
+def test_the_integer_type_of_tokens_does_not_matter():
+    """Behaviour 22: every integer type gives one hash, and every process gives the same one."""
+    tokens = [0, 65_536, 7, 2**31 - 1]
+    kinds = [tokens, tuple(tokens), [np.int64(t) for t in tokens]]
+    kinds += [np.array(tokens, dtype) for dtype in ("i4", "i8", "u4", "u8", ">i8", ">u4")]
+    assert {encode(kind) for kind in kinds} == {b"".join(t.to_bytes(4, "little") for t in tokens)}
+    hashes = BlockHasher(2).hash_prompt(tokens, root_hash()).hashes
+    assert all(BlockHasher(2).hash_prompt(kind, root_hash()).hashes == hashes for kind in kinds)
+    assert (
+        BlockHasher(1).hash_prompt([65_536], root_hash()).hashes
+        != BlockHasher(1).hash_prompt([0], root_hash()).hashes
+    )
+    code = ("from jaxkv.serve.prefix import BlockHasher, root_hash; "
+            f"found = BlockHasher(2).hash_prompt({tokens}, root_hash()); "
+            "print(found.hashes[-1].hex())")  # fmt: skip
+    for seed in ("0", "1"):
+        env = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert run.stdout.strip() == hashes[-1].hex(), run.stderr
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[-1], [2**32], [1.5], ["a"], None, 5, np.array([-1]), np.array([2**32]), np.array([1.0]),
+     np.zeros((1, 2), int)],
+)  # fmt: skip
+def test_invalid_tokens_are_refused(tokens, unchecked):
+    with pytest.raises(UserError, match="tokens must be whole numbers from 0"):
+        encode(tokens)
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**64, (1, "\udfff"), object()])
+def test_invalid_fields_are_refused(value):
+    with pytest.raises(UserError, match=r"must (be|consist of) "):
+        root_hash(a=value)
+
+
+def test_settings_are_checked(unchecked):
+    for wrong in (
+        {"block_size": 0},
+        {"block_size": 2**31},
+        {"block_size": 4, "hashing": ["direct"]},
+        {"block_size": 4, "hashing": "xor"},
+    ):
+        with pytest.raises(UserError, match="got"):
+            BlockHasher(**wrong)
+    with pytest.raises(UserError, match="at least one token"):
+        BlockHasher(4).hash_prompt([], root_hash())
+
+
+def test_the_index_needs_no_jax():
+    code = "import sys, jaxkv.serve.prefix; print(*{'jax', 'jaxlib', 'flax'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_a_hash_covers_the_whole_prefix():
+    for hashing in ("chained", "direct"):
+        chain = BlockHasher(2, hashing)
+        prompt, other_root = (
+            chain.hash_prompt([1, 2, 3, 4], root_hash()),
+            chain.hash_prompt([9, 2, 3, 4], root_hash()),
+        )
+        assert not set(prompt.hashes) & set(other_root.hashes)
+        longer = chain.hash_prompt([1, 2, 3, 4, 5], root_hash(), partial=True)
+        assert longer.hashes[:2] == prompt.hashes and len(longer.hashes) == 3
+        assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == prompt.hashes
+    assert BlockHasher(2).hash_prompt([1], root_hash(), partial=True).hashes != prompt.hashes[:1]
+
+
+def test_a_chained_hash_by_its_definition():
+    """The definition is fixed, because another machine may recompute the hash."""
+    (block_hash,) = BlockHasher(2).hash_prompt([1, 2], root_hash()).hashes
+    assert block_hash == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(prompts=PROMPTS, block=st.integers(1, 4), mode=st.sampled_from(["full", "alias", "rekey"]),
+       capacity=st.none() | st.integers(0, 6))  # fmt: skip
+def test_direct_and_chained_hashing_find_the_same(prompts, block, mode, capacity):
+    counts = []
+    for hashing in ("chained", "direct"):
+        pool = BlockPool(block, capacity=capacity, mode=mode, hashing=hashing)
+        for number, prompt in enumerate(prompts):
+            lease = pool.admit(pool.hash_prompt(prompt, root_hash()))
+            pool.publish(lease)
+            for token in range(number % 4):
+                pool.append(lease, token)
+                pool.publish(lease)
+            pool.release(lease)
+        counts.append(pool.counts)
+    assert counts[0] == counts[1]
