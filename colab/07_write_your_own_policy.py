@@ -361,8 +361,8 @@ print(f"largest difference of logits: {difference[:limit].max():.1e} up to token
 # %% [markdown]
 # ## Next steps
 #
-# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`,
-# `source`, `use_for`, `avoid_for` and `bytes_formula` for `jaxkv policies` and docs/policies.md. Add
+# To add the policy to the library, put the class into `jaxkv/policies/strided.py`, with `summary`
+# and `source` for `jaxkv policies`. Add
 # one line to `jaxkv/policies/__init__.py`, so that `--policy strided:near=16` finds the policy, and
 # one line to `tests/core/laws/cases.py`. The tests then check all laws with other dtypes, position
 # encodings and devices. A policy that scores tokens by attention does so inside `update`. A growing

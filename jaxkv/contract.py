@@ -189,9 +189,7 @@ class Policy:
     prompt on which `finish_prefill` acts; None if it does nothing. grows: whether the cache grows
     with the tokens, so that the caller must `reserve`.
 
-    For `jaxkv policies` and docs/policies.md: summary: what is cached. source: the paper. use_for,
-    avoid_for: uses for which the policy is a good or a bad choice. bytes_formula: what
-    `bytes_per_sequence` computes, in the letters of docs/policies.md.
+    `jaxkv policies` prints `summary`, which says what is cached, and `source`, the paper.
     """
 
     max_lookback: int | float = math.inf
@@ -199,9 +197,6 @@ class Policy:
     grows: ClassVar[bool] = False
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
-    use_for: ClassVar[str] = ""
-    avoid_for: ClassVar[str] = ""
-    bytes_formula: ClassVar[str] = ""
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
         """An empty state for `batch` sequences."""

@@ -20,7 +20,12 @@ import jax
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError, check_choice, check_int, warn
 from jaxkv.policies import POLICIES, Full, Window
+from jaxkv.rotary import rotary
 from jaxkv.state.batch import nbytes
+
+# A layer of SmolLM2-135M, and the tokens for which `describe` gives the bytes of one.
+EXAMPLE = Spec(kv_heads=3, head_dim=64, scale=64**-0.5, encoding=rotary(64, 1e4), group=3)
+EXAMPLE_TOKENS = (1024, 16384)
 
 
 def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy, ...]:
@@ -160,7 +165,10 @@ def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int,
 
 
 def describe() -> list[dict[str, object]]:
-    """Every policy: its fields with types and defaults, what it caches, its bytes, its source."""
+    """Every policy: its fields with types and defaults, what it caches, its bytes, its source.
+
+    bytes: of one sequence in the layer EXAMPLE, by the number of its tokens.
+    """
     return [
         {
             "name": name,
@@ -169,7 +177,7 @@ def describe() -> list[dict[str, object]]:
                 f.name: {"type": _type_name(kind, f.name), "default": _written(f.default)}
                 for f in _fields(kind)
             },
-            "bytes_formula": kind.bytes_formula,
+            "bytes": {str(n): state_bytes((kind(),), EXAMPLE, 1, n) for n in EXAMPLE_TOKENS},
             "source": kind.source,
         }
         for name, kind in POLICIES.items()

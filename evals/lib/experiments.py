@@ -86,6 +86,7 @@ STATEMENTS: tuple[Statement, ...] = tuple(
 )
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
+    "policy_bytes": policy_sections.policy_bytes,
     "pictures": gallery.page,
     "workarounds": workarounds_table.table,
 }

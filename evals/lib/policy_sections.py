@@ -6,23 +6,105 @@ import dataclasses
 import inspect
 import re
 
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.policies import POLICIES
+from jaxkv.policy_spec import EXAMPLE_TOKENS, describe
+from jaxkv.state.memory import show
+
+CAPTION = (
+    "The bytes of one sequence in one layer of SmolLM2-135M in float32, at its largest: a policy "
+    "that compresses the prompt first caches all of it. `for_layer` may give layers other sizes."
+)
+
+# What a policy is for, and what not.
+USES = {
+    "full": (
+        "texts within the trained context; the reference for every other policy",
+        "longer texts: its loss rises beyond the trained context, and its memory grows",
+    ),
+    "window": (
+        "models trained with a sliding window",
+        "models with attention sinks, which need their first tokens",
+    ),
+    "streaming": ("endless text, with any model; try it first", "questions about evicted text"),
+    "h2o": (
+        "texts within the trained context, in less memory",
+        "endless text: positions are absolute and outgrow the trained context",
+    ),
+    "reservoir": (
+        "endless text where distant tokens may matter; try it on yours first",
+        "single distant facts; texts where only the newest tokens matter",
+    ),
+    "stratified": (
+        "endless text, with a sample spread evenly over it",
+        "texts where only the newest tokens matter, as reservoir",
+    ),
+    "balance-stream": (
+        "endless text, with a sample that preserves attention",
+        "texts where only the newest tokens matter, as reservoir",
+    ),
+    "balance": (
+        "a long prompt, compressed once, with a short answer",
+        "endless text; prompts of which only a few tokens matter",
+    ),
+    "uniform": (
+        "a baseline of `balance`", "endless text; prompts of which only a few tokens matter",
+    ),
+    "snapkv": (
+        "a long prompt that is continued",
+        "endless text; single facts of the prompt; several questions about one prompt, which is "
+        "compressed for the first",
+    ),
+    "pyramidkv": (
+        "a long prompt that is continued, with most of the budget in the first layers",
+        "endless text; single facts of the prompt and several questions, as snapkv",
+    ),
+    "expected-attention": (
+        "a long prompt that is continued, however it ends",
+        "endless text; single facts of the prompt; models whose logits have a softcap",
+    ),
+    "keydiff": (
+        "a prompt with single facts, of which a quarter or more is cached",
+        "endless text; removing most of a prompt",
+    ),
+    "magicpig": (
+        "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",
+        "short prompts; GPUs, where its lookup is slow; saving memory",
+    ),
+}  # fmt: skip
+READS_ALL = "speed or memory: it reads every key"
+USES |= {
+    "topk": ("an oracle baseline: attention to the largest logits", READS_ALL),
+    "topp": ("an oracle baseline: attention to the keys that reach a mass", READS_ALL),
+    "oracle": ("an oracle baseline: attention by exact sampling", READS_ALL),
+    "quest": ("an oracle baseline: attention to selected pages of keys", READS_ALL),
+    "vattention": ("an oracle baseline: attention with an error bound", READS_ALL),
+}
+
+
+def policy_bytes() -> str:
+    """One row per policy: the bytes of a sequence in the layer of `describe`, by its tokens."""
+    lines = [*table_head("policy", *(f"{n:,} tokens" for n in EXAMPLE_TOKENS))]
+    lines += [
+        table_row(f"`{policy['name']}`", *map(show, policy["bytes"].values()))
+        for policy in describe()
+    ]
+    return page_table(lines, caption=CAPTION)
 
 
 def policies() -> str:
     """One section per policy, from its docstring and fields."""
     sections = []
     for name, policy in POLICIES.items():
-        about, formula = inspect.getdoc(policy), policy.bytes_formula.replace("*", "\\*")
+        use, avoid = USES[name]
         fields = ", ".join(
             f"`{f.name}={str(f.default).lower() if f.default in (True, False) else f.default}`"
             for f in dataclasses.fields(policy) if f.repr
         )  # fmt: skip
         sections.append(
-            f"### `{name}`\n\n{about}\n\n"
-            f"- **Take it for** {policy.use_for}.\n- **Not for** {policy.avoid_for}.\n"
+            f"### `{name}`\n\n{inspect.getdoc(policy)}\n\n"
+            f"- **Take it for** {use}.\n- **Not for** {avoid}.\n"
             f"- **Fields** {fields}.\n"
-            f"- **Bytes** of one sequence in one layer: {formula}.\n"
             f"- **Source** {linked(policy.source)}.\n"
         )
     return "\n" + "\n".join(sections) + "\n"

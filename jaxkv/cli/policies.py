@@ -13,9 +13,7 @@ from jaxkv.errors import UserError
 NOTE = """\
 A policy is written name or name:field=value,...; layers can differ, as in
 0=full;*=streaming:sinks=4,window=252.
-Memory is in bytes per sequence and layer: K KV heads, G query heads per KV head, H head dim,
-itemsize of the dtype; a token has t = 2 * K * H * itemsize + 4 bytes in all KV heads and
-u = 2 * H * itemsize + 4 in one. With storage=int8, docs/policies.md has other t and u."""
+Memory is that of one sequence in one layer of SmolLM2-135M in float32, at its largest."""
 MORE = "`jaxkv policies NAME` describes a policy and its fields."
 WIDTH = 88  # columns of prose
 
@@ -28,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from jaxkv.policies import POLICIES
     from jaxkv.policy_spec import describe, nearest
+    from jaxkv.state.memory import show
 
     if args.name is not None and args.name not in POLICIES:
         raise UserError(f"unknown policy {args.name!r}{nearest(args.name, POLICIES)}")
@@ -43,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         fields = [f"{n}={f['default']} ({f['type']})" for n, f in policy["fields"].items()]
         print(f"{policy['name']}: {policy['summary']}")
         print(f"  fields  {', '.join(fields) or 'none'}")
-        print(f"  memory  {policy['bytes_formula']}")
+        memory = (f"{show(size)} at {int(n):,} tokens" for n, size in policy["bytes"].items())
+        print(f"  memory  {', '.join(memory)}")
         print(f"  source  {policy['source']}\n")
     if args.name is None:
         print(f"{NOTE}\n{MORE}")

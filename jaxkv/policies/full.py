@@ -32,13 +32,6 @@ class Full(Policy):
 
     summary: ClassVar[str] = "every token, up to a maximum"
     source: ClassVar[str] = "Attention Is All You Need, arXiv 1706.03762"
-    use_for: ClassVar[str] = (
-        "texts within the trained context; the reference for every other policy"
-    )
-    avoid_for: ClassVar[str] = (
-        "longer texts: its loss rises beyond the trained context, and its memory grows"
-    )
-    bytes_formula: ClassVar[str] = "min(start, max) * t + 4, doubling to max"
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -49,11 +49,6 @@ class H2O(Policy):
 
     summary: ClassVar[str] = "the newest tokens, and those before them that got most attention"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
-    use_for: ClassVar[str] = "texts within the trained context, in less memory"
-    avoid_for: ClassVar[str] = (
-        "endless text: positions are absolute and outgrow the trained context"
-    )
-    bytes_formula: ClassVar[str] = "(heavy + window) * K * (2 * H * itemsize + 8) + 4"
 
     def __post_init__(self) -> None:
         if self.heavy < 1 or self.window < 1:

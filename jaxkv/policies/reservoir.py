@@ -63,9 +63,6 @@ class Reservoir(Policy):
 
     summary: ClassVar[str] = "sinks, a window, and a random sample of the evicted tokens"
     source: ClassVar[str] = "Pan et al., reservoir sampling for StreamingLLM"
-    use_for: ClassVar[str] = "endless text where distant tokens may matter; try it on yours first"
-    avoid_for: ClassVar[str] = "single distant facts; texts where only the newest tokens matter"
-    bytes_formula: ClassVar[str] = "(sinks + window) * t + K * sample * u + 8 * K + 8"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)

@@ -39,9 +39,6 @@ class Streaming(Policy):
 
     summary: ClassVar[str] = "first tokens as sinks, and a window of the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    use_for: ClassVar[str] = "endless text, with any model; try it first"
-    avoid_for: ClassVar[str] = "questions about evicted text"
-    bytes_formula: ClassVar[str] = "(sinks + window) * t + 4"
 
     def __post_init__(self) -> None:
         ring.check(self.sinks, self.window, self.positions)

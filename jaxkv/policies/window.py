@@ -29,9 +29,6 @@ class Window(Policy):
 
     summary: ClassVar[str] = "the newest tokens and nothing else"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150; the baseline of StreamingLLM"
-    use_for: ClassVar[str] = "models trained with a sliding window"
-    avoid_for: ClassVar[str] = "models with attention sinks, which need their first tokens"
-    bytes_formula: ClassVar[str] = "window * t + 4"
 
     def __post_init__(self) -> None:
         ring.check(0, self.window, "relative")

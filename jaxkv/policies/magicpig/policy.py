@@ -85,16 +85,6 @@ class MagicPIG(Policy):
 
     summary: ClassVar[str] = "every token; after the prompt, a sample of its keys by hash tables"
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179"
-    use_for: ClassVar[str] = (
-        "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token"
-    )
-    avoid_for: ClassVar[str] = "short prompts; GPUs, where its lookup is slow; saving memory"
-    bytes_formula: ClassVar[str] = (
-        "start * t + 8 + 8 * K + 4 * K * H, doubling, until the end of prefill; after it each KV "
-        "head also has L tables, each with 2 or 4 bytes per slot, up to a quarter more for the "
-        "padding of blocks, and 4 * 2^bits; planes of 4 * H * bits * L; and codes of 2 * L per "
-        "slot of the unindexed tail, which has slots for up to twice the generated tokens"
-    )
     grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

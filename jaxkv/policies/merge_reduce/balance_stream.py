@@ -47,11 +47,6 @@ class BalanceStream(TreePolicy):
 
     summary: ClassVar[str] = "sinks, a window, and a balanced sample of the evicted tokens"
     source: ClassVar[str] = "BalanceKV, arXiv 2502.07861"
-    use_for: ClassVar[str] = "endless text, with a sample that preserves attention"
-    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
-    bytes_formula: ClassVar[str] = (
-        "(sinks + window) * t + K * (levels + 1) * block // 2 * u + 8 * K + 8"
-    )
 
     def __post_init__(self) -> None:
         import_pallas()

@@ -35,9 +35,6 @@ class Stratified(TreePolicy):
 
     summary: ClassVar[str] = "sinks, a window, and one token of every stretch of evicted text"
     source: ClassVar[str] = "stratified sampling, the baseline of BalanceKV and of reservoirs"
-    use_for: ClassVar[str] = "endless text, with a sample spread evenly over it"
-    avoid_for: ClassVar[str] = "texts where only the newest tokens matter, as reservoir"
-    bytes_formula: ClassVar[str] = "(sinks + window) * t + K * sample * u + 8 * K + 8"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -65,14 +65,6 @@ class ExpectedAttention(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    use_for: ClassVar[str] = "a long prompt that is continued, however it ends"
-    avoid_for: ClassVar[str] = (
-        "endless text; single facts of the prompt; models whose logits have a softcap"
-    )
-    bytes_formula: ClassVar[str] = (
-        "start * t + 4 + 8 * K + 4 * K * G * H * (H + 1), doubling without the last term, until "
-        "the end of prefill; then `capacity` tokens, plus all generated tokens"
-    )
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < math.inf:

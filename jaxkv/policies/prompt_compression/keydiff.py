@@ -38,12 +38,6 @@ class KeyDiff(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"
-    use_for: ClassVar[str] = "a prompt with single facts, of which a quarter or more is cached"
-    avoid_for: ClassVar[str] = "endless text; removing most of a prompt"
-    bytes_formula: ClassVar[str] = (
-        "start * t + 4 + 8 * K, doubling, until the end of prefill; then `capacity` tokens, plus "
-        "all generated tokens"
-    )
     ends: ClassVar[ExactEnds] = ExactEnds(0, 0)
 
     def __post_init__(self) -> None:

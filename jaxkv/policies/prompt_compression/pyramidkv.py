@@ -44,13 +44,6 @@ class PyramidKV(CompressionPolicy):
 
     summary: ClassVar[str] = "snapkv with a budget that falls from layer to layer"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
-    use_for: ClassVar[str] = (
-        "a long prompt that is continued, with most of the budget in the first layers"
-    )
-    avoid_for: ClassVar[str] = (
-        "endless text; single facts of the prompt and several questions, as snapkv"
-    )
-    bytes_formula: ClassVar[str] = "as snapkv, with this layer's capacity"
 
     def __post_init__(self) -> None:
         if self.capacity <= self.window:

@@ -42,15 +42,6 @@ class SnapKV(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    use_for: ClassVar[str] = "a long prompt that is continued"
-    avoid_for: ClassVar[str] = (
-        "endless text; single facts of the prompt; several questions about one prompt, which is "
-        "compressed for the first"
-    )
-    bytes_formula: ClassVar[str] = (
-        "start * t + 4 + 8 * K + window * (4 * K * G * H + 4), doubling, until the end of "
-        "prefill; then `capacity` tokens, plus all generated tokens"
-    )
 
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start)

@@ -41,12 +41,6 @@ class Uniform(CompressionPolicy):
 
     summary: ClassVar[str] = "a prompt's first and last tokens, and a random sample of the others"
     source: ClassVar[str] = "the baseline of BalanceKV, arXiv 2502.07861"
-    use_for: ClassVar[str] = "a baseline of `balance`"
-    avoid_for: ClassVar[str] = "endless text; prompts of which only a few tokens matter"
-    bytes_formula: ClassVar[str] = (
-        "start * t + 4 + 8 * K, doubling, until the end of prefill; then a quarter of that at "
-        "rounds=2, plus all generated tokens"
-    )
 
     def __post_init__(self) -> None:
         base.check_rounds(self.rounds)

@@ -84,8 +84,6 @@ class SparsePolicy(Policy):
     leaves: ClassVar[SparseState] = LEAVES
     grows: ClassVar[bool] = True
     min_prompt: ClassVar[int] = 0
-    avoid_for: ClassVar[str] = "speed or memory: it reads every key"
-    bytes_formula: ClassVar[str] = "start * t + 4 + 8 * K, doubling as tokens come"
 
     def __post_init__(self) -> None:
         rows.check_sizes(self.sinks, self.window, self.start, "sinks=4,window=64,start=512")

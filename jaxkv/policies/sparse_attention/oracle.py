@@ -40,7 +40,6 @@ class Oracle(SparsePolicy):
         "every token; a query attends to sinks, window and draws by softmax weight"
     )
     source: ClassVar[str] = "MagicPIG, arXiv 2410.16179, Definition 3.1"
-    use_for: ClassVar[str] = "an oracle baseline: attention by exact sampling"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)

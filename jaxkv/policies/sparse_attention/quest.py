@@ -43,7 +43,6 @@ class Quest(SparsePolicy):
         "every token; a query attends to sinks, window and the best pages of keys"
     )
     source: ClassVar[str] = "Quest, arXiv 2406.10774"
-    use_for: ClassVar[str] = "an oracle baseline: attention to selected pages of keys"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)

@@ -31,7 +31,6 @@ class TopK(SparsePolicy):
 
     summary: ClassVar[str] = "every token; a query attends to sinks, window and the largest logits"
     source: ClassVar[str] = "the TopK of MagicPIG, arXiv 2410.16179"
-    use_for: ClassVar[str] = "an oracle baseline: attention to the largest logits"
 
     def __post_init__(self) -> None:
         base.check_share("share", self.share)

@@ -37,7 +37,6 @@ class TopP(SparsePolicy):
         "every token; a query attends to sinks, window and the keys that reach a mass"
     )
     source: ClassVar[str] = "Twilight, arXiv 2502.02770, Definition 3.3"
-    use_for: ClassVar[str] = "an oracle baseline: attention to the keys that reach a mass"
 
     def __post_init__(self) -> None:
         base.check_share("mass", self.mass, 0.9)

@@ -51,7 +51,6 @@ class VAttention(SparsePolicy):
         "every token; a query attends to sinks, window, largest logits and a sample"
     )
     source: ClassVar[str] = "vAttention, arXiv 2510.05688"
-    use_for: ClassVar[str] = "an oracle baseline: attention with an error bound"
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= 1:

@@ -14,11 +14,12 @@ from jaxkv.policies import POLICIES
 
 
 def test_every_policy_says_what_it_is_for_and_what_not():
-    for kind in POLICIES.values():
-        for text in (kind.summary, kind.source, kind.use_for, kind.avoid_for, kind.bytes_formula):
+    assert list(policy_sections.USES) == list(POLICIES)
+    for kind, uses in zip(POLICIES.values(), policy_sections.USES.values(), strict=True):
+        for text in (kind.summary, kind.source, *uses):
             assert text and text == text.strip() and not text.endswith(".")
         # A measurement belongs to a page, where a test compares it with its record.
-        assert not re.search(r"SmolLM2|standard error|%|\d{3}", kind.use_for + kind.avoid_for)
+        assert not re.search(r"SmolLM2|standard error|%|\d{3}", " ".join(uses))
 
 
 def test_every_policy_has_a_section_with_its_fields():
