@@ -185,48 +185,52 @@ def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) 
         rows.check_room(ring.count, chunk.valid, ring.positions.shape[1])
     numbers = token_numbers(ring, chunk.valid)
     chunk_rows = new_rows(spec, chunk, numbers, settings)
-    fresh = tuple(map(rows.store, chunk_rows, ring[:2]))
-    write_slots = _write_one if chunk.valid.shape[1] == 1 else _write_many
-    out = write_slots(ring, chunk, fresh, settings)
+    stored = tuple(map(rows.store, chunk_rows, ring[:2]))
+    write_tokens = _write_one if chunk.valid.shape[1] == 1 else _write_many
+    out = write_tokens(ring, chunk, stored, settings)
     if ring.exact_sinks is not None:
         exact_sinks, _ = write_sinks(ring, chunk, chunk_rows, numbers, settings.sinks)
         out = out._replace(exact_sinks=exact_sinks)
     return out
 
 
-def _write_many(ring: Ring, chunk: Chunk, fresh: tuple[Rows, Rows], settings: RingSettings) -> Ring:
-    """Write several tokens, of which some may compete for a slot; fresh: their rows."""
+def _write_many(
+    ring: Ring, chunk: Chunk, stored: tuple[Rows, Rows], settings: RingSettings
+) -> Ring:
+    """Write several tokens, of which some may compete for a slot; stored: their rows."""
     sinks, evict = settings.sinks, settings.evict
     tokens, size = chunk.valid.shape[1], ring.positions.shape[1]
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     # Valid tokens first, in order: the n-th new token is at place n.
     places = jnp.argsort(~chunk.valid, axis=1, stable=True)
 
-    def write_slots(into: Ring, start: Int32[Array, " B"], width: int) -> Ring:
+    def write_range(into: Ring, start: Int32[Array, " B"], width: int) -> Ring:
         """Write the tokens that belong into slots start .. start+width-1 of each sequence."""
         slot = start[:, None] + jnp.arange(width)[None, :]
         last = (ring.count + new - 1)[:, None]
         # Of all token numbers that map to a slot of the ring, the largest.
         newest = last - (last - slot) % (size - sinks)
-        lands = jnp.where(slot < sinks, slot, newest) if evict else slot
-        offset = lands - ring.count[:, None]
-        hit = (offset >= 0) & (lands <= last) & (lands >= jnp.minimum(slot, sinks))
-        source = jnp.take_along_axis(places, jnp.where(hit, offset, 0), axis=1)
+        number = jnp.where(slot < sinks, slot, newest) if evict else slot
+        offset = number - ring.count[:, None]
+        mask = (offset >= 0) & (number <= last) & (number >= jnp.minimum(slot, sinks))
+        source = jnp.take_along_axis(places, jnp.where(mask, offset, 0), axis=1)
 
-        def put(old: Array, fresh: Array) -> Array:  # [B,K,S,*], [B,K,T,*]
-            taken = jnp.take_along_axis(fresh, source[:, None, :, None], axis=2)
-            return _put(old, taken, start, hit)
+        def write_rows(cache: Array, tokens: Array) -> Array:  # [B,K,S,*], [B,K,T,*]
+            tokens = jnp.take_along_axis(tokens, source[:, None, :, None], axis=2)
+            return write_slots(cache, tokens, start, mask)
 
-        k, v = jax.tree.map(put, into[:2], fresh)
+        k, v = jax.tree.map(write_rows, into[:2], stored)
         positions = jnp.take_along_axis(chunk.positions, source, axis=1)
-        return into._replace(k=k, v=v, positions=_put(into.positions, positions, start, hit))
+        return into._replace(
+            k=k, v=v, positions=write_slots(into.positions, positions, start, mask)
+        )
 
     if tokens >= min(size // 2, size - sinks):
-        out = write_slots(ring, jnp.zeros_like(ring.count), size)
+        out = write_range(ring, jnp.zeros_like(ring.count), size)
     else:  # only two stretches change: after the newest token, and at the start of the ring
-        out = write_slots(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
+        out = write_range(ring, jnp.minimum(next_slot(ring, sinks), size - tokens), tokens)
         if evict:
-            out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)
+            out = write_range(out, jnp.full_like(ring.count, sinks), tokens)
     return out._replace(count=_advance(ring, new, settings))
 
 
@@ -237,30 +241,38 @@ def next_slot(ring: Ring, sinks: int) -> Int32[Array, " B"]:
     return jnp.where(ring.count < size, ring.count, beyond)
 
 
-def _put(old: Array, fresh: Array, start: Int32[Array, " B"], hit: Bool[Array, "B W"]) -> Array:
-    """old [B,K,S,H] or [B,S] with fresh ([B,K,W,H] or [B,W]) from slot `start` on, where hit."""
-    axis, width = 0 if old.ndim == 2 else 1, hit.shape[1]
-    if xla_gpu.writes_by_scatter(old, width):
-        return xla_gpu.scatter_slot(old, fresh, start, hit)
-    hit = hit if old.ndim == 2 else hit[:, None, :, None]
-    if width == old.shape[axis + 1]:
-        return jnp.where(hit, fresh.astype(old.dtype), old)
+def write_slots(
+    cache: Array, new: Array, start: Int32[Array, " B"], mask: Bool[Array, "B W"]
+) -> Array:
+    """A cache with new tokens from slot `start` on, where mask.
 
-    def write_sequence(old_slots: Array, new_slots: Array, at: Array, written: Array) -> Array:
+    cache: [B,K,S,H] or [B,S]. new: [B,K,W,H] or [B,W].
+    """
+    axis, width = 0 if cache.ndim == 2 else 1, mask.shape[1]
+    if xla_gpu.writes_by_scatter(cache, width):
+        return xla_gpu.scatter_slot(cache, new, start, mask)
+    mask = mask if cache.ndim == 2 else mask[:, None, :, None]
+    if width == cache.shape[axis + 1]:
+        return jnp.where(mask, new.astype(cache.dtype), cache)
+
+    def write_sequence(old: Array, new: Array, start: Array, mask: Array) -> Array:
         # Reading the old slots first keeps padding from changing a bit.
-        before = jax.lax.dynamic_slice_in_dim(old_slots, at, width, axis)
-        new_slots = jnp.where(written, new_slots.astype(old.dtype), before)
-        return jax.lax.dynamic_update_slice_in_dim(old_slots, new_slots, at, axis)
+        before = jax.lax.dynamic_slice_in_dim(old, start, width, axis)
+        new = jnp.where(mask, new.astype(cache.dtype), before)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis)
 
-    return xla_cpu.map_sequences(write_sequence, old, fresh, start, hit)
+    return xla_cpu.map_sequences(write_sequence, cache, new, start, mask)
 
 
-def _write_one(ring: Ring, chunk: Chunk, fresh: tuple[Rows, Rows], settings: RingSettings) -> Ring:
-    """Write one token; fresh: its rows."""
+def _write_one(ring: Ring, chunk: Chunk, stored: tuple[Rows, Rows], settings: RingSettings) -> Ring:
+    """Write one token; stored: its rows."""
     size, slot = ring.positions.shape[1], next_slot(ring, settings.sinks)
     written = chunk.valid if settings.evict else chunk.valid & (ring.count < size)[:, None]
-    k, v = jax.tree.map(lambda old, new: _put(old, new, slot, written), ring[:2], fresh)
-    positions = _put(ring.positions, chunk.positions, slot, written)
+    k, v, positions = jax.tree.map(
+        lambda cache, new: write_slots(cache, new, slot, written),
+        (ring.k, ring.v, ring.positions),
+        (*stored, chunk.positions),
+    )
     new = chunk.valid[:, 0].astype(jnp.int32)
     return Ring(k, v, positions, _advance(ring, new, settings))
 
@@ -276,7 +288,11 @@ def cache_relative_positions(
 def attend(
     spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
 ) -> Partial:
-    """Attention to the sinks, also those of this chunk, to the ring before it, and to the chunk."""
+    """Attention of the tokens of a chunk. `decode` is the simpler form for one token.
+
+    A chunk may overwrite slots that its first tokens still see, so it is written afterwards. Three
+    parts are merged: the sinks, those of this chunk too; the ring before the chunk; the chunk.
+    """
     sinks, numbers = settings.sinks, token_numbers(ring, chunk.valid)
     kv_heads = ring.k.shape[1]
     parts = [attend_ring(spec, ring, chunk, settings)]
@@ -319,7 +335,7 @@ def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) ->
     return slot_attention(q, ring.k, ring.v, bias, spec.scale, spec.softcap)
 
 
-def first_rows(ring: Ring, sinks: int) -> ExactSinks:
+def sink_rows(ring: Ring, sinks: int) -> ExactSinks:
     """The sinks, in full precision if they are stored so."""
     if ring.exact_sinks is not None:
         return ring.exact_sinks
@@ -334,22 +350,27 @@ def write_sinks(
     sinks: int,
 ) -> tuple[ExactSinks, UInt32[Array, "B P"]]:
     """The sinks and their positions in the text after this chunk; chunk_rows: its `new_rows`."""
-    hits = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
-    hit, source = jnp.any(hits, axis=2), jnp.argmax(hits, axis=2)
+    is_sink = numbers[:, None, :] == jnp.arange(sinks)[None, :, None]  # [B,P,T]
+    mask, source = jnp.any(is_sink, axis=2), jnp.argmax(is_sink, axis=2)
 
-    def put(old: Array, fresh: Array) -> Array:
-        taken = jnp.take_along_axis(fresh, source[:, None, :, None], axis=2)
-        return jnp.where(hit[:, None, :, None], taken.astype(old.dtype), old)
+    def write_rows(cache: Array, new: Array) -> Array:
+        new = jnp.take_along_axis(new, source[:, None, :, None], axis=2)
+        return jnp.where(mask[:, None, :, None], new.astype(cache.dtype), cache)
 
     positions = jnp.take_along_axis(chunk.positions, source, axis=1)
-    positions = jnp.where(hit, positions, ring.positions[:, :sinks])
-    return ExactSinks(*map(put, first_rows(ring, sinks), chunk_rows)), positions
+    positions = jnp.where(mask, positions, ring.positions[:, :sinks])
+    return ExactSinks(*map(write_rows, sink_rows(ring, sinks), chunk_rows)), positions
 
 
 def decode(
     spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
 ) -> tuple[Partial, Ring]:
-    """One token, which is written first: a window as large as the ring needs no distance mask."""
+    """Attention of one token, and the ring with it. Read this before `attend`.
+
+    The token is written first, so a window as large as the ring needs no distance mask. One softmax
+    covers sinks and ring: the logits of the sinks are computed again, where the query has another
+    position for them, and replace those of their slots.
+    """
     sinks, cache_relative = settings.sinks, settings.cache_relative
     numbers = token_numbers(ring, chunk.valid)
     ring = write(spec, ring, chunk, settings)
@@ -364,7 +385,7 @@ def decode(
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if not sinks or (ring.exact_sinks is None and not cache_relative):
         return blend(logits, ring.v), ring
-    first, places = first_rows(ring, sinks), ring.positions[:, :sinks]
+    first, places = sink_rows(ring, sinks), ring.positions[:, :sinks]
     if cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
         view = cache_relative_positions(ring, numbers, num_sampled)
