@@ -29,10 +29,9 @@ Randomness lives in the state. A draw is a function of the sequence's seed and o
 position or ordinal number, so it does not depend on chunking, on other sequences of the batch, or
 on devices.
 
-The laws. `jaxkv.testing` checks them on any policy: `check_policy` all but 12, 13 and 18, which
-have functions of their own, `check_unbiased`, `check_protected` and `check_wrap`. It checks law 15
-only if it is given `cached_tokens`, and leaves out a law that does not apply, such as 17 without
-int8. tests/core/laws checks every policy here.
+The laws. `jaxkv.testing` checks them on any policy. `check_policy` runs every law that applies.
+Laws 12, 13 and 18 need more arguments: use `check_unbiased`, `check_protected` and `check_wrap`.
+Law 15 needs the argument `cached_tokens`. tests/core/laws checks every policy of this package.
 
  1 `update` returns a state of the same structure, shapes and dtypes.
  2 Padding (valid=False) changes no bit of the state and gives output 0.
@@ -167,15 +166,15 @@ class Leaf:
 
     axes: one letter per axis, as in "B K S H". shared: equal in all layers that have this policy,
     because it follows from positions and valid alone. append_only: until the end of prefill, token
-    n stands in slot n and never changes. page: slots that are rewritten seldom. memory: where the
-    array lives after `finish_prefill`.
+    n stands in slot n and never changes. page: slots that are rewritten seldom. location: where the
+    array is after `finish_prefill`.
     """
 
     axes: str
     shared: bool = False
     append_only: bool = False
     page: Pages | None = None
-    memory: Literal["device", "host"] = "device"
+    location: Literal["device", "host"] = "device"
 
     @property
     def letters(self) -> tuple[str, ...]:

@@ -39,9 +39,9 @@ def is_whole(value: object) -> bool:
 def check_int(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> None:
     """Raise UserError unless value is an integer from `minimum` to `maximum` (None: unlimited)."""
     if not is_whole(value):
-        raise UserError(f"{name} must be a whole number, got {value!r}; give {minimum} or more")
+        raise UserError(f"{name} must be a whole number, got {value!r}; use {minimum} or more")
     if value < minimum:
-        raise UserError(f"{name} must be at least {minimum}, got {value}; give {minimum} or more")
+        raise UserError(f"{name} must be at least {minimum}, got {value}; use {minimum} or more")
     if maximum is not None and value > maximum:
         raise UserError(f"{name} must be at most {maximum}, got {value}; give {maximum} or less")
 
@@ -55,6 +55,7 @@ def check_positive(name: str, value: object, remedy: str) -> None:
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless value is one of these names."""
-    names = tuple(choices)
-    if not isinstance(value, str) or value not in names:
-        raise UserError(f"{name} must be one of {', '.join(names)}, got {value!r}; choose one")
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        names = ", ".join(choices)
+        raise UserError(f"{name} must be one of {names}, got {value!r}; use one of these")

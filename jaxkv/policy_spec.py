@@ -53,7 +53,7 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
             )
         layer = layer if layer == "*" else str(int(layer))
         if layer in named:
-            raise UserError(f"layer {layer} is named twice in {text!r}; name it once")
+            raise UserError(f"layer {layer} is named twice in {text!r}; remove the duplicate")
         named[layer] = _parse_one(rest)
     numbers = [int(layer) for layer in named if layer != "*"]
     if layers is None:
@@ -147,7 +147,7 @@ def bytes_by_memory(
 def host_bytes(chosen: Policy, state: State) -> int:
     """Bytes of the arrays that the policy keeps in host memory."""
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(chosen.leaves), strict=True)
-    return nbytes([array for array, leaf in pairs if leaf.memory == "host"])
+    return nbytes([array for array, leaf in pairs if leaf.location == "host"])
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,7 +222,7 @@ def _parse_one(text: str) -> Policy:
         if not equals:
             raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
         if field in values:
-            raise UserError(f"{field} is given twice in {text!r}; give it once")
+            raise UserError(f"{field} is given twice in {text!r}; remove the duplicate")
         values[field] = _read_value(name, field, hints[field], value)
     return kind(**values)
 

@@ -50,7 +50,7 @@ def check_ratio(ratio: float) -> float:
     if ratio not in RATIOS:
         raise UserError(
             f"--ratios must be among {', '.join(f'{r:g}' for r in RATIOS)}, got {ratio:g}: prompt "
-            "compression halves; choose one of these"
+            "compression halves; use one of these"
         )
     return ratio
 

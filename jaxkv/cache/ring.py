@@ -82,7 +82,7 @@ _WHOLE_MASK = 2**24  # elements of a mask that may be in memory at once: 64 MiB
 def check(sinks: int, window: int, positions: str) -> None:
     """Raise UserError for impossible settings of a ring."""
     if window < 1:
-        raise UserError(f"window must be at least 1, got {window}; give 1 or more")
+        raise UserError(f"window must be at least 1, got {window}; use 1 or more")
     if sinks < 0:
         raise UserError(f"sinks must be 0 or more, got {sinks}; try sinks=4")
     check_choice("positions", positions, ("relative", "absolute"))

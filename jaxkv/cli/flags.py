@@ -106,9 +106,8 @@ def add_model(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     )
     group.add_argument(
         "--sinks", metavar="FILE_OR_CONSTANT",
-        help="what begins every stream: sinks that `jaxkv pretrain --from` trained for this "
-        "model (a file), constant or constant:TOKEN, one neutral token (default: nothing more "
-        "than the model's own)",
+        help="tokens or logits added to every sequence: a file that `jaxkv pretrain --from` wrote "
+        "for this model, or constant or constant:TOKEN, one neutral token (default: none)",
     )  # fmt: skip
     parser.set_defaults(mesh=None)
     if mesh:
@@ -149,7 +148,9 @@ class Once(argparse.Action):
 
     def __call__(self, parser, namespace, value, option=None) -> None:
         if getattr(namespace, self.dest) is not self.default:
-            parser.error(f"{option} is given twice; give it once (compare takes several policies)")
+            parser.error(
+                f"{option} is given twice; remove the duplicate (compare takes several policies)"
+            )
         setattr(namespace, self.dest, value)
 
 

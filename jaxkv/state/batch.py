@@ -59,7 +59,9 @@ def put(state: State, indices: Indices, source: State) -> State:
             "both with one policy, with the same storage="
         )
     if isinstance(indices, np.ndarray) and len(set(indices.tolist())) < len(indices):
-        raise UserError(f"each sequence can be put once, got {indices.tolist()}; name it once")
+        raise UserError(
+            f"each sequence can be put once, got {indices.tolist()}; remove the duplicate"
+        )
 
     def put_leaf(path: tuple, leaf: Shaped, new: Shaped) -> Array:
         shape = (len(indices), *leaf.shape[1:])

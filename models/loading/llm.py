@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.contract import DTYPES, Policy, Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.models.loading import converted
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.chat_ids import end_of_turn
@@ -136,8 +136,8 @@ def load(
     dtype: the dtype of weights and cache; None takes float32 on a CPU, whose bfloat16 products are
     ten times slower, and the published dtype elsewhere. mesh: axes `data` (batch), `model` (heads).
     progress: called with (bytes read, all bytes). weights: int8 or int4 quantises the matrices
-    while they are loaded (network/quantised.py); None keeps `dtype`. sinks: what begins every
-    stream: a file of learned sinks, constant or constant:TOKEN (models/loading/sinks.py).
+    while they are loaded (network/quantised.py); None keeps `dtype`. sinks: a file
+    of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
     Raises UserError for anything wrong with the model, and for quantised weights over a mesh.
     """
     published = open_published(name)
@@ -161,8 +161,7 @@ def without_weights(
     dtype = SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+    check_choice("dtype", dtype, DTYPES)
     if weights not in (None, *FORMATS):
         names = " or ".join(FORMATS)
         raise UserError(f"weights must be {names}, got {weights!r}; leave it out for {dtype}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.models.loading.rope_settings import THETA
 from jaxkv.models.network.config import Config
 from jaxkv.policy_spec import nearest
@@ -149,8 +149,7 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
 
     Raises UserError for an unknown preset, field or value.
     """
-    if preset not in PRESETS:
-        raise UserError(f"a preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
+    check_choice("preset", preset, PRESETS)
     recipe = _with_settings(PRESETS[preset], settings)
     if recipe.train != "all" or recipe.window:
         raise UserError(
@@ -240,9 +239,7 @@ MOST: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "cooldown": 1, "beta
 
 def _value(field: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is Literal:
-        if text not in typing.get_args(kind):
-            names = ", ".join(typing.get_args(kind))
-            raise UserError(f"{field} must be one of {names}, got {text!r}; choose one of them")
+        check_choice(field, text, typing.get_args(kind))
         return text
     low = LEAST.get(field, 1 if kind is int else 1e-12)
     high = MOST.get(field, float("inf"))

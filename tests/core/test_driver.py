@@ -155,7 +155,7 @@ GROUPED = replace(SPEC, group=2)
 def test_a_state_has_one_sequence_or_more(name, batch, pytestconfig):
     if batch == 1.5 and pytestconfig.option.typecheck:
         pytest.skip("the check of types refuses it first")
-    with pytest.raises(UserError, match=f"batch must be .*, got {batch}; give 1 or more"):
+    with pytest.raises(UserError, match=f"batch must be .*, got {batch}; use 1 or more"):
         jaxkv.policy(name).init(GROUPED, batch, jax.random.key(0))
 
 

@@ -111,7 +111,7 @@ def test_policies_that_strings_name():
         ("streaming:sink=3", r"streaming has no field 'sink'; did you mean 'sinks'"),
         (
             "streaming:storage=int3",
-            "streaming: storage must be one of float, int8, got 'int3'; choose one",
+            "streaming: storage must be one of float, int8, got 'int3'; use one of these",
         ),
         ("magicpig:storage=int8", "magicpig stores keys and values as floats and has no storage="),
         ("streaming:cache=int8", "no field 'cache'; there are sinks, window, positions, storage"),
@@ -131,9 +131,9 @@ def test_policies_that_strings_name():
         ("full:max=0", "max and start must be at least 1.*try max=4096"),
         (
             "streaming:positions=rank",
-            "positions must be one of relative, absolute, got 'rank'; choose one",
+            "positions must be one of relative, absolute, got 'rank'; use one of these",
         ),
-        ("odd:exact=yes", "exact must be one of true, false, got 'yes'; choose one"),
+        ("odd:exact=yes", "exact must be one of true, false, got 'yes'; use one of these"),
         ("odd:rate=fast", "rate must be a number, got 'fast'"),
         ("odd:kind=three", "kind must be one of one, two, got 'three'"),
         ("0=full;x=full", "are written LAYER=POLICY;...;.*got 'x=full'"),

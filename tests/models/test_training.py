@@ -278,7 +278,7 @@ def test_bad_meshes_and_recipes_are_refused(tokens):
 
 
 BAD = {
-    "tinny": "a preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
+    "tinny": "preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
     "tiny sink=token": "got 'sink'; did you mean 'sinks'. .there are layers, width, ",
     "tiny batchsize=8": "got 'batchsize'; did you mean 'batch_size'",
     "tiny sinks": "field=value, got 'sinks'",

@@ -96,7 +96,7 @@ class IndexSettings(NamedTuple):
 def leaves(host_offload: bool) -> IndexState:
     offloadable: State = (*ring.LEAVES[:2], hash_tables.LEAVES)
     if host_offload:
-        on_host = partial(dataclasses.replace, memory="host")
+        on_host = partial(dataclasses.replace, location="host")
         offloadable = jax.tree.map(on_host, offloadable)
     k, v, tables = offloadable
     return IndexState(

@@ -55,7 +55,7 @@ class PyramidKV(CompressionPolicy):
             raise UserError(f"beta must be at least 1, got {self.beta}; try beta=20")
         if not 0 <= self.layer < self.layers:
             raise UserError(
-                f"layer must be one of {self.layers} layers, got {self.layer}; give 0 and more"
+                f"layer must be one of {self.layers} layers, got {self.layer}; use 0 or more"
             )
         _ = self._snap
 

@@ -136,7 +136,7 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise Fault(400, f"{shown(twice)} is given twice; give it once", param=twice[:60])
+        raise Fault(400, f"{shown(twice)} is given twice; remove the duplicate", param=twice[:60])
     return members
 
 

@@ -232,8 +232,8 @@ def test_host_memory_gives_the_same_outputs():
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     on_host = dataclasses.replace(device, host_offload=True)
     leaves = jax.tree.leaves(on_host.leaves)
-    assert {leaf.memory for leaf in jax.tree.leaves(device.leaves)} == {"device"}
-    assert sum(leaf.memory == "host" for leaf in leaves) == 4  # indexed keys, values, both tables
+    assert {leaf.location for leaf in jax.tree.leaves(device.leaves)} == {"device"}
+    assert sum(leaf.location == "host" for leaf in leaves) == 4  # indexed keys, values, both tables
     expected, reference = decode(device, prompt, new)
     actual, state = decode(on_host, prompt, new)
     np.testing.assert_array_equal(actual, expected)

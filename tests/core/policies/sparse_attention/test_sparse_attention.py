@@ -251,7 +251,7 @@ def test_reserve_counts_tokens_from_the_end_of_prefill():
         ("vattention:epsilon=nan", "epsilon must be between 0 and 1, got nan"),
         ("vattention:delta=1", "delta must be between 0 and 1, got 1.0; try delta=0.05"),
         ("vattention:delta=nan", "delta must be between 0 and 1, got nan"),
-        ("vattention:sides=three", "sides must be one of two, one, got 'three'; choose one"),
+        ("vattention:sides=three", "sides must be one of two, one, got 'three'; use one of these"),
     ],
 )
 def test_bad_settings_are_refused(text, message):
