@@ -1,4 +1,4 @@
-"""Texts to read: the beginning of a novel that is shipped with the evals, files, and books."""
+"""Texts to read: the beginning of a novel that is shipped with the models, files, and books."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import make_parser
+from jaxkv.models.tools.passage import PASSAGE as PASSAGE
+from jaxkv.models.tools.passage import passage as passage
 
 if TYPE_CHECKING:
     from jaxkv.models.loading.llm import Llm
 
-# "The Hound of the Baskervilles" (1902), in the public domain. The default model has not seen it.
-PASSAGE = Path(__file__).resolve().parents[1] / "passage.txt"
 HELD_BACK = ("valid", "test")  # splits of books that the default model has not seen
 
 
@@ -32,14 +32,6 @@ def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
     parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     return parser
-
-
-def passage(llm: Llm, max_tokens: int) -> list[int]:
-    """The first `most` tokens of the passage. Prints a line if the tokenizer makes fewer."""
-    ids = llm.tokenizer.encode(PASSAGE.read_text("utf-8"))
-    if len(ids) < max_tokens:
-        print(f"all {len(ids):,} tokens of the passage are used, {max_tokens:,} were requested")
-    return ids[:max_tokens]
 
 
 def tokens_of(

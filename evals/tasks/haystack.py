@@ -25,7 +25,7 @@ SHORTEST = 5  # words in a sentence of the novel
 
 @cache
 def novel() -> tuple[str, ...]:
-    """The sentences of the passage that is shipped with the evals, without digits and headings."""
+    """The sentences of the passage that is shipped with the models, without digits and headings."""
     text = " ".join(PASSAGE.read_text("utf-8").split())
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
     return tuple(s for s in sentences if len(s.split()) >= SHORTEST and not re.search(r"\d", s))

@@ -10,7 +10,6 @@ tried with more layers, another learning rate and more steps, because it might t
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,8 @@ from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
-from jaxkv.models.training import corpus, data
+from jaxkv.models.training.data import DataFolder
+from jaxkv.models.training.letters import LetterChain, write
 from jaxkv.models.training.pretrain import pretrain
 from jaxkv.models.training.recipes import PRESETS, Recipe
 from jaxkv.typing import Float
@@ -39,10 +39,6 @@ TRIES = {  # of plain softmax
     "4 x lr": {"lr": 2e-2},
     "3 x the steps": {"steps": 2400},
 }
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
-TRIGGERS = 20  # of the letters, the most frequent ones
-SPREAD = 0.3  # of the Dirichlet distribution that each letter's successors are drawn from
-DOCUMENTS, LENGTH = 26, 100_000  # the last two documents are held out
 
 
 def main() -> None:
@@ -82,61 +78,6 @@ def main() -> None:
     record.finish(results)
 
 
-@dataclasses.dataclass(frozen=True)
-class LetterChain:
-    """The distribution of the stream: successors of each letter, and the triggers."""
-
-    seed: int
-
-    @property
-    def follows(self) -> Float[np.ndarray, "V V"]:
-        random = np.random.default_rng(self.seed)
-        return random.dirichlet(np.full(len(LETTERS), SPREAD), size=len(LETTERS))
-
-    @property
-    def triggers(self) -> np.ndarray:
-        return np.argsort(-self.follows.sum(0))[:TRIGGERS]
-
-    def letters(self, count: int, seed: int) -> np.ndarray:
-        """A stream of letter ids."""
-        chance = np.random.default_rng([self.seed, seed]).random(count)
-        ends, triggers = np.cumsum(self.follows, axis=1), set(self.triggers.tolist())
-        # Two triggers in a row would alternate for ever, so the first letter is no trigger.
-        before = last = next(i for i in range(len(LETTERS)) if i not in triggers)
-        stream = []
-        for x in chance:
-            new = before if last in triggers else int(np.searchsorted(ends[last], x))
-            before, last = last, min(new, len(LETTERS) - 1)
-            stream.append(last)
-        return np.array(stream)
-
-    def floor(self, letters: np.ndarray) -> float:
-        """The lower bound of the mean loss: zero after a trigger, else that of the chain."""
-        after_trigger = np.isin(letters[:-1], self.triggers)
-        chances = self.follows[letters[:-1], letters[1:]]
-        return float(np.where(after_trigger, 0.0, -np.log(np.maximum(chances, 1e-300))).mean())
-
-
-def write(chain: LetterChain, folder: Path) -> data.DataFolder:
-    """The stream as a data folder; an existing folder is reused."""
-    if (folder / "tokens").exists():
-        return data.read(folder / "tokens")
-    texts = folder / "texts"
-    texts.mkdir(parents=True, exist_ok=True)
-    paths = [texts / f"{number:02}.txt" for number in range(DOCUMENTS)]
-    for number, path in enumerate(paths):
-        path.write_text("".join(LETTERS[i] for i in chain.letters(LENGTH, number)))
-    # A vocabulary of these letters only: with 192 bytes that never occur, no sink emerges.
-    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    vocab = {letter: number for number, letter in enumerate(LETTERS)}
-    letters = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
-    letters |= {"version": "1.0", "pre_tokenizer": by_byte, "decoder": by_byte}
-    (folder / "letters.json").write_text(json.dumps(letters))
-    return corpus.prepare(
-        paths[:-2], folder / "tokens", tokenizer=folder / "letters.json", valid=paths[-2:]
-    )
-
-
 def recipe_of(variant: str, seed: int) -> Recipe:
     return dataclasses.replace(PRESETS["backcopy"], sinks=variant, seed=seed)
 
@@ -144,7 +85,7 @@ def recipe_of(variant: str, seed: int) -> Recipe:
 def run(
     recipe: Recipe,
     chain: LetterChain,
-    tokens: data.DataFolder,
+    tokens: DataFolder,
     ids: Sequence[int],
     out: Path,
     name: str = "",

@@ -84,8 +84,7 @@ MAY_CHANGE = ("remat", "log_every", "eval_every", "save_every", "valid_samples")
 PRESETS: dict[str, Recipe] = {
     # A sink token at work in a minute on a laptop: one head that has nothing to do most of the
     # time, and an MLP too small to take back what it adds. Plain softmax grows no sink here. Not
-    # for text: `python -m jaxkv.evals.training.backcopy` makes the data; its record has time and
-    # loss.
+    # for text: letters.py makes the data, evals/results/backcopy.json has time and loss.
     "backcopy": Recipe(
         layers=1, width=64, heads=1, kv_heads=1, mlp=16, context=48,
         batch_size=64, steps=800, lr=5e-3, z_loss=0.0,

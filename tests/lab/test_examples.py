@@ -109,7 +109,7 @@ def repetition(text: str) -> float:
 
 
 def test_repetition_tells_a_loop_from_a_novel():
-    novel = (ROOT / "evals/passage.txt").read_text("utf-8")
+    novel = (ROOT / "models/default/passage.txt").read_text("utf-8")
     loop = novel[:3000] + "He was a man, and the man was not. " * 20 + novel[3000:6000]
     assert repetition(novel) < 0.1 and repetition(loop) > 0.9
 
@@ -160,11 +160,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     for name in ("FILE", "books/train/1.txt", "books/valid/2.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "evals/passage.txt", folder / name)
-    text = (ROOT / "evals/passage.txt").read_text("utf-8")
+        shutil.copy(ROOT / "models/default/passage.txt", folder / name)
+    text = (ROOT / "models/default/passage.txt").read_text("utf-8")
     (folder / "story.txt").write_text(text[:700], "utf-8")  # within the trained context
-    (folder / "evals").mkdir()
-    shutil.copy(ROOT / "evals/passage.txt", folder / "evals")
+    (folder / "models/default").mkdir(parents=True)
+    shutil.copy(ROOT / "models/default/passage.txt", folder / "models/default")
     (folder / "bin").mkdir()
     (folder / "bin/jaxkv").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxkv "$@"\n')
     (folder / "bin/jaxkv").chmod(0o755)
@@ -347,9 +347,12 @@ def reserve_before_prefill(policy, spec, state, tokens):
 
 
 @pytest.mark.slow
-def test_the_integration_page_runs_and_its_policies_keep_the_laws():
+def test_the_integration_page_runs_and_its_policies_keep_the_laws(folder, monkeypatch):
+    monkeypatch.chdir(folder)
     names = integration_names()
-    run_blocks("docs/integration.md", names)
+    rows = run_blocks("docs/integration.md", names).splitlines()
+    chosen = next(row for row in rows if row.endswith(names["best"]))
+    assert len(rows) == 5 and chosen.startswith("+0.000 ± 0.000")
     policy = names["Strided"](stride=3, slots=4)
     kept = range(0, 10**6, 3)
     check_policy(policy, cached_tokens=lambda n: [*kept[: n // 3 + 1][-4:]])

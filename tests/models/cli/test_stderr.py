@@ -25,7 +25,7 @@ from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = ROOT / "evals" / "passage.txt"
+TEXT = ROOT / "models" / "default" / "passage.txt"
 # For each command its words, and the lines that it prints on standard error. TMP is a folder of
 # all starts, NEW one of this start. A text after < is standard input.
 SIZE = r"\d\S* [KMG]iB"

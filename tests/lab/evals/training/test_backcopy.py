@@ -6,25 +6,25 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.evals.training import backcopy
-from jaxkv.evals.training.backcopy import LETTERS, LetterChain, recipe_of, run, write
-from jaxkv.models.training import data
+from jaxkv.evals.training.backcopy import recipe_of, run
+from jaxkv.models.training import data, letters
+from jaxkv.models.training.letters import LETTERS, LetterChain, write
 
 
 def test_the_letter_after_a_trigger_copies_the_one_before_it():
     chain = LetterChain(0)
-    letters = chain.letters(5000, 1)
-    triggers = np.isin(letters, chain.triggers)
+    stream = chain.letters(5000, 1)
+    triggers = np.isin(stream, chain.triggers)
     assert 0.1 < triggers.mean() < 0.5 and not (triggers[1:] & triggers[:-1]).any()
     after_prompt = np.flatnonzero(triggers[1:-1]) + 1
-    np.testing.assert_array_equal(letters[after_prompt + 1], letters[after_prompt - 1])
-    assert 0 < chain.floor(letters) < np.log(len(LETTERS))
+    np.testing.assert_array_equal(stream[after_prompt + 1], stream[after_prompt - 1])
+    assert 0 < chain.floor(stream) < np.log(len(LETTERS))
 
 
-@pytest.mark.record  # colab/05_train_a_sink checks the same in CI
+@pytest.mark.record  # colab/04_train_a_sink checks the same in CI
 def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch):
     """The effect of Table 3: without the sink the loss rises, and a second sink adds nothing."""
-    monkeypatch.setattr(backcopy, "LENGTH", 20_000)
+    monkeypatch.setattr(letters, "LENGTH", 20_000)
     chain, recipe = LetterChain(0), recipe_of("token", 0)
     tokens = write(chain, tmp_path)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
