@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,12 +13,13 @@ from jaxkv import models
 from jaxkv.colab import runtime
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
-from jaxkv.models.tools import pictures
 from jaxkv.models.tools.view import weights_of_layer
 from jaxkv.state.memory import show
 from jaxkv.typing import Float32, Int32
 
-SHADES = 8  # background shades of a token
+if TYPE_CHECKING:
+    from IPython.display import HTML
+
 MAX_WEIGHT = 4.0  # from this weight on, a shade is the darkest
 
 
@@ -59,51 +61,14 @@ def measure_coverage(
     return coverages
 
 
-def draw_strips(coverages: Mapping[str, Coverage]) -> runtime.Picture:
-    """One strip per policy, the text from left to right."""
-    figure, axes = pictures.begin(6.5, 0.9 + 0.3 * len(coverages))
-    means = np.stack([coverage.mean for coverage in coverages.values()])
-    image = axes.imshow(
-        means, aspect="auto", cmap="Blues", vmin=0, vmax=MAX_WEIGHT, interpolation="nearest"
-    )
-    axes.set_yticks(range(len(coverages)), coverages, fontsize=9)
-    axes.set_yticks(np.arange(len(coverages) - 1) + 0.5, minor=True)
-    axes.grid(False)
-    axes.grid(axis="y", which="minor", color="white", lw=3)
-    axes.tick_params(which="minor", length=0)
-    axes.set(xlabel="position in the text (tokens)")
-    figure.colorbar(image, ax=axes, label="weight", extend="max", ticks=range(int(MAX_WEIGHT) + 1))
-    layers, heads, tokens = next(iter(coverages.values())).weights.shape
-    caption = f"{tokens} tokens of a novel; mean weight over {layers} layers of {heads} KV heads"
-    return runtime.picture(figure, caption, colours=256)
-
-
-def find_tokens(llm: Llm, ids: Sequence[int], words: str) -> slice | None:
-    """The tokens of the first occurrence of a phrase, or None.
-
-    Ignores spaces and case, because some tokenizers change them.
-    """
-    pieces = Pieces(llm.tokenizer)
-    letters = [
-        (letter, number)
-        for number, token in enumerate(ids)
-        for letter in pieces.push(token).casefold()
-        if not letter.isspace()
-    ]
-    phrase = "".join(words.split()).casefold()
-    begin = "".join(letter for letter, _ in letters).find(phrase)
-    if begin < 0:
+def find_tokens(llm: Llm, ids: Sequence[int], phrase: str) -> slice | None:
+    """The tokens of the first occurrence of a phrase; None where a tokenizer hides it."""
+    decode = llm.tokenizer.decode
+    stop = next((n for n in range(1, len(ids) + 1) if phrase in decode(ids[:n])), None)
+    if stop is None:
         return None
-    return slice(letters[begin][1], letters[begin + len(phrase) - 1][1] + 1)
-
-
-def locate_phrases(llm: Llm, ids: Sequence[int], words: Mapping[str, str]) -> dict[str, slice]:
-    """The tokens of each phrase; a phrase that does not occur is printed and left out."""
-    places = {name: find_tokens(llm, ids, phrase) for name, phrase in words.items()}
-    for name, place in places.items():
-        if place is None:
-            print(f"{name}: not among the first {len(ids)} tokens of this model")
-    return {name: place for name, place in places.items() if place is not None}
+    start = max(n for n in range(stop) if phrase in decode(ids[n:stop]))
+    return slice(start, stop)
 
 
 def size_table(coverages: Mapping[str, Coverage], settings: Mapping[str, str]) -> runtime.TextBox:
@@ -116,37 +81,23 @@ def size_table(coverages: Mapping[str, Coverage], settings: Mapping[str, str]) -
     return runtime.TextBox("\n".join(lines))
 
 
-def share_table(coverages: Mapping[str, Coverage], places: Mapping[str, slice]) -> runtime.TextBox:
-    """By policy: the fraction of heads that cache the tokens of each place, and bytes."""
-    lines = [f"{'':16}" + "".join(f"{name:>22}" for name in places) + f"{'bytes':>12}"]
-    for name, coverage in coverages.items():
-        cells = "".join(f"{coverage.share(place):22.0%}" for place in places.values())
-        lines.append(f"{name:16}{cells}{show(coverage.state_bytes):>12}")
-    return runtime.TextBox("\n".join(lines))
-
-
-def highlight(
-    llm: Llm, ids: Sequence[int], coverages: Mapping[str, Coverage], names: Sequence[str]
-) -> runtime.Page:
+def highlight(llm: Llm, ids: Sequence[int], coverages: Mapping[str, Coverage]) -> HTML:
     """A text once per policy, each token on a background as dark as its weight.
 
     ids: the first tokens of the text that was read.
     """
-    pieces = Pieces(llm.tokenizer)
+    from IPython.display import HTML
+
+    pieces, parts = Pieces(llm.tokenizer), []
     words = [html.escape(pieces.push(token)).replace("\n", "<br>") for token in ids]
-    rules = "".join(
-        f".kept i.s{n}{{background:rgba(0,114,178,{0.75 * n / SHADES:.2f})}}"
-        for n in range(1, SHADES + 1)
-    )
-    parts = [f"<style>.kept i{{font-style:normal}}.kept{{line-height:1.5;max-width:60em}}{rules}"
-             "</style>"]  # fmt: skip
-    for name in names:
-        weights = np.minimum(coverages[name].mean[: len(ids)], MAX_WEIGHT) / MAX_WEIGHT
+    for name, coverage in coverages.items():
         # The square root, because most cached tokens have weight 1 of 4.
-        shades = np.ceil(SHADES * np.sqrt(weights) - 1e-6).astype(int)
+        shades = np.sqrt(np.minimum(coverage.mean[: len(ids)] / MAX_WEIGHT, 1)).round(1)
+        runs = groupby(zip(shades, words, strict=True), key=lambda pair: pair[0])
         text = "".join(
-            f"<i class=s{dark}>{word}</i>" if dark else word
-            for word, dark in zip(words, shades, strict=True)
+            f"<span style='background:rgba(0,114,178,{0.75 * shade:.2g})'>"
+            f"{''.join(word for _, word in run)}</span>"
+            for shade, run in runs
         )
-        parts.append(f"<div class=kept><h4>{html.escape(name)}</h4>{text}</div>")
-    return runtime.Page("".join(parts))
+        parts.append(f"<h4>{html.escape(name)}</h4><div style='line-height:1.5'>{text}</div>")
+    return HTML("".join(parts))

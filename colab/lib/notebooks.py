@@ -4,10 +4,9 @@ The source of each notebook is colab/NN_name.py in percent format. Beside it are
 its outputs and the picture of its cell tagged `picture`. A notebook runs in its own kernel and in
 an empty folder. Its last cell checks the results; a wrong result ends the run.
 
-    python -m jaxkv.colab.notebooks                     run all, save them, record their minutes
+    python -m jaxkv.colab.notebooks                     run all, save them and their run times
     python -m jaxkv.colab.notebooks --smoke [NAME ...]  run with JAXKV_SMOKE=1; save nothing
     python colab/lib/notebooks.py --smoke --install     without jaxkv: the first one installs it
-    python -m jaxkv.colab.notebooks --smoke --model DIR run with another model in the field
 
 With --install, the cell installs jaxkv from the commit of this checkout, and then the other
 notebooks begin. The run fails if the cell changes any installed package, because that breaks
@@ -18,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -53,37 +52,30 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help="file names without suffix (default: all)"
     )
     ask.add_argument("--smoke", action="store_true", help="small sizes; save nothing")
-    ask.add_argument("--model", default="", help="with --smoke: replaces the default model")
     ask.add_argument("--install", action="store_true", help="with --smoke: run the install cell")
     arguments = ask.parse_args()
     names = [path.stem for path in sources()]
     unknown = [name for name in arguments.names if name not in names]
     if unknown:
         ask.error(f"NAME must be one of {', '.join(names)}, got {unknown[0]!r}")
-    chosen = arguments.names or list(names)
     if arguments.install and not arguments.smoke:
         ask.error("--install needs --smoke: saved outputs are those of this checkout")
-    if arguments.model and not arguments.smoke:
-        ask.error("--model needs --smoke: saved outputs are those of the default model")
-    if arguments.model:
-        if fixed := [name for name in arguments.names if not takes_model(name)]:
-            ask.error(f"--model is for notebooks that take one, got {fixed[0]}")
-        chosen = [name for name in chosen if takes_model(name)]
+    chosen = arguments.names or names
     if not arguments.smoke:
         run_and_save(chosen)
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if arguments.install:
             installed = threading.Event()
-            first = pool.submit(run_smoke_test, chosen.pop(0), arguments.model, installed)
+            first = pool.submit(run_smoke_test, chosen.pop(0), installed)
             first.add_done_callback(lambda _: installed.set())  # it may fail before
             installed.wait()
-        list(pool.map(lambda name: run_smoke_test(name, arguments.model), chosen))
+        list(pool.map(run_smoke_test, chosen))
     if arguments.install:
         first.result()
 
 
-def run_smoke_test(name: str, model: str, installed: threading.Event | None = None) -> None:
+def run_smoke_test(name: str, installed: threading.Event | None = None) -> None:
     """Run with JAXKV_SMOKE=1 and save nothing. If there is an event, install, and then set it.
 
     Raises SystemExit if it takes too long or if its install cell changes installed packages.
@@ -91,8 +83,7 @@ def run_smoke_test(name: str, model: str, installed: threading.Event | None = No
     from nbclient.exceptions import CellTimeoutError
 
     try:
-        took = run(name, smoke=True, install=installed is not None, model=model,
-                   installed=installed)[1]  # fmt: skip
+        _, took = run(name, smoke=True, install=installed is not None, installed=installed)
     except CellTimeoutError:
         raise SystemExit(
             f"{name} may take {SMOKE_TIMEOUT} s with JAXKV_SMOKE=1, a cell took longer; run it "
@@ -107,39 +98,27 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
-def takes_model(name: str) -> bool:
-    return any(MODEL_FIELD in cell.source for cell in load(name).cells)
-
-
 def run_and_save(names: list[str]) -> None:
-    """Run in full, save notebooks and pictures, and add the minutes to this device's record."""
+    """Run in full, save notebooks and pictures, and this device's run times."""
     import jax
     import nbformat
 
-    from jaxkv.colab.runtime import device
-    from jaxkv.evals.lib.record import RESULTS, Record, read
+    from jaxkv.colab.runtime import RUN_TIMES, device
+    from jaxkv.models.tools.run_metadata import run_metadata
 
-    title = record_name(jax.default_backend(), jax.devices()[0].device_kind)
-    exists = (RESULTS / f"{title}.json").exists()
-    notebooks = read(title)["results"]["notebooks"] if exists else {}
-    record = Record(title)
     for name in names:
-        done, took = run(name)
-        nbformat.write(done, FOLDER / f"{name}.ipynb")
-        (FOLDER / f"{name}.png").write_bytes(picture_of(done))
-        notebooks[name] = {"minutes": took / 60, "commit": record.about["commit"],
-                           "date": record.about["date"]}  # fmt: skip
-        print(f"{name}: {took / 60:.1f} minutes", flush=True)
-    results = {"platform": jax.default_backend(), "device": device(), "notebooks": notebooks}
-    print("wrote", record.save(results))
-    for name in names:
+        about = run_metadata(name, (), ())
+        notebook, took = run(name)
+        nbformat.write(notebook, FOLDER / f"{name}.ipynb")
+        (FOLDER / f"{name}.png").write_bytes(picture_of(notebook))
+        devices = json.loads(RUN_TIMES.read_text("utf-8"))
+        record = {"platform": jax.default_backend(), "versions": about["versions"], "notebooks": {}}
+        record = devices.setdefault(device(), record)
+        record["notebooks"][name] = {"minutes": round(took / 60, 2), "commit": about["commit"],
+                                     "date": about["date"]}  # fmt: skip
+        RUN_TIMES.write_text(json.dumps(devices, indent=1) + "\n", "utf-8")
         update_run_times(name)
-
-
-def record_name(platform: str, kind: str) -> str:
-    """The name of the record of one kind of device, such as a T4."""
-    words = platform if platform == "cpu" else f"{platform} {kind}"
-    return "notebooks_" + re.sub(r"[^a-z0-9]+", "_", words.lower())
+        print(f"{name}: {took / 60:.1f} minutes", flush=True)
 
 
 def update_run_times(name: str) -> None:

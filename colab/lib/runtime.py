@@ -16,26 +16,26 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import RESULTS
-from jaxkv.evals.lib.text import passage as passage  # notebooks call runtime.passage
 from jaxkv.models.tools import pictures
+from jaxkv.models.tools.passage import passage as passage  # notebooks call runtime.passage
 
 if TYPE_CHECKING:
+    from IPython.display import Image
     from matplotlib.figure import Figure
-
 
 SMOKE = os.environ.get("JAXKV_SMOKE", "0") not in ("", "0")
 PLATFORMS = ("cpu", "gpu", "tpu")
+RUN_TIMES = Path(__file__).with_name("run_times.json")  # by device; notebooks.py writes it
 # Google's PCI vendor id, and the device ids of TPUs (jax/_src/hardware_utils.py).
 GOOGLE = "0x1ae0"
 TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c")
-COLOURS = 64  # palette size of a line plot
+COLOURS, DPI = 64, 80  # palette size of a line plot; dots per inch
 Size = TypeVar("Size")
 
 
@@ -131,15 +131,16 @@ def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 def run_times(name: str) -> list[str]:
     """The recorded run time of a notebook on each kind of device."""
-    files = sorted(RESULTS.glob("notebooks_*.json"))
-    records = [json.loads(file.read_text("utf-8"))["results"] for file in files]
+    devices = json.loads(RUN_TIMES.read_text("utf-8")).items()
     lines = []
     for kind in PLATFORMS:
-        runs = [run for run in records if run["platform"] == kind and name in run["notebooks"]]
-        for run in runs:
-            lines.append(f"on {run['device']}: {run['notebooks'][name]['minutes']:.1f} minutes")
-        if not runs:
-            lines.append(f"on a {kind.upper()}: not run yet")
+        minutes = {
+            device: record["notebooks"][name]["minutes"]
+            for device, record in devices
+            if record["platform"] == kind and name in record["notebooks"]
+        }
+        lines += [f"on {device}: {took:.1f} minutes" for device, took in minutes.items()]
+        lines += [] if minutes else [f"on a {kind.upper()}: not run yet"]
     return lines
 
 
@@ -181,16 +182,13 @@ def verify(
     elsewhere = "not with this model" if model else "FAILS"
     slower = "not on this device" if jax.default_backend() != "cpu" else elsewhere
     slower = "not at this size" if SMOKE else slower
+    groups = (always, "FAILS"), (default_only or {}, elsewhere), (times or {}, slower)
     failed = []
-    for claims, verdict in (
-        (always, "FAILS"),
-        (default_only or {}, elsewhere),
-        (times or {}, slower),
-    ):
-        for says, holds in claims.items():
-            print(f"{'holds' if holds else verdict}  {says}")
+    for checks, verdict in groups:
+        for statement, holds in checks.items():
+            print(f"{'holds' if holds else verdict}  {statement}")
             if not holds and verdict == "FAILS":
-                failed.append(says)
+                failed.append(statement)
     if failed:
         raise AssertionError(f"must hold: {'; '.join(failed)}")
 
@@ -199,16 +197,6 @@ def verify(
 def no_progress(*label: object) -> Iterator[Callable[[int], None]]:
     """A progress callback that shows nothing, for short computations."""
     yield lambda _: None
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG that a notebook displays."""
-
-    png: bytes = field(repr=False)
-
-    def _repr_png_(self) -> bytes:
-        return self.png
 
 
 @dataclass(frozen=True)
@@ -225,30 +213,21 @@ class TextBox:
         return f'<pre style="{style}">{html.escape(self.text)}</pre>'
 
 
-@dataclass(frozen=True)
-class Page:
-    """HTML that a notebook displays."""
-
-    html: str = field(repr=False)
-
-    def _repr_html_(self) -> str:
-        return self.html
+def picture(figure: Figure, title: str, caption: str, colours: int = COLOURS) -> Image:
+    """A figure with its title above and its caption below, small enough for a notebook."""
+    return shrink(pictures.finish(figure, caption, DPI, title), colours)
 
 
-def picture(figure: Figure, caption: str, dpi: int = 90, colours: int = COLOURS) -> Picture:
-    """A figure with its caption below, compressed to be stored in a notebook."""
-    return shrink(pictures.finish(figure, caption, dpi), colours)
-
-
-def shrink(png: bytes, colours: int = COLOURS) -> Picture:
+def shrink(png: bytes, colours: int = COLOURS) -> Image:
     """Reduce a PNG to a palette of at most 256 colours: a third of the bytes.
 
     Few colours suffice for line plots; images whose colours are values need all of them.
     """
-    from PIL import Image
+    from IPython.display import Image
+    from PIL import Image as pillow
 
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(png)) as image:
-        flat = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    with pillow.open(io.BytesIO(png)) as image:
+        flat = image.convert("RGB").quantize(colours, dither=pillow.Dither.NONE)
         flat.save(buffer, "png", optimize=True)
-    return Picture(buffer.getvalue())
+    return Image(data=buffer.getvalue())

@@ -14,11 +14,10 @@ from nbclient.exceptions import CellExecutionError
 from jaxkv.colab import notebooks, runtime
 from jaxkv.colab.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
-from jaxkv.models.tools import pictures
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
-LONGEST_CELL, LONGEST_FUNCTION, LARGEST = 10, 10, 100_000  # lines, lines, bytes
+LONGEST_CELL, LONGEST_FUNCTION, LARGEST = 16, 12, 100_000  # lines, lines, bytes
 
 
 def cells(name):
@@ -34,8 +33,10 @@ def name(request):
     return request.param
 
 
-def test_every_source_has_its_notebook():
+def test_every_source_has_its_notebook_and_a_link_in_the_readme():
     assert NAMES and {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
+    text = (notebooks.ROOT / "README.md").read_text("utf-8")
+    assert re.findall(r"\(colab/(\w+)\.ipynb\)", text) == NAMES
 
 
 def test_a_notebook_has_the_cells_of_its_source(name):
@@ -54,16 +55,8 @@ def test_a_saved_notebook_is_small_and_complete(name):
     text = file.read_text("utf-8")
     assert "the small model of the package is used" not in text  # runtime.default_model prints it
     assert "JAXKV_SMOKE" not in text and '"output_type": "error"' not in text
-
-
-def test_the_picture_is_the_output_of_its_cell(name):
-    kept = nbformat.read(FOLDER / f"{name}.ipynb", 4)
-    assert (FOLDER / f"{name}.png").read_bytes() == notebooks.picture_of(kept)
-
-
-def test_readme_links_every_notebook(name):
-    text = (notebooks.ROOT / "README.md").read_text("utf-8")
-    assert f"(colab/{name}.ipynb)" in text
+    picture = notebooks.picture_of(nbformat.read(file, 4))
+    assert (FOLDER / f"{name}.png").read_bytes() == picture
 
 
 def test_the_first_cells_are_badge_install_and_device(name):
@@ -88,24 +81,19 @@ def test_the_checks_are_last_and_folded(name):
         assert not any("runtime.verify(" in cell.source for cell in code_cells)
 
 
-def test_a_reader_copies_short_cells(name):
+def test_a_reader_copies_short_cells_and_functions(name):
     """The checks at the end and a policy may be longer."""
-    for cell in code(name)[:-1]:
+    for number, cell in enumerate(code(name)[:-1]):
         lines = [line for line in cell.source.splitlines() if line.strip()]
-        is_policy = "(jaxkv.Policy):" in cell.source
-        assert len(lines) <= LONGEST_CELL or is_policy, cell.source
-
-
-def test_functions_of_notebooks_are_short(name):
-    for cell in code(name)[1:]:
-        for node in ast.walk(ast.parse(cell.source)):
+        assert len(lines) <= LONGEST_CELL or "(jaxkv.Policy):" in cell.source, cell.source
+        for node in ast.walk(ast.parse(cell.source if number else "")):  # the first is %pip
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
 
 
 def test_a_policy_takes_about_ten_lines():
     """Lines in the bodies of its methods, as the README counts them."""
-    source = "\n".join(cell.source for cell in code("07_write_your_own_policy")[1:])
+    source = "\n".join(cell.source for cell in code("06_write_your_own_policy")[1:])
     (policy,) = (node for node in ast.walk(ast.parse(source))
                  if isinstance(node, ast.ClassDef) and node.name == "Strided")  # fmt: skip
     bodies = [node for node in policy.body if isinstance(node, ast.FunctionDef)]
@@ -120,7 +108,7 @@ def test_a_notebook_runs_with_another_model(shared):
     `.ci/run` runs every notebook with the default model.
     """
     model = str(shared / "models" / "stories260K")
-    notebooks.run("07_write_your_own_policy", smoke=True, model=model)
+    notebooks.run("06_write_your_own_policy", smoke=True, model=model)
 
 
 @pytest.fixture
@@ -200,17 +188,15 @@ def test_a_notebook_runs_the_installed_package(written, monkeypatch, tmp_path):
     assert (path, smoke) == ("None", "1") and folder != str(notebooks.ROOT)
 
 
-@pytest.mark.parametrize("platform, accelerator, asked", [
-    ("gpu", "GPU", ""), ("cpu", "", ""), ("cpu", "GPU", "cpu"), ("tpu", "TPU", ""),
-])  # fmt: skip
-def test_a_runtime_whose_accelerator_is_used_passes(platform, accelerator, asked):
-    runtime.check_platform(platform, accelerator, asked)
-
-
-@pytest.mark.parametrize("accelerator", ["GPU", "TPU"])
-def test_an_accelerator_that_jax_does_not_use_raises(accelerator):
-    with pytest.raises(UserError, match=f"the {accelerator} of this runtime"):
-        runtime.check_platform("cpu", accelerator, "")
+def test_an_accelerator_that_jax_does_not_use_raises():
+    for platform, attached, requested in (
+        ("gpu", "GPU", ""),
+        ("cpu", "", ""),
+        ("cpu", "GPU", "cpu"),
+    ):
+        runtime.check_platform(platform, attached, requested)
+    with pytest.raises(UserError, match="the TPU of this runtime"):
+        runtime.check_platform("cpu", "TPU", "")
 
 
 @pytest.mark.parametrize("script, accelerator", [
@@ -228,83 +214,59 @@ def test_a_gpu_counts_only_if_the_driver_lists_it(tmp_path, monkeypatch, script,
     assert runtime.accelerator() == accelerator
 
 
-@pytest.mark.parametrize("vendor, device, is_tpu", [
-    ("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x10de", "0x0063", False),
-])  # fmt: skip
-def test_a_google_network_card_is_not_a_tpu(tmp_path, vendor, device, is_tpu):
-    assert not runtime.has_tpu(tmp_path)
-    for name, value in (("vendor", vendor), ("device", device)):
-        (tmp_path / "0000:00:04.0").mkdir(exist_ok=True)
-        (tmp_path / "0000:00:04.0" / name).write_text(f"{value}\n")
-    assert runtime.has_tpu(tmp_path) == is_tpu
+def test_a_google_network_card_is_not_a_tpu(tmp_path):
+    (tmp_path / "0000:00:04.0").mkdir()
+    pairs = (
+        (("0x1ae0", "0x0063"), True),
+        (("0x1ae0", "0x0042"), False),
+        (("0x10de", "0x0063"), False),
+    )
+    for ids, is_tpu in pairs:
+        for name, value in zip(("vendor", "device"), ids, strict=True):
+            (tmp_path / "0000:00:04.0" / name).write_text(f"{value}\n")
+        assert runtime.has_tpu(tmp_path) == is_tpu
 
 
-@pytest.mark.parametrize("platform, model, ends", [
-    ("cpu", "", True), ("cpu", "a/model", False), ("gpu", "", False),
+@pytest.mark.parametrize("model, platform, checks, failed", [
+    ("", "cpu", ({"a": True}, {"b": True}, {"c": True}), ""),
+    ("", "cpu", ({"a": True}, {"b": False}, {}), "b"),
+    ("a/model", "cpu", ({"a": True}, {"b": False}, {"c": False}), ""),
+    ("a/model", "cpu", ({"a": False}, {}, {}), "a"),
+    ("", "cpu", ({"a": True}, {}, {"c": False}), "c"),
+    ("", "gpu", ({"a": True}, {}, {"c": False}), ""),
 ])  # fmt: skip
-def test_checks_of_times_are_required_only_for_the_default_model_on_a_cpu(
-    capsys, monkeypatch, platform, model, ends
+def test_a_required_check_that_fails_ends_a_notebook(
+    capsys, monkeypatch, model, platform, checks, failed
 ):
+    """Another model decides nothing of the default model, another device nothing of times."""
     monkeypatch.setattr("jax.default_backend", lambda: platform)
-    if ends:
-        with pytest.raises(AssertionError, match="quick"):
-            runtime.verify(model, {"one": True}, times={"it is quick": False})
+    if failed:
+        with pytest.raises(AssertionError, match=f"must hold: {failed}"):
+            runtime.verify(model, *checks)
     else:
-        runtime.verify(model, {"one": True}, times={"it is quick": False})
-        reported = "not with this model" if model else "not on this device"
-        assert reported in capsys.readouterr().out
-
-
-def test_capabilities_name_dtype_and_kernels():
-    assert runtime.capabilities().endswith("computes in float32, by XLA's kernels")
+        runtime.verify(model, *checks)
+    assert ("FAILS" in capsys.readouterr().out) == bool(failed)
 
 
 def test_run_times_come_from_the_records_of_each_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "RESULTS", tmp_path)
-    for file, platform, device, took in (
-        ("cpu", "cpu", "2 cores of a processor", 1.26),
-        ("gpu_tesla_t4", "gpu", "1 x Tesla T4", 0.51),
-        ("gpu_nvidia_a100", "gpu", "1 x NVIDIA A100", 0.4),
-    ):
-        results = {
-            "platform": platform,
-            "device": device,
-            "notebooks": {"01_one": {"minutes": took}},
-        }
-        record = tmp_path / f"notebooks_{file}.json"
-        record.write_text(json.dumps({"results": results}))
+    devices = (("2 cores of a processor", "cpu", 1.26), ("1 x Tesla T4", "gpu", 0.51),
+               ("1 x NVIDIA A100", "gpu", 0.4))  # fmt: skip
+    recorded = {
+        device: {"platform": platform, "notebooks": {"01_one": {"minutes": took}}}
+        for device, platform, took in devices
+    }
+    (tmp_path / "times.json").write_text(json.dumps(recorded))
+    monkeypatch.setattr(runtime, "RUN_TIMES", tmp_path / "times.json")
     assert runtime.run_times("01_one") == [
-        "on 2 cores of a processor: 1.3 minutes", "on 1 x NVIDIA A100: 0.4 minutes",
-        "on 1 x Tesla T4: 0.5 minutes", "on a TPU: not run yet",
+        "on 2 cores of a processor: 1.3 minutes", "on 1 x Tesla T4: 0.5 minutes",
+        "on 1 x NVIDIA A100: 0.4 minutes", "on a TPU: not run yet",
     ]  # fmt: skip
     assert runtime.run_times("02_other")[0] == "on a CPU: not run yet"
 
 
-def test_each_kind_of_device_has_its_own_record():
-    assert notebooks.record_name("cpu", "cpu") == "notebooks_cpu"
-    assert notebooks.record_name("gpu", "Tesla T4") == "notebooks_gpu_tesla_t4"
-
-
-@pytest.mark.parametrize("always, record, ends, ends_with_another", [
-    ({"one": True}, {"two": True}, False, False),
-    ({"one": True}, {"two": False}, True, False),
-    ({"one": False}, {"two": True}, True, True),
-])  # fmt: skip
-def test_a_failed_check_ends_a_notebook(capsys, always, record, ends, ends_with_another):
-    for model, fails in (("", ends), ("a/model", ends_with_another)):
-        if fails:
-            with pytest.raises(AssertionError, match="one" if not always["one"] else "two"):
-                runtime.verify(model, always, record)
-        else:
-            runtime.verify(model, always, record)
-        assert ("FAILS" in capsys.readouterr().out) == fails
-
-
-def test_a_text_keeps_its_columns():
-    shown = runtime.TextBox("a  < b\n1    2")
-    assert repr(shown) == "a  < b\n1    2"
-    assert "font-family:monospace" in shown._repr_html_()
-    assert ">a  &lt; b\n1    2</pre>" in shown._repr_html_()
+def test_every_run_time_is_that_of_a_notebook():
+    devices = json.loads(runtime.RUN_TIMES.read_text("utf-8")).values()
+    assert {name for record in devices for name in record["notebooks"]} == set(NAMES)
 
 
 def test_a_passage_shorter_than_requested_prints_a_line(capsys):
@@ -316,17 +278,3 @@ def test_a_passage_shorter_than_requested_prints_a_line(capsys):
     every = runtime.passage(llm, 10**6)
     assert 15_000 < len(every) < 10**6
     assert f"all {len(every):,} tokens" in capsys.readouterr().out
-
-
-def test_a_compressed_picture_keeps_its_colours():
-    from io import BytesIO
-
-    from PIL import Image
-
-    figure, axes = pictures.begin()
-    axes.plot([0, 1], [0, 1], color="#0072b2", lw=9)
-    picture = runtime.picture(figure, "a caption")
-    with Image.open(BytesIO(picture._repr_png_())) as image:
-        colours = [rgb for _, rgb in image.convert("RGB").getcolors(1 << 20)]
-    off = [max(abs(a - b) for a, b in zip(rgb, (0, 0x72, 0xB2), strict=True)) for rgb in colours]
-    assert min(off) < 6 and len(picture.png) < 20_000

@@ -1,5 +1,5 @@
 # %% [markdown]
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/07_write_your_own_policy.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/06_write_your_own_policy.ipynb)
 #
 # # Write your own policy
 #
@@ -14,7 +14,7 @@
 # %%
 from jaxkv.colab import runtime
 
-runtime.begin("07_write_your_own_policy")
+runtime.begin("06_write_your_own_policy")
 
 # %% [markdown]
 # ## The idea

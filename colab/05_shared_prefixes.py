@@ -1,5 +1,5 @@
 # %% [markdown]
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/06_shared_prefixes.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/05_shared_prefixes.ipynb)
 #
 # # Shared prefixes
 #
@@ -14,7 +14,7 @@
 # %%
 from jaxkv.colab import runtime
 
-runtime.begin("06_shared_prefixes")
+runtime.begin("05_shared_prefixes")
 
 # %% [markdown]
 # An empty field takes SmolLM2-135M-Instruct, or the small model of the package where no package
@@ -34,38 +34,23 @@ print(f"{llm.name}: {llm.config.layers} layers, trained on {llm.config.context:,
 # A prompt is cut into blocks. The hash of a block is computed from its tokens and the hash of the
 # block before it. So blocks with equal hashes have equal tokens before them too, and one look-up per
 # block finds the longest cached prefix of a prompt. The two prompts below differ from their third
-# block on:
+# block on, although the same tokens follow later:
 
 # %%
-from jaxkv.serve.prefix import BlockHasher, root_hash
+from hashlib import sha256
+
+
+def block_hashes(tokens, size=16):
+    hashes, before = [], b""
+    for start in range(0, len(tokens) - size + 1, size):
+        before = sha256(before + str(tokens[start : start + size]).encode()).digest()
+        hashes.append(before.hex()[:6])
+    return hashes
+
 
 ids = runtime.passage(llm, 64)
-second = ids[:40] + ids[20:44]
-hasher, root = BlockHasher(16), root_hash(model=llm.name)
-hashes = [hasher.hash_prompt(prompt, root).hashes for prompt in (ids, second)]
-for of_prompt in hashes:
-    print(*(block_hash.hex()[:6] for block_hash in of_prompt))
-
-# %% [markdown]
-# ## A block that is only partly full
-#
-# The hit rate depends on the last block of a prompt, which is usually incomplete. The report that
-# this library follows sent one prompt of 15 tokens many times and measured 8 hits in 100 requests.
-# It explained the misses by differing answers. The actual cause is the hash. The next cell measures
-# three ways to handle a prompt that is shorter than a block:
-#
-# - `rekey`: the hash of the block changes when the first generated token is written into the block.
-#   Only requests that are admitted together can then share the block. A formula predicts this hit
-#   rate.
-# - `alias`: the block keeps a second hash for the prompt. Almost every request hits.
-# - `full`: only full blocks have hashes. No request hits, because the prompt fills no block.
-
-# %%
-from jaxkv.colab import conversations
-
-concurrent = (4, 16, 64)
-hits = conversations.measure_hit_rates(concurrent, runtime.size(1_000, 200), seeds=3)
-conversations.draw_hit_rates(hits, concurrent)
+hashes = [block_hashes(prompt) for prompt in (ids, ids[:40] + ids[20:24] + ids[44:])]
+print(*hashes, sep="\n")
 
 # %% [markdown]
 # ## One text, several endings
@@ -113,34 +98,62 @@ for ending in ENDINGS:
 # it from there. In both cases, the generated tokens must equal those without prefix caching.
 
 # %%
+import numpy as np
+
+from jaxkv.colab import conversations
+
 users, turns = runtime.size((4, 5), (3, 3))
-said = conversations.make_turns(llm, users, turns)  # new tokens by turn and user
+novel, rng = runtime.passage(llm, 12_000), np.random.default_rng(0)
 
 
+def part():
+    start, count = rng.integers(256, len(novel) - 160), rng.integers(80, 160)
+    return tuple(novel[start : start + count])
+
+
+said = [[part() for _ in range(users)] for _ in range(turns)]  # new tokens by turn and user
+longest = 256 + max(sum(map(len, parts)) for parts in zip(*said, strict=True)) + 16 * turns
+
+
+# %%
 def talk(engine):
-    prompts, answers = [()] * users, []
-    for new in said:
-        prompts = [(*prompt, *new_tokens) for prompt, new_tokens in zip(prompts, new, strict=True)]
-        last = answer(engine, [Request(prompt, conversations.ANSWER_TOKENS) for prompt in prompts])
-        prompts = [(*prompt, *reply.tokens) for prompt, reply in zip(prompts, last, strict=True)]
-        answers += last
-    return answers
+    prompts, replies = [tuple(novel[:256])] * users, []
+    for new_tokens in said:
+        prompts = [prompt + new for prompt, new in zip(prompts, new_tokens, strict=True)]
+        replies.append(answer(engine, [Request(prompt, 16) for prompt in prompts]))
+        prompts = [(*p, *reply.tokens) for p, reply in zip(prompts, replies[-1], strict=True)]
+    return replies
 
 
 # %%
 NUM_BLOCKS = {"full": 32, "streaming:sinks=4,window=124": 16}  # pages, and states of equal bytes
-served, longest = {}, conversations.max_length(said)
+RECOMPUTED, CACHED = "recomputed", "prefix caching"
+served = {}
 for policy, num_blocks in NUM_BLOCKS.items():
-    recomputing, caching = (engine_of(policy, number, longest) for number in (None, num_blocks))
-    served[policy] = conversations.serve_both(recomputing, caching, talk, runtime.size(2, 1))
-runtime.TextBox(conversations.reuse_table(served))
+    engines = {
+        RECOMPUTED: engine_of(policy, None, longest),
+        CACHED: engine_of(policy, num_blocks, longest),
+    }
+    served[policy] = conversations.serve(engines, talk, runtime.size(2, 1))
+    kept = served[policy][CACHED]
+    print(f"{policy.split(':')[0]}: {kept.cached.sum():,} of {kept.prompts.sum():,} prompt tokens "
+          f"cached, in {kept.bytes / 2**20:.1f} MiB")  # fmt: skip
 
 # %% tags=["picture"]
-caption = (
-    f"from a free slot to the first token; medians of {users} users, range over the rounds;\n"
-    f"{llm.name}, {runtime.device()}"
-)
-conversations.draw_first_token_by_turn(served, turns, caption)
+from jaxkv.models.tools import palette, pictures
+
+figure, axes = pictures.begin(6.5, 4.0)
+for policy, pair in served.items():
+    name = policy.split(":")[0]
+    for label, line in ((RECOMPUTED, "dashed"), (CACHED, "solid")):
+        times, colour = np.median(pair[label].milliseconds, axis=2), palette.COLOURS[name]
+        at, look = range(1, turns + 1), {"marker": "o", "ms": 3, "ls": line, "color": colour}
+        axes.plot(at, np.median(times, axis=0), label=f"{name}, {label}", **look)
+        axes.fill_between(at, times.min(axis=0), times.max(axis=0), alpha=0.2, lw=0, color=colour)
+axes.set(xlabel="turn of a conversation", ylabel="time to the first token (ms)", ylim=(0, None))
+pictures.legend(figure, 2)
+caption = f"medians of {users} users, range over the rounds; {llm.name}, {runtime.device()}"
+runtime.picture(figure, "Time to the first token, turn by turn", caption)
 
 # %% [markdown]
 # **What to see.** Without prefix caching, time to first token grows with the conversation. With
@@ -157,24 +170,46 @@ conversations.draw_first_token_by_turn(served, turns, caption)
 # the end of these 512 tokens.
 
 # %%
-from jaxkv.evals.prefix_caching import traces
+import json
 
-trace = traces.read(conversations.TRACE)
-total = sum(request.tokens for request in trace.requests)
-print(
-    f"{len(trace.requests)} requests, {total:,} tokens, {total / len(trace.requests):,.0f} on average"
-)
+requests = [json.loads(line) for line in conversations.TRACE.open()]
+blocks_of = [request["hash_ids"] for request in requests]
+total = sum(request["input_length"] for request in requests)
+print(f"{len(requests)} requests, {total:,} tokens, {total / len(requests):,.0f} on average")
 
 # %% [markdown]
 # The next cell counts the blocks that an index finds if it has room for a part of them and evicts
-# the least recently used block.
+# the least recently used block. A prompt makes its last block the oldest, because a block is useless
+# without those before it.
+
+# %%
+from collections import OrderedDict
+from itertools import takewhile
+
+
+def hit_rate(capacity):
+    """Percent of the blocks that an index with so many blocks finds."""
+    index, hits = OrderedDict(), 0
+    for blocks in blocks_of:
+        hits += len([*takewhile(index.__contains__, blocks)])
+        for block in reversed(blocks):
+            index[block] = True
+            index.move_to_end(block)
+        while len(index) > capacity:
+            index.popitem(last=False)
+    return 100 * hits / sum(map(len, blocks_of))
+
 
 # %%
 shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-hit_rates = conversations.hit_rate_by_capacity(trace, shares)
-conversations.draw_capacity(
-    hit_rates, shares, f"the first {len(trace.requests)} requests of a trace, one after another"
-)
+distinct = len({block for blocks in blocks_of for block in blocks})
+hit_rates = [hit_rate(round(share * distinct)) for share in shares]
+figure, axes = pictures.begin(6.0, 3.4)
+axes.plot([100 * share for share in shares], hit_rates, "o-", ms=3, color=pictures.INK)
+axes.set(xlabel="room in the index (% of the distinct blocks)", xlim=(0, None))
+axes.set(ylabel="hit rate (% of the blocks)", ylim=(0, None))
+caption = f"the first {len(requests)} requests of a trace, one after another; LRU eviction"
+runtime.picture(figure, "Hit rate by the size of the index", caption)
 
 # %% [markdown]
 # **What to see.** Most prompts are new. Even with room for all blocks, few blocks are found so early
@@ -212,32 +247,25 @@ conversations.draw_capacity(
 
 # %% cellView="form" jupyter={"source_hidden": true}
 # @title Checks
-import numpy as np
-
 first_hashes, second_hashes = hashes
-at_16, by_formula = (hits[name][1]["median"] for name in ("rekey", "formula"))
-pairs = [(pair[conversations.RECOMPUTED], pair[conversations.CACHED]) for pair in served.values()]
+pairs = [(pair[RECOMPUTED], pair[CACHED]) for pair in served.values()]
 (full, full_cached), (streaming, streaming_cached) = (
-    [np.median(run.first.reshape(-1, turns, users), axis=(0, 2)) for run in pair] for pair in pairs
+    [np.median(run.milliseconds, axis=(0, 2)) for run in pair] for pair in pairs
 )
-growing, evicting = (
-    (b.cached / b.prompts).reshape(turns, users).mean(axis=1).tolist() for _, b in pairs
-)
+growing, evicting = ((b.cached / b.prompts).mean(axis=1) for _, b in pairs)
 first, *later = outcomes
 runtime.verify(
     "" if llm.name.startswith("SmolLM2") else "another model",
     always={
-        "block hashes differ where the prompts do": first_hashes[:2] == second_hashes[:2]
+        "block hashes differ from where the prompts do": first_hashes[:2] == second_hashes[:2]
         and not {*first_hashes[2:]} & {*second_hashes[2:]},
-        "a second hash for the prompt hits almost always": hits["alias"][1]["median"] > 95,
-        "full blocks never hit for a short prompt": not any(x["max"] for x in hits["full"]),
-        "the hit rate of a changing hash is that of the formula": abs(at_16 - by_formula) < 2.5,
         "only the first of several endings computes the text": first.cached_tokens == 0
         and all(outcome.computed_tokens < 128 for outcome in later),
         "few blocks of the recorded requests are found": hit_rates[-1] < 20,
+        "a smaller index finds fewer": hit_rates == sorted(hit_rates),
         "prefix caching does not change an answer": all(a.tokens == b.tokens for a, b in pairs),
         "cached tokens are not computed": all(
-            (b.read + b.cached == a.read).all() and b.cached.any() for a, b in pairs
+            (b.computed + b.cached == a.computed).all() and b.cached.any() for a, b in pairs
         ),
         "pages and states take the same memory, within 5 %": abs(
             pairs[0][1].bytes / pairs[1][1].bytes - 1

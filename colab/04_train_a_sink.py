@@ -1,5 +1,5 @@
 # %% [markdown]
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/05_train_a_sink.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxkv/jaxkv/blob/main/colab/04_train_a_sink.ipynb)
 #
 # # Train a sink
 #
@@ -15,7 +15,7 @@
 # %%
 from jaxkv.colab import runtime
 
-runtime.begin("05_train_a_sink")
+runtime.begin("04_train_a_sink")
 
 # %% [markdown]
 # ## An idle head
@@ -26,11 +26,11 @@ runtime.begin("05_train_a_sink")
 # letter that is no trigger, this head is idle. In the sample below, a dot marks each trigger:
 
 # %%
-from jaxkv.evals.training import backcopy
+from jaxkv.models.training.letters import LETTERS, LetterChain, write
 
-chain = backcopy.LetterChain(0)
-sample_letters = chain.letters(60, seed=1)
-print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i in sample_letters))
+chain = LetterChain(0)
+names = [letter + "." * (i in chain.triggers) for i, letter in enumerate(LETTERS)]
+print("".join(names[i] for i in chain.letters(60, seed=1)))
 
 # %% [markdown]
 # ## Two variants
@@ -41,29 +41,62 @@ print("".join(backcopy.LETTERS[i] + ("." if i in chain.triggers else "") for i i
 # head, samples of 48 letters and several seeds.
 
 # %%
+import dataclasses
 import tempfile
 from pathlib import Path
 
-from jaxkv.colab import sink_variants
+from jaxkv import models
+from jaxkv.models.training.pretrain import pretrain
+from jaxkv.models.training.recipes import PRESETS
 
 folder, steps = Path(tempfile.mkdtemp()), runtime.size(800, 400)
-SEEDS = runtime.size((1, 2, 0), (1,))
-runs = [sink_variants.train(["none", "token"], steps, seed, folder) for seed in SEEDS]
-trained, (letters, *_) = zip(*runs, strict=True)
-floor = chain.floor(chain.letters(200_000, 99))
+tokens = write(chain, folder / "data")
+
+
+def train(sinks, seed):
+    recipe = dataclasses.replace(PRESETS["backcopy"], sinks=sinks, seed=seed, steps=steps)
+    run = folder / f"{sinks}-{seed}"
+    return models.load(pretrain(recipe, tokens, run, tell=lambda line: None))
 
 
 # %%
-def of_each(measure):
-    return [
-        {name: measure(variant, letters) for name, variant in variants.items()}
-        for variants in trained
-    ]
+SEEDS, VARIANTS = runtime.size((1, 2, 0), (1,)), ("none", "token")
+trained = [{sinks: train(sinks, seed) for sinks in VARIANTS} for seed in SEEDS]
+print(f"{len(trained) * len(VARIANTS)} models, {steps} steps each")
+
+# %% [markdown]
+# The next cells measure the loss of held-out letters by their position in a sample, and the mean
+# attention of each idle letter to the first token.
+
+# %%
+import numpy as np
+
+from jaxkv.colab import letters
+from jaxkv.models.tools import palette, pictures
 
 
-by_position = of_each(sink_variants.loss_by_position)
-on_first = of_each(sink_variants.first_token_attention)
-sink_variants.draw_learning(by_position, on_first, floor)
+def of_each(measure, *arguments):
+    """A measurement of every model, by seed and variant."""
+    return [{name: measure(llm, *arguments) for name, llm in pair.items()} for pair in trained]
+
+
+by_position = of_each(letters.losses_by_position, tokens)
+on_first = of_each(letters.attention_on_first, tokens, chain.triggers)
+floor = chain.floor(chain.letters(200_000, 99))
+
+# %%
+figure, (left, right) = pictures.begin(6.6, 3.6, columns=2)
+for axes, by_seed in ((left, by_position), (right, on_first)):
+    for number, variants in enumerate(by_seed):
+        for name, line in variants.items():
+            label = name if axes is left and number == 0 else None
+            axes.plot(range(1, len(line) + 1), line, color=palette.VARIANTS[name], label=label)
+left.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="lower bound")
+left.set(xlabel="position in a sample", ylabel="loss (nats per letter)")
+right.set(xlabel="idle letters, sorted", ylabel="attention on the first token", ylim=(0, 1))
+pictures.legend(figure, 3)
+caption = f"held-out letters; one line per seed, {len(SEEDS)} in all"
+runtime.picture(figure, "What a sink token changes", caption)
 
 # %% [markdown]
 # **What to see.** The left panel shows the loss by position in a sample. The sink token replaces the
@@ -72,10 +105,7 @@ sink_variants.draw_learning(by_position, on_first, floor)
 # third position on, both variants have the same task:
 
 # %%
-late_from = sink_variants.COMPARABLE_FROM
-late = [
-    {name: loss[late_from:].mean() for name, loss in variants.items()} for variants in by_position
-]
+late = [{name: loss[2:].mean() for name, loss in variants.items()} for variants in by_position]
 for seed, loss in zip(SEEDS, late, strict=True):
     print(f"seed {seed}: none {loss['none']:.4f}, token {loss['token']:.4f}")
 
@@ -91,14 +121,29 @@ for seed, loss in zip(SEEDS, late, strict=True):
 # ## What the heads attend to
 #
 # In the attention maps below, each row is a query letter and each column is a key. The models are
-# those of the first seed. Of many stretches of text, the maps show the one in which the sink gets
+# those of the first seed. Of 200 stretches of text, the maps show the one in which the sink gets
 # most attention. A trigger (with a dot) attends to the letter before it, because the next letter is
 # a copy of that letter. An idle letter attends to itself, which adds no information, or to the sink
 # if the model has one.
 
+# %%
+texts = {name: letters.held_out(llm, tokens, 200, 15) for name, llm in trained[0].items()}
+maps = {name: letters.attention(llm, texts[name]) for name, llm in trained[0].items()}
+shown = maps["token"][:, :, 0].mean(axis=1).argmax()
+
 # %% tags=["picture"]
-start = sink_variants.find_idle_stretch(trained[0]["token"], letters, 15)
-sink_variants.draw_maps(trained[0], letters, 15, start)
+figure, panels = pictures.begin(6.6, 4.2, columns=2)
+for axes, (name, weights) in zip(panels, maps.items(), strict=True):
+    image = axes.imshow(np.tril(weights[shown]), vmin=0, vmax=1, cmap="Blues")
+    ids = texts[name][shown]
+    labels = [names[i] if i < len(names) else "sink" for i in ids]
+    axes.set_xticks(range(len(ids)), labels, fontsize=8)
+    axes.set_yticks(range(len(ids)), labels, fontsize=8)
+    axes.tick_params(length=0)
+    axes.set(title=name, xlabel="key", ylabel="query")
+    axes.grid(False)
+figure.colorbar(image, ax=list(panels), orientation="horizontal", shrink=0.6, label="attention")
+runtime.picture(figure, "Attention maps", "15 held-out letters; a dot marks a trigger", colours=256)
 
 # %% [markdown]
 # ## Streaming with one sink
@@ -110,23 +155,31 @@ sink_variants.draw_maps(trained[0], letters, 15, start)
 CACHES = {"0 + 24": "window:window=24"}
 CACHES |= {f"{n} + {24 - n}": f"streaming:sinks={n},window={24 - n}" for n in (1, 2, 4)}
 count = runtime.size(20_000, 4_000)
-losses = of_each(
-    lambda variant, letters: sink_variants.losses(
-        variant, sink_variants.held_out(variant, letters, count), CACHES
-    )
-)
+
+
+def loss(llm, policy):
+    (ids,) = letters.held_out(llm, tokens, 1, count)
+    front = len(llm.tokenizer.front)
+    return float(np.concatenate([*models.losses(llm, ids, policy)])[front:].mean())
+
+
+losses = of_each(lambda llm: {name: loss(llm, policy) for name, policy in CACHES.items()})
 
 # %%
-context = trained[0]["none"].config.context
-print(f"{count:,} letters, {count // context} times the length of a sample")
-named = [{f"{variant}, seed {seed}": loss for variant, loss in variants.items()}
-         for seed, variants in zip(SEEDS, losses, strict=True)]  # fmt: skip
-runtime.TextBox(
-    sink_variants.loss_table({name: loss for table in named for name, loss in table.items()})
+figure, axes = pictures.begin(6.0, 3.4)
+for seed, variants in enumerate(losses):
+    for shift, (name, by_cache) in zip((-0.08, 0.08), variants.items(), strict=True):
+        at = np.arange(len(CACHES)) + shift
+        label, colour = (None if seed else name), palette.VARIANTS[name]
+        axes.plot(at, [*by_cache.values()], "o", ms=5, color=colour, label=label)
+axes.axhline(floor, color=pictures.INK, lw=0.8, ls="--", label="lower bound")
+axes.set_xticks(range(len(CACHES)), CACHES)
+axes.set(xlabel="first + newest tokens in the cache", ylabel="loss (nats per letter)")
+pictures.legend(figure, 3)
+caption = (
+    f"{count:,} held-out letters, {count // 48} times the length of a sample; one point per seed"
 )
-
-# %%
-sink_variants.draw_losses(losses, floor)
+runtime.picture(figure, "The loss of a long text by its cache", caption)
 
 # %% [markdown]
 # **What to see.** A model trained with a sink token needs it in the cache, and one sink is enough:
@@ -159,7 +212,7 @@ sink_variants.draw_losses(losses, floor)
 NEAR = runtime.size(0.02, 0.05)  # nats; with half as many steps, the difference is larger
 
 
-attention = of_each(sink_variants.mean_attention)
+attention = of_each(letters.attention_by_role, tokens, chain.triggers)
 
 
 def in_every_seed(by_seed, holds):
@@ -171,7 +224,7 @@ runtime.verify(
     always={
         "with a sink token, the first two predictions have a higher loss":
             in_every_seed(by_position,
-                          lambda none, token: bool((token > none + 0.3)[:late_from].all())),
+                          lambda none, token: bool((token > none + 0.3)[:2].all())),
         f"from the third on, the variants are within {NEAR} nats":
             in_every_seed(late, lambda none, token: bool(abs(token - none) < NEAR)),
         "some idle letter gives a sink token more than 0.2 of its attention":
