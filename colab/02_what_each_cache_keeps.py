@@ -56,6 +56,8 @@ POLICIES = {
     "stratified": f"stratified:{SAMPLE},sample=64",
     "balance-stream": f"balance-stream:{SAMPLE},levels=3,block=32",
 }
+
+# %%
 POLICIES |= {
     "balance": f"balance:{HALVED}",
     "uniform": f"uniform:{HALVED}",

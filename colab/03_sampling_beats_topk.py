@@ -133,7 +133,7 @@ for n, by_method in errors.items():
 
 # %% [markdown]
 # **What to see.** In the first layer, attention is spread over many keys, and a sample by weight has
-# the lowest error in every head. In the other layers, top-k has the lowest error in most heads. A
+# the lowest error in most heads. In the other layers, top-k has the lowest error in most heads. A
 # uniform sample has the lowest error in no head.
 #
 # ## Why sampling wins or loses
@@ -306,6 +306,8 @@ POLICIES = {
     "vattention": f"vattention:top=0.05,base=0.0526,{DRAW},{ENDS}",
     "magicpig": f"magicpig:K={BITS},L={TABLES},{ENDS}",
 }
+
+# %%
 after = length // 8
 text = compare.cut(llm, ids, length - after, after - 1, count)
 strings = list(POLICIES.values())[: runtime.size(6, 3)]
@@ -332,7 +334,9 @@ later = np.concatenate([lowest[n] for n in numbers[1:]])
 angles = [cosines(layers[layer], centred) for centred in (False, True)]
 rise = {name: over[string]["mean"] for name, string in POLICIES.items() if string in over}
 default_only = {
-    "first layer: a sample by weight has the lowest error in every head": (lowest[0] == 1).all(),
+    "first layer: a sample by weight has the lowest error in most heads": (
+        np.mean(lowest[0] == 1) > 0.7
+    ),
     "later layers: top-k has the lowest error in most heads": np.mean(later == 0) > 0.5,
     "a uniform sample has the lowest error in no head": all((x != 2).all() for x in lowest.values()),
     "the last two layers have a sink, the others have none": [x > 0.2 for x in sink.values()]
