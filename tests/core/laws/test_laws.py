@@ -1,4 +1,4 @@
-"""Every law of jaxkv/contract.py on every policy of CASES.
+"""Every law of jaxkv/contract.py on every policy of CASES, and some on VARIANTS.
 
 `jaxkv.testing` has the laws. Here are also stronger tests of two of them, on a device mesh (6) and
 against a numpy oracle (15).
@@ -38,35 +38,32 @@ from jaxkv.testing.subject import (
     same_bits,
 )
 from tests.core.laws import cases
-from tests.core.laws.cases import CASES, COMPARED, SELDOM, VARIANTS, expected, stream, subject
-from tests.seldom import seldom
+from tests.core.laws.cases import CASES, VARIANTS, expected, stream, subject
 
+ALL = (*CASES, *VARIANTS)
 MEANING = {below_capacity_it_is_full_attention, chunking_changes_nothing}
 # Stronger tests below: a real mesh, and an oracle with log weights.
 ELSEWHERE = {
     kv_heads_are_independent, it_caches_what_it_means, logits_may_be_penalised_and_capped,
 }  # fmt: skip
 FIRST = {type(case.policy): case for case in reversed(CASES)}.values()  # of each policy
-DAILY = (jaxkv.Full, jaxkv.Streaming, jaxkv.Reservoir, jaxkv.SnapKV, jaxkv.TopK)
-ALIKE = {case.name for case in FIRST if not isinstance(case.policy, DAILY)}  # attend as those do
 
 
-def param(case, *values, seldom_are=SELDOM, name=""):
+def param(case, *values, name=""):
     """A case runs in one process, whose compiled programs its laws share (tests/schedule.py)."""
-    make_param = seldom if case.name in seldom_are else pytest.param
-    return make_param(case, *values, id=":".join(filter(None, [case.name, name])))
+    marks = [pytest.mark.first] if case in FIRST else []
+    return pytest.param(case, *values, id=":".join(filter(None, [case.name, name])), marks=marks)
 
 
-def for_cases(condition, seldom_are=SELDOM, variants=False):
-    asked = [case for case in CASES if condition(case) and (variants or case.name not in VARIANTS)]
-    return pytest.mark.parametrize("case", [param(case, seldom_are=seldom_are) for case in asked])
+def for_cases(condition, cases=CASES):
+    return pytest.mark.parametrize("case", [param(case) for case in cases if condition(case)])
 
 
 def applies(law, case):
-    return law not in ELSEWHERE and (case.name not in VARIANTS or law in MEANING)
+    return law in MEANING if case in VARIANTS else law not in ELSEWHERE
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@for_cases(lambda case: True)
 def test_law_19_no_initial_state_shares_a_buffer(case):
     assert not shared_buffers(case.policy.init(case.spec, 1, jax.random.key(7)))
 
@@ -77,7 +74,7 @@ def test_every_policy_has_a_case():
 
 @pytest.mark.parametrize(
     ("case", "law"),
-    [param(c, law, name=law[2].__name__) for c in CASES for law in LAWS if applies(law[2], c)],
+    [param(c, law, name=law[2].__name__) for c in ALL for law in LAWS if applies(law[2], c)],
 )
 def test_law(case, law):
     keeps(law, case)
@@ -88,7 +85,7 @@ def keeps(law, case):
     assert result is None or result.holds, result.reason
 
 
-@pytest.mark.parametrize("case", [param(case, seldom_are=ALIKE) for case in FIRST])
+@pytest.mark.parametrize("case", [param(case) for case in FIRST])
 def test_law_4_logits_may_be_penalised_and_capped(case):
     law = next(law for law in LAWS if law[2] is logits_may_be_penalised_and_capped)
     result = check_law(law, make_subject(case.policy, case.capacity))
@@ -121,7 +118,7 @@ def end_of_prompt(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "length"), [param(c, n, name=str(n)) for c in CASES for n in c.unbiased]
+    ("case", "length"), [param(c, n, name=str(n)) for c in ALL for n in c.unbiased]
 )
 def test_law_12_numerator_and_denominator_are_unbiased(case, length):
     keeps((12, "", functools.partial(estimates_are_unbiased, tokens=length)), case)
@@ -157,11 +154,11 @@ def test_law_14_finish_prefill_keeps_the_sinks(case):
         positions, weight = (np.asarray(leaf)[sequence, 0] for leaf in held)
         positions = positions[weight == 0]
         assert set(positions) >= set(range(min(case.exact, prompt)))
-        kept = len(positions) == prompt if case.whole else len(positions) < prompt
+        kept = len(positions) == prompt if case.lossless else len(positions) < prompt
         assert kept or prompt <= case.capacity
 
 
-@for_cases(lambda case: case.in_int8, variants=True)
+@for_cases(lambda case: case.in_int8)
 def test_law_17_rows_are_the_same_bits_in_chunks_of_any_size(case):
     by_token = subject(case).read(1)
     for size in case.sizes[1:]:
@@ -171,7 +168,7 @@ def test_law_17_rows_are_the_same_bits_in_chunks_of_any_size(case):
             assert same_bits(first[:2], second[:2])
 
 
-@for_cases(lambda case: True, SELDOM - COMPARED, variants=True)
+@for_cases(lambda case: True, ALL)
 def test_law_15_the_oracle_agrees(case):
     expected_outs, _ = expected(case)
     for size in case.sizes:
@@ -179,7 +176,7 @@ def test_law_15_the_oracle_agrees(case):
         assert close(outs.astype(np.float64), expected_outs, case.tolerance), f"in chunks of {size}"
 
 
-@for_cases(lambda case: True, SELDOM - COMPARED, variants=True)
+@for_cases(lambda case: True, ALL)
 def test_law_15_the_oracle_caches_the_same_tokens(case):
     _, expected_tokens = expected(case)
     valid = stream(case).valid
@@ -211,8 +208,8 @@ def test_positions_wrap_without_a_trace(case):
 
 
 # Without draws by the position. Keys in int8 are rounded after their rotation.
-WRAPPING = ("full", "window-5", "streaming-4-5", "absolute-4-5", "stratified",
-            "balance-stream", "uniform", "snapkv", "keydiff", "h2o", "topk")  # fmt: skip
+WRAPPING = ("full", "window-5", "streaming-4-5", "absolute-4-5", "stratified", "uniform", "snapkv",
+            "balance-stream-cache-relative", "keydiff", "h2o", "topk")  # fmt: skip
 
 
 @for_cases(lambda case: case.name in WRAPPING)
