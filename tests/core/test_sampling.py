@@ -84,7 +84,6 @@ def test_every_combination_equals_the_reference(rng):
     assert jitted_filter_logits._cache_size() <= 16
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 def test_every_combination_equals_transformers(rng):
     import torch

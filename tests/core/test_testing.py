@@ -61,7 +61,6 @@ from tests.core.broken_policies import (
     WrongLetter,
     WrongPositions,
 )
-from tests.seldom import seldom
 
 
 def newest(count):
@@ -69,13 +68,9 @@ def newest(count):
     return lambda query: range(max(0, query + 1 - count), query + 1)
 
 
-@pytest.mark.parametrize("policy", [
-    jaxkv.Streaming(2, 5), seldom(jaxkv.policy("balance:sinks=2,window=3,block=8,start=16")),
-])  # fmt: skip
-def test_check_policy_finds_the_capacity_and_checks_every_law(policy):
-    numbers = {result.number for result in check_policy(policy)}
-    assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19}
-    assert (14 in numbers) == (policy.min_prompt is not None)
+def test_check_policy_finds_the_capacity_and_checks_every_law():
+    numbers = {result.number for result in check_policy(jaxkv.Streaming(2, 5))}
+    assert numbers >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 16, 19} and 14 not in numbers
 
 
 @pytest.mark.parametrize("policy, number, why", [

@@ -41,7 +41,7 @@ PAGES = (
 )
 # The beginning of a command -> why it is not run.
 NOT_RUN = {
-    "pip install": "CI installs every extra; test_house.py compares them with pyproject.toml",
+    "pip install": "CI installs them; test_readme.py compares them with pyproject.toml",
     "vllm-router": "tests/serve/cli/test_router.py runs it",
     "JAX_PLATFORMS=cuda": "needs a GPU",
     **dict.fromkeys(

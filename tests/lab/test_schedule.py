@@ -1,4 +1,4 @@
-"""The order of tests in several processes."""
+"""The order of tests in several processes, and their cache of compiled programs."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import schedule
+from tests.conftest import delete_oldest
 
 
 @pytest.mark.parametrize("test, group", [
@@ -70,3 +71,14 @@ def test_durations_of_several_runs_are_kept(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     file.write_text("{")
     assert schedule.read_durations(file) == {}
+
+
+def test_the_oldest_compiled_programs_are_deleted(tmp_path):
+    for age in range(6):
+        file = tmp_path / f"{age}-cache"
+        file.write_bytes(bytes(100))
+        os.utime(file, (1000 - age, 1000 - age))
+    delete_oldest(tmp_path, 600)
+    assert len(list(tmp_path.iterdir())) == 6
+    delete_oldest(tmp_path, 599)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-cache", "1-cache"]

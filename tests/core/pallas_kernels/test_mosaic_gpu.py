@@ -24,7 +24,6 @@ from jaxkv.pallas_kernels.sign_walk import api, reference
 from tests.core.pallas_kernels import test_sampled_attention as attention
 from tests.core.pallas_kernels import test_sign_walk as walks
 from tests.lab.ahead import h100, reports_of
-from tests.seldom import seldom
 
 pytestmark = pytest.mark.skipif(
     not mosaic.is_available(), reason="this jax has no Mosaic GPU, or an older interface of it"
@@ -65,10 +64,10 @@ def test_the_walk_is_lowered_for_cuda(kernel, name):
     "dtype, weight, softcap",
     [
         ("float32", "log", 2.0),
-        seldom("float32", "none", None),
-        seldom("float32", "angles", 2.0),
-        seldom("bfloat16", "log", None),
-        seldom("float16", "angles", None),
+        ("float32", "none", None),
+        ("float32", "angles", 2.0),
+        ("bfloat16", "log", None),
+        ("float16", "angles", None),
     ],
 )
 def test_sampled_attention_is_the_softmax(monkeypatch, dtype, weight, softcap):
@@ -82,7 +81,7 @@ def test_sampled_attention_is_the_softmax(monkeypatch, dtype, weight, softcap):
     attention.check(actual, settings, arguments, 1e-5 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("dtype, weight", [("float32", "angles"), seldom("bfloat16", "log")])
+@pytest.mark.parametrize("dtype, weight", [("float32", "angles"), ("bfloat16", "log")])
 def test_sampled_attention_is_lowered_for_cuda(dtype, weight):
     shape = sampled_attention.shapes.LARGEST._replace(dtype=dtype)
     text = lowered(shape, weight, "mosaic_gpu")

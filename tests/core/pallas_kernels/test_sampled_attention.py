@@ -33,7 +33,6 @@ from jaxkv.pallas_kernels.sampled_attention import (
 from jaxkv.policies.magicpig.lsh import Hashing
 from tests.core.pallas_kernels.test_sign_walk import abstract_h100, interpreted
 from tests.lab.ahead import reports_of
-from tests.seldom import seldom
 
 ON = {
     "xla": reference.attend,
@@ -93,10 +92,10 @@ def check(actual, settings, args, atol):
         ("alone", "float32", "none", None),
         ("threes", "float32", "angles", 2.0),
         ("tiles", "float32", "log", 2.0),
-        seldom("wide", "float32", "log", None),
-        seldom("tiles", "bfloat16", "angles", None),
+        ("wide", "float32", "log", None),
+        ("tiles", "bfloat16", "angles", None),
         *(
-            seldom(name, DTYPES[(i + j) % 2], weight, (None, 2.0)[(i + j // 2) % 2])
+            (name, DTYPES[(i + j) % 2], weight, (None, 2.0)[(i + j // 2) % 2])
             for i, name in enumerate(shapes.SMALL)
             for j, weight in enumerate(WEIGHTS)
         ),
@@ -185,7 +184,7 @@ def test_dense_counts_repeated_slots():
     check(dense.attend(settings, *args), settings, args, 1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, seldom("xla"), seldom("dense")])
+@pytest.mark.parametrize("implementation", [None, "xla", "dense"])
 @pytest.mark.parametrize("weight", ["log", "angles"])
 def test_gradients_are_those_of_a_masked_softmax(weight, implementation):
     args = shapes.inputs(shapes.SMALL["alone"]._replace(batch=2, heads=4), weight)
@@ -262,8 +261,8 @@ def test_when_dense_attention_is_cheaper_on_a_tpu():
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
-@pytest.mark.parametrize("weight", [seldom("none"), seldom("log"), "angles"])
-@pytest.mark.parametrize("dtype", ["float32", seldom("bfloat16")])
+@pytest.mark.parametrize("weight", ["none", "log", "angles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_is_lowered_for_cuda(dtype, weight):
     shape = shapes.LARGEST._replace(dtype=dtype)
     with abstract_h100():

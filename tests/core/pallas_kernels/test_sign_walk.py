@@ -22,7 +22,6 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
 from tests.lab.ahead import reports_of
-from tests.seldom import seldom
 
 TAU = 1.0
 MANY = shapes.WalkBenchShape(400, 256, 1, 32)  # 102,400 signs
@@ -102,7 +101,7 @@ def test_the_tpu_kernel_has_no_race_and_no_uninitialized_read(capfd):
 
 
 @pytest.mark.parametrize("platform", ON)
-@pytest.mark.parametrize("name", [seldom(n) if n == "one" else n for n in shapes.SMALL])
+@pytest.mark.parametrize("name", shapes.SMALL)
 def test_products_and_walk_give_the_same_signs(platform, name):
     check_products_and_walk(ON[platform], shapes.SMALL[name], interpreted(platform))
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import POLICIES
 from jaxkv.policy_spec import describe, parse_policy
-from tests.lab.test_house import ROOT
+from tests.core.test_house import ROOT
 
 
 def test_all_are_listed(run):

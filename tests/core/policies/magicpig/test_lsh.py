@@ -59,7 +59,6 @@ def test_codes_are_the_sides_of_the_planes():
     np.testing.assert_array_equal(codes, (sides @ [1, 2, 4, 8]).transpose(0, 2, 1))
 
 
-@pytest.mark.slow
 def test_keys_are_found_with_probability_u():
     """d = 64, K = 8, L = 40, over random planes: within 4 standard errors at every cosine."""
     how, draws, batch = Hashing(8, 40), 4000, 50

@@ -23,7 +23,6 @@ from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
 from jaxkv.rotary import Alibi, NoPosition
 from jaxkv.state import batch
-from tests.seldom import seldom
 
 HEADS, DIM = 2, 32
 SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
@@ -66,7 +65,7 @@ def output(policy, prompt, new):
     return np.asarray(jitted_step(policy, SPEC, after(policy, prompt), *new)[0])
 
 
-@pytest.mark.parametrize("center", [True, seldom(False)])
+@pytest.mark.parametrize("center", [True, False])
 def test_full_attention_if_every_key_is_found(center):
     prompt, new = chunk(300), chunk(1, 300, seed=1)
     every = MagicPIG(K=1, L=200, center=center, start=300)  # u is 1 except for keys opposite to q
@@ -74,7 +73,6 @@ def test_full_attention_if_every_key_is_found(center):
     np.testing.assert_allclose(output(every, prompt, new), expected, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_sinks_and_window_remain_if_no_key_is_found():
     prompt, new = chunk(300), chunk(1, 300, seed=1)
     rare = MagicPIG(K=16, L=2, sinks=3, window=5, start=300)
@@ -84,7 +82,6 @@ def test_sinks_and_window_remain_if_no_key_is_found():
     np.testing.assert_allclose(output(rare, prompt, new), expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_tables_find_the_keys_that_comparing_all_codes_finds():
     """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
@@ -117,15 +114,13 @@ def test_tables_find_the_keys_that_comparing_all_codes_finds():
             np.testing.assert_array_equal(selected, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("offset", [2.0, 3.0, 4.0])
-def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(offset):
-    """Unit keys plus `offset` times one direction, and queries opposite to it (Figure 8a)."""
+def test_keys_in_a_cone_opposite_the_query_are_found_once_centred():
+    """Unit keys plus three times one direction, and queries opposite to it (Figure 8a)."""
     spec = Spec(kv_heads=1, head_dim=128, scale=128**-0.5, encoding=NoPosition())
     rng, keys = np.random.default_rng(0), 100_000
     k = rng.normal(size=(keys, 128))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
-    k[:, 0] += offset
+    k[:, 0] += 3
     # Nearly opposite to the direction, so almost orthogonal to the centred keys.
     q = rng.normal(size=(4, 128)) * 0.01
     q[:, 0] = -1
@@ -151,7 +146,6 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred(offset):
     assert 0.013 < predicted < 0.017 and abs(share[True] / predicted - 1) < 0.25
 
 
-@pytest.mark.slow
 def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
     """A chunk gives the outputs of its tokens one by one, also where the chunk is scanned."""
     policy = MagicPIG(K=3, L=8, sinks=2, window=4, start=512)
@@ -168,7 +162,6 @@ def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
     assert int(chunk_state.dense.count[0] + chunk_state.indexed.count[0]) == 500
 
 
-@pytest.mark.slow
 def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
     """The center is then the mean of all keys, or 0 without keys."""
     policy = MagicPIG(K=2, L=4, sinks=4, window=64, start=8)
@@ -180,7 +173,6 @@ def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
     assert not np.asarray(empty.center).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("lost", [150, 310])
 def test_a_nan_key_makes_the_output_nan(center, lost):
@@ -225,7 +217,6 @@ def decode(policy, prompt, new):
     return np.concatenate(outs, axis=1), state
 
 
-@pytest.mark.slow
 def test_host_memory_gives_the_same_outputs():
     """With rebuilt tables, sequences taken and put, and a second chunk after the prompt."""
     prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
@@ -249,7 +240,6 @@ def test_host_memory_gives_the_same_outputs():
     np.testing.assert_array_equal(*answers)
 
 
-@pytest.mark.slow
 def test_host_memory_gives_the_same_outputs_with_a_distance_penalty():
     spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
@@ -288,7 +278,6 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
         MagicPIG(host_offload=True).init(SPEC, 1, jax.random.key(0))
 
 
-@pytest.mark.slow
 def test_tokens_without_slots_are_refused():
     policy = MagicPIG(K=2, L=4, tail=16, start=64)
     state = after(policy, chunk(60))
