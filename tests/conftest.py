@@ -1,9 +1,9 @@
 """Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
 Tests marked `parity`, `router`, `tpu_check`, `gpu_check` or `real_model` are skipped, with the
-reason, where their extra is absent. `--must-run parity` makes that skip an error and reports how
-many such tests ran. Tests of the real model may be skipped where it is neither cached nor
-downloadable.
+reason, where their packages are absent. `--must-run parity` makes that skip an error and reports
+how many such tests ran. Tests of the real model may be skipped where it is neither cached nor
+downloadable. A run ends with the CPU seconds of each tier.
 """
 
 import gc
@@ -27,7 +27,13 @@ NEEDS = {
     "gpu_check": ("jax_cuda12_plugin",),
     "real_model": ("gguf",),
 }
-EXTRAS = {"real_model": "models"}  # of a marker with another name
+INSTALL = {  # what brings the packages of a marker
+    "parity": "--group peers",
+    "router": "--group peers",
+    "tpu_check": "-e '.[tpu-check]'",
+    "gpu_check": "-e '.[gpu-check]'",
+    "real_model": "-e '.[models]'",
+}
 # Compiling takes most of the time of tests. These flags reduce it by more than half.
 COMPILE_FAST = (
     "xla_backend_optimization_level=0",
@@ -115,6 +121,18 @@ set_environment()  # at import, because a test module may import jax before any 
 enable_interrupts()
 collect_seldom()
 MAPS_CHECKED = check_memory_maps()
+
+
+def laps() -> Iterator[float]:
+    """The CPU seconds of this process and its ended children since the last step."""
+    before = 0.0
+    while True:
+        now = sum(os.times()[:4])
+        yield now - before
+        before = now
+
+
+CPU_SECONDS = laps()
 
 
 def pytest_addoption(parser):
@@ -264,8 +282,7 @@ def rng() -> np.random.Generator:
 def missing(marker):
     """Why tests with this marker cannot run; an empty string if they can."""
     absent = [name for name in NEEDS[marker] if not find_spec(name)]
-    extra = EXTRAS.get(marker, marker.replace("_", "-"))
-    return f"no {' and '.join(absent)}: pip install -e '.[{extra}]'" if absent else ""
+    return f"no {' and '.join(absent)}: pip install {INSTALL[marker]}" if absent else ""
 
 
 def must_run(config):
@@ -302,6 +319,24 @@ def fails(marker, counts):
     return bool(counts["skipped"] or not (counts["passed"] or absent))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """CPU seconds do not depend on what else the machine does, as durations do."""
+    report = yield
+    report.user_properties.append(("cpu_seconds", next(CPU_SECONDS)))
+    return report
+
+
+def cpu_by_tier(reporter) -> Counter:
+    """CPU seconds by the folder below tests/."""
+    seconds = Counter()
+    for report in (report for reports in reporter.stats.values() for report in reports):
+        for name, value in getattr(report, "user_properties", ()):
+            if name == "cpu_seconds":
+                seconds[report.nodeid.split("/")[1]] += value
+    return seconds
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -316,6 +351,8 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    tiers = ", ".join(f"{x} {seconds:.0f}" for x, seconds in cpu_by_tier(terminalreporter).items())
+    terminalreporter.write_line(f"CPU seconds by tier: {tiers or 'no test ran'}")
     for marker in must_run(config):
         counts = outcomes(terminalreporter, marker)
         line = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
