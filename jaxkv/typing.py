@@ -3,7 +3,7 @@
 B batch, T new tokens, S slots, N query heads, K KV heads, G = N/K, H head dim, D width,
 F MLP width, V vocabulary, L layers.
 
-jaxtyping is optional. With it (the `test` extra) shapes are checked at run time. Without it the
+jaxtyping is optional. With it (the extra `dev`) shapes are checked at run time. Without it the
 annotations are plain `jax.Array`, so the core needs only jax and numpy.
 """
 

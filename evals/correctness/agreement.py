@@ -1,6 +1,6 @@
 """Agreement with other implementations: measurements of the agreement tests, as one record.
 
-`python -m jaxkv.evals.correctness.agreement` runs these tests. They need the extras parity and
+`python -m jaxkv.evals.correctness.agreement` runs these tests. They need the group peers, the extra
 tpu-check, and ../shared/data. They compare logits and greedy tokens with transformers for every
 family, perplexities at every chunk size with recorded ones, tokens on several virtual devices with
 those on one, and measure the memory of a decode step with the TPU's compiler. If a test fails or is

@@ -3,7 +3,7 @@
 Both start from the same float32 weights, read the same batches and follow one recipe: AdamW that
 decays matrices alone, clipping by the global norm, and a learning rate per step. Their losses must
 then agree, and this is checked. Steps alternate. PyTorch's loop is that of its documentation:
-logits, cross_entropy, backward, clip_grad_norm_, and AdamW's step. The extra `parity` installs it.
+logits, cross_entropy, backward, clip_grad_norm_, and AdamW's step. The group `peers` installs it.
 """
 
 from __future__ import annotations

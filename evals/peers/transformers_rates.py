@@ -3,7 +3,7 @@
 transformers runs eager, with sdpa attention and a DynamicCache, and with its forward compiled by
 torch.compile over a StaticCache. Where that does not compile, `compile` has the error. Compiled is
 the step of one token; the prompt is read eagerly, as in `generate`. jaxkv runs `full` and
-`streaming`. The extra `parity` installs transformers and torch.
+`streaming`. The group `peers` installs transformers and torch.
 
 Each case is a process that loads its model once, so its memory is its own. All cases take turns,
 round after round, on all cores. Decoding begins after the prompt and is greedy, and all cases must

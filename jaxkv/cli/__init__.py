@@ -48,9 +48,8 @@ COMMANDS = {
 CLOSED = 141
 # Optional packages, by the extra that installs them.
 EXTRAS = {
-    "models": ("flax", "jax", "tokenizers"),
-    "train": ("optax", "orbax", "orbax.checkpoint", "matplotlib", "safetensors"),
-    "parquet": ("pyarrow",),
+    "models": ("flax", "jax", "tokenizers", "matplotlib"),
+    "train": ("optax", "orbax", "orbax.checkpoint", "safetensors", "pyarrow"),
     "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 

@@ -36,7 +36,7 @@ def check_plot(path: str, files: Sequence[str]) -> Path:
     """The --out folder; checked, together with matplotlib, before minutes of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[evals]', or "
+            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[models]', or "
             "do not give --out"
         )
     return check_folder(path, files)

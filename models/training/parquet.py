@@ -1,4 +1,4 @@
-"""Documents of Parquet files: one a row, read in batches with the extra `parquet`."""
+"""Documents of Parquet files: one a row, read in batches with pyarrow."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def tensorboard_writer() -> Callable:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise UserError(
-            "--tensorboard needs the package tensorboardX; pip install tensorboardX, or omit the "
-            "flag"
+            "--tensorboard needs the package tensorboardX; pip install 'jaxkv[train]', or omit "
+            "the flag"
         ) from None
     return SummaryWriter

@@ -31,7 +31,7 @@ class Loads(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("no mkdocs-material: pip install -e '.[docs]'")
+        pytest.skip("no mkdocs-material: pip install -e '.[dev]'")
     folder = tmp_path_factory.mktemp("site")
     words = ["-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", "-d", str(folder)]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

@@ -40,33 +40,53 @@ def installed(tmp_path_factory) -> Path:
     return target
 
 
-def run(installed: Path, folder: Path, *words: str) -> str:
-    """What a new Python prints that finds the wheel first."""
+def start(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """A new Python that finds the wheel first."""
     variables = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=variables,
-                          capture_output=True, text=True)  # fmt: skip
+    python = [sys.executable, *words]
+    return subprocess.run(python, cwd=folder, env=variables, capture_output=True, text=True)
+
+
+def run(installed: Path, folder: Path, *words: str) -> str:
+    """What it prints."""
+    done = start(installed, folder, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_core_imports_without_flax(installed, tmp_path):
     file, error = run(installed, tmp_path, "-c", WITHOUT_FLAX).splitlines()
     assert Path(file).is_relative_to(installed)
     assert error == "jaxkv.models needs Flax; pip install 'jaxkv[models]'"
 
 
-@pytest.mark.slow
 def test_the_first_command_of_readme_runs(installed, tmp_path):
     words = ["-m", "jaxkv", "generate", "Once upon a time", "--max-new-tokens", "20"]
     assert len(run(installed, tmp_path, *words).split()) > 10
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_one_package_is_installed(installed):
-    """Nobody's site-packages gets a top-level `models` or `evals`."""
-    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} <= {
-        "jaxkv",
-        "bin",
-    }
+    """Nobody's site-packages gets a top-level `models`, and no wheel has the experiments."""
+    names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
+    assert names <= {"jaxkv", "bin"}
+    assert [path.name for path in (installed / "jaxkv/evals").glob("*.*")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("module", ["streaming.tables", "no_such_module"])
+def test_an_experiment_says_to_clone(installed, tmp_path, module):
+    done = start(installed, tmp_path, "-m", f"jaxkv.evals.{module}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("jaxkv: error: experiments are in a clone of the repository")
+    assert "git clone https://" in done.stderr and "pip install -e" in done.stderr
+
+
+def test_an_import_of_the_experiments_says_to_clone(installed, tmp_path):
+    done = start(installed, tmp_path, "-c", "import jaxkv.evals.lib")
+    assert done.returncode == 1 and "ModuleNotFoundError: experiments are in a clone" in done.stderr
+
+
+def test_a_clone_has_its_experiments():
+    from jaxkv.evals.lib import record
+
+    assert Path(record.__file__) == ROOT / "evals/lib/record.py"

@@ -337,7 +337,7 @@ def test_tensorboard(tokens, tmp_path, monkeypatch):
     run_here(tokens, tmp_path / "run", "steps=2", tensorboard=True)
     assert calls[0] == 1 and ("loss", 2) in calls and ("valid_loss", 2) in calls
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UserError, match="pip install tensorboardX, or omit"):
+    with pytest.raises(UserError, match="pip install 'jaxkv\\[train\\]', or omit"):
         run_here(tokens, tmp_path / "other", "steps=2", tensorboard=True)
     assert not (tmp_path / "other").exists()
 

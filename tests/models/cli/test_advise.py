@@ -108,4 +108,4 @@ def test_bad_input(run, model, text, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     refused(advise_with("--out", tmp_path / "file"), "--out needs a folder", "choose another")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(advise_with("--out", tmp_path), "matplotlib", "pip install 'jaxkv[evals]'")
+    refused(advise_with("--out", tmp_path), "matplotlib", "pip install 'jaxkv[models]'")

@@ -40,7 +40,7 @@ def test_each_cache_is_timed_against_streaming(compress, few_slots):
 
 @pytest.mark.slow
 def test_every_round_compresses_the_same_prompt(compress):
-    pytest.importorskip("torch", reason="no torch: pip install -e '.[parity]'")
+    pytest.importorskip("torch", reason="no torch: pip install --group peers")
     results = sampled.time_compression(compress, GIVEN)
     assert results["share"]["median"] > 0
     prompt_bytes, bytes_after = results["state_bytes"]  # equal in every round
