@@ -21,7 +21,7 @@ from jaxkv.models.tools.run_metadata import ROOT
 CORE, SERVE = ("tests/core",), ("tests/serve/prefix", "tests/serve/engine")
 
 
-class Fault(NamedTuple):
+class CoreFault(NamedTuple):
     """old: a text that its file has once; new: the faulty one. tests: those that should fail."""
 
     file: str
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
     tests: Sequence[str] = CORE
 
 
-def broken_copy(fault: Fault, folder: Path) -> None:
+def broken_copy(fault: CoreFault, folder: Path) -> None:
     """Copy the tracked files of the checkout, and insert the fault."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in names.stdout.decode().rstrip("\0").split("\0"):
@@ -45,7 +45,7 @@ def broken_copy(fault: Fault, folder: Path) -> None:
     (folder / fault.file).write_text(text.replace(fault.old, fault.new), "utf-8")
 
 
-def failure(fault: Fault) -> str:
+def failure(fault: CoreFault) -> str:
     """The first test that fails, or an empty string."""
     with tempfile.TemporaryDirectory() as folder:
         broken_copy(fault, Path(folder))
@@ -77,62 +77,67 @@ CONTRACT, RESERVOIR, TREE = (
     "jaxkv/contract.py", "jaxkv/policies/reservoir.py", "jaxkv/policies/merge_reduce/tree.py",
 )  # fmt: skip
 FAULTS = (
-    Fault(ATTENTION, "k, v = rows.store(k, like), rows.store(v, like)", "v = rows.store(v, like)"),
-    Fault(ATTENTION, "visible &= distance < window", "visible &= distance <= window"),
-    Fault(ATTENTION, "jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))\n\n\ndef sink_logit",
-          "top + jnp.log(safe))\n\n\ndef sink_logit"),
-    Fault(ATTENTION, "logits = logits * scales", "logits = logits"),
-    Fault(ATTENTION, "merge(blocks, attend(q, k, v, rest", "merge(attend(q, k, v, rest"),
-    Fault(ATTENTION, "shown = valid if hidden is None else valid & ~hidden", "shown = valid"),
-    Fault(ATTENTION, "return Partial(jnp.zeros_like(like.out), lse)",
-          "return Partial(like.out, lse)"),
-    Fault(ATTENTION, "& (distance >= 0)", ""),
-    Fault("jaxkv/driver.py", "partial = merge(partial, sink_logit(sink_logits, partial))",
-          "partial = merge(partial, *2 * [sink_logit(sink_logits, partial)])"),
-    Fault(ROTARY, "second * cos + first * sin", "second * cos - first * sin"),
-    Fault(ROTARY, "np.int32(-(2**31)) - signed", "np.int32(2**31 - 1) - signed"),
-    Fault(ROTARY, "return replace(self, amplitude=1.0).rotate(x, by)", "return self.rotate(x, by)"),
-    Fault(ROTARY, "(1 - blend) * frequencies / factor", "(1 - blend) * frequencies"),
-    Fault(ROTARY, "low, high = max(low, 0), min(high, head_dim - 1)",
-          "low, high = max(low, 0), high"),
-    Fault(RING, "beyond = sinks + (ring.count - sinks) % (size - sinks)",
-          "beyond = ring.count % size"),
-    Fault(RING, "(lands >= jnp.minimum(slot, sinks))", "(lands >= 0)"),
-    Fault(RING, "visible &= (distance < settings.window) | (slot < sinks)",
-          "visible &= distance < settings.window"),
-    Fault(RING, "jnp.where(over[:, None, None, None], jnp.nan, partial.out)", "partial.out"),
-    Fault(RING, "out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)", "pass"),
-    Fault(RING, "(jnp.clip(numbers, 0, last) + num_sampled)", "jnp.clip(numbers, 0, last)"),
-    Fault(ROWS, "jnp.maximum(scale, _SMALLEST)", "scale"),
-    Fault(ROWS, "jnp.clip(jnp.rint(wide / scale), -LARGEST, LARGEST)", "jnp.floor(wide / scale)"),
-    Fault(CONTRACT, "^ rng[:, :, 1:]", ""),
-    Fault(CONTRACT, "(draws(numbers, rng) >> np.uint32(8))",
-          "(draws(numbers, rng) >> np.uint32(9))"),
-    Fault(RESERVOIR, "takes = draw < jnp.max(stored, axis=2)",
-          "takes = draw <= jnp.min(stored, axis=2)"),
-    Fault(RESERVOIR, "takes &= evicts[:, None]", "pass"),
-    Fault(RESERVOIR, "ranks - sample.positions), sample.v, ranks", "ranks), sample.v, ranks"),
-    Fault(RESERVOIR, "num_evicted.astype(jnp.float32) / np.float32(self.sample), 1)",
-          "num_evicted.astype(jnp.float32) / np.float32(self.sample), 0)"),
-    Fault(TREE, "jnp.where(level == 0, 0, reducer.size.half * (level.astype(jnp.int32) + 1))",
-          "reducer.size.half * level.astype(jnp.int32)"),
-    Fault(TREE, "full = (after != num_evicted) & (after % fill_tokens == 0)",
-          "full = after % fill_tokens == 0"),
-    Fault(TREE, "number = level * np.uint32(block) + jnp", "number = jnp"),
-    Fault("jaxkv/policies/h2o.py", "jnp.argmin(jnp.where(new, jnp.inf, state.score)",
-          "jnp.argmax(jnp.where(new, -jnp.inf, state.score)"),
-    Fault("jaxkv/policies/prompt_compression/keydiff.py", "-similarity, self.capacity",
-          "similarity, self.capacity"),
-    Fault("jaxkv/policies/prompt_compression/snapkv.py",
-          "score = jnp.mean(self._pooled(score), axis=2)", "score = self._pooled(score)[:, :, 0]"),
-    Fault("jaxkv/policies/sparse_attention/base.py", "(slot > query_slot - window)",
-          "(slot >= query_slot - window)"),
-    Fault("jaxkv/policies/magicpig/lsh.py", " + jnp.log1p(np.float32(tables - 1) * p)", ""),
-    Fault("jaxkv/sampling.py", "mass_limit = knobs.top_p * total", "mass_limit = total"),
-    Fault("jaxkv/state/batch.py", 'if header["identity"] != identity:', "if False:"),
-    Fault("jaxkv/serve/prefix/block_hash.py", "last = hash(last + (full",
-          "last = hash(root + (full", SERVE),
-    Fault("jaxkv/serve/engine/store.py", "if piece is None:", "if False:", SERVE),
+    CoreFault(ATTENTION, "k, v = rows.store(k, like), rows.store(v, like)",
+              "v = rows.store(v, like)"),
+    CoreFault(ATTENTION, "visible &= distance < window", "visible &= distance <= window"),
+    CoreFault(ATTENTION,
+              "jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))\n\n\ndef sink_logit",
+              "top + jnp.log(safe))\n\n\ndef sink_logit"),
+    CoreFault(ATTENTION, "logits = logits * scales", "logits = logits"),
+    CoreFault(ATTENTION, "merge(blocks, attend(q, k, v, rest", "merge(attend(q, k, v, rest"),
+    CoreFault(ATTENTION, "shown = valid if hidden is None else valid & ~hidden", "shown = valid"),
+    CoreFault(ATTENTION, "return Partial(jnp.zeros_like(like.out), lse)",
+              "return Partial(like.out, lse)"),
+    CoreFault(ATTENTION, "& (distance >= 0)", ""),
+    CoreFault("jaxkv/driver.py", "partial = merge(partial, sink_logit(sink_logits, partial))",
+              "partial = merge(partial, *2 * [sink_logit(sink_logits, partial)])"),
+    CoreFault(ROTARY, "second * cos + first * sin", "second * cos - first * sin"),
+    CoreFault(ROTARY, "np.int32(-(2**31)) - signed", "np.int32(2**31 - 1) - signed"),
+    CoreFault(ROTARY, "return replace(self, amplitude=1.0).rotate(x, by)",
+              "return self.rotate(x, by)"),
+    CoreFault(ROTARY, "(1 - blend) * frequencies / factor", "(1 - blend) * frequencies"),
+    CoreFault(ROTARY, "low, high = max(low, 0), min(high, head_dim - 1)",
+              "low, high = max(low, 0), high"),
+    CoreFault(RING, "beyond = sinks + (ring.count - sinks) % (size - sinks)",
+              "beyond = ring.count % size"),
+    CoreFault(RING, "(lands >= jnp.minimum(slot, sinks))", "(lands >= 0)"),
+    CoreFault(RING, "visible &= (distance < settings.window) | (slot < sinks)",
+              "visible &= distance < settings.window"),
+    CoreFault(RING, "jnp.where(over[:, None, None, None], jnp.nan, partial.out)", "partial.out"),
+    CoreFault(RING, "out = write_slots(out, jnp.full_like(ring.count, sinks), tokens)", "pass"),
+    CoreFault(RING, "(jnp.clip(numbers, 0, last) + num_sampled)", "jnp.clip(numbers, 0, last)"),
+    CoreFault(ROWS, "jnp.maximum(scale, _SMALLEST)", "scale"),
+    CoreFault(ROWS, "jnp.clip(jnp.rint(wide / scale), -LARGEST, LARGEST)",
+              "jnp.floor(wide / scale)"),
+    CoreFault(CONTRACT, "^ rng[:, :, 1:]", ""),
+    CoreFault(CONTRACT, "(draws(numbers, rng) >> np.uint32(8))",
+              "(draws(numbers, rng) >> np.uint32(9))"),
+    CoreFault(RESERVOIR, "takes = draw < jnp.max(stored, axis=2)",
+              "takes = draw <= jnp.min(stored, axis=2)"),
+    CoreFault(RESERVOIR, "takes &= evicts[:, None]", "pass"),
+    CoreFault(RESERVOIR, "ranks - sample.positions), sample.v, ranks", "ranks), sample.v, ranks"),
+    CoreFault(RESERVOIR, "num_evicted.astype(jnp.float32) / np.float32(self.sample), 1)",
+              "num_evicted.astype(jnp.float32) / np.float32(self.sample), 0)"),
+    CoreFault(TREE, "jnp.where(level == 0, 0, reducer.size.half * (level.astype(jnp.int32) + 1))",
+              "reducer.size.half * level.astype(jnp.int32)"),
+    CoreFault(TREE, "full = (after != num_evicted) & (after % fill_tokens == 0)",
+              "full = after % fill_tokens == 0"),
+    CoreFault(TREE, "number = level * np.uint32(block) + jnp", "number = jnp"),
+    CoreFault("jaxkv/policies/h2o.py", "jnp.argmin(jnp.where(new, jnp.inf, state.score)",
+              "jnp.argmax(jnp.where(new, -jnp.inf, state.score)"),
+    CoreFault("jaxkv/policies/prompt_compression/keydiff.py", "-similarity, self.capacity",
+              "similarity, self.capacity"),
+    CoreFault("jaxkv/policies/prompt_compression/snapkv.py",
+              "score = jnp.mean(self._pooled(score), axis=2)",
+              "score = self._pooled(score)[:, :, 0]"),
+    CoreFault("jaxkv/policies/sparse_attention/base.py", "(slot > query_slot - window)",
+              "(slot >= query_slot - window)"),
+    CoreFault("jaxkv/policies/magicpig/lsh.py", " + jnp.log1p(np.float32(tables - 1) * p)", ""),
+    CoreFault("jaxkv/sampling.py", "mass_limit = knobs.top_p * total", "mass_limit = total"),
+    CoreFault("jaxkv/state/batch.py", 'if header["identity"] != identity:', "if False:"),
+    CoreFault("jaxkv/serve/prefix/block_hash.py", "last = hash(last + (full",
+              "last = hash(root + (full", SERVE),
+    CoreFault("jaxkv/serve/engine/store.py", "if piece is None:", "if False:", SERVE),
 )  # fmt: skip
 
 

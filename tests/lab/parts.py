@@ -21,7 +21,7 @@ from tests.conftest import COMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED = COMPILED.with_name("lab_passed.json")
-LAB, REAL_MODEL, SLOW = "not record", "real_model and not record", "slow and not record"
+LAB, SLOW = "not record", "slow and not record"
 
 
 class Part(NamedTuple):
@@ -49,8 +49,19 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
         ("tests/lab/test_schedule.py", "tests/lab/test_parts.py", "tests/lab/test_memory.py"),
         ("tests/conftest.py", "tests/schedule.py", "tests/lab/parts.py"),
     ),
-    "real model": Part(("tests/models",), ("models/loading/*", "models/network/*"), REAL_MODEL),
-    "slow cases": Part(("tests/core", "tests/serve", "tests/models"), (), SLOW),
+    "real model": Part(
+        ("tests/models",), ("models/loading/*", "models/network/*"), "real_model and not record"
+    ),
+    "peers": Part(
+        ("tests/core", "tests/serve", "tests/models"),
+        ("models/*", "jaxkv/policies/prompt_compression/*", "jaxkv/sampling.py", "jaxkv/serve/*"),
+        "(parity or router) and not record and not real_model",
+    ),
+    "slow cases of the core": Part(
+        ("tests/core",), ("pallas_kernels/*", "jaxkv/policies/merge_reduce/*"), SLOW
+    ),
+    "slow cases of serving": Part(("tests/serve",), ("jaxkv/serve/*",), SLOW),
+    "slow cases of models": Part(("tests/models",), ("models/*",), SLOW),
 }
 
 
@@ -72,7 +83,8 @@ def reason(part: Part, paths: Sequence[str] | None) -> str:
     """Why a part runs, or an empty string. paths: changed since it passed; None if unknown."""
     if paths is None:
         return "no commit is known to have passed"
-    patterns = (*part.files, *part.tests, *(f"{test}/*" for test in part.tests))
+    own_tests = [test for test in part.tests if test.startswith("tests/lab/")]
+    patterns = (*part.files, *own_tests, *(f"{test}/*" for test in own_tests))
     own = [path for path in paths if any(fnmatch(path, pattern) for pattern in patterns)]
     return f"{own[0]} changed" if own else ""
 

@@ -49,7 +49,6 @@ done
 MODEL=model FIRST=127.0.0.1 NUMBER=NUMBER
 """
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("optax_promotes_dtypes"),
     pytest.mark.filterwarnings("ignore:.* beyond the trained context of 16"),
     pytest.mark.skipif(os.name != "posix", reason="the commands are for a POSIX shell"),

@@ -31,7 +31,6 @@ from jaxkv.rotary import NoPosition
 from jaxkv.state.batch import nbytes
 from jaxkv.testing import LawError, check_policy
 from jaxkv.testing.subject import SPEC, dense
-from tests.seldom import seldom
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "docs/results")
@@ -184,7 +183,7 @@ def text_of(table: dict[str, str], command: str) -> str:
 
 
 def mark(command: str):
-    marks = pytest.mark.real_model if REAL_MODEL in command else pytest.mark.slow
+    marks = [pytest.mark.real_model] if REAL_MODEL in command else []
     return pytest.param(command, marks=marks)
 
 
@@ -243,7 +242,6 @@ def run_blocks(page: str, names: dict) -> str:
     return out.getvalue()
 
 
-@pytest.mark.slow
 def test_the_python_of_readme_runs():
     names: dict = {"__name__": "readme"}
     printed = run_blocks("README.md", names)
@@ -252,7 +250,6 @@ def test_the_python_of_readme_runs():
     assert names["out"].shape == names["q"].shape
 
 
-@pytest.mark.slow
 def test_the_python_of_the_serving_page_runs(folder):
     (command,) = [line for line in commands("docs/serving.md") if line.startswith(SERVER)]
     assert command in commands("README.md")
@@ -308,13 +305,7 @@ def with_small_caches(name: str, spec: jaxkv.Spec) -> tuple[jaxkv.Policy, jaxkv.
     return kind(**fields), dataclasses.replace(spec, group=2)
 
 
-# A policy of each kind; those that share its storage are checked in CI.
-DAILY = ("full", "streaming", "keydiff", "balance", "topk")
-NAMES = [name if name in DAILY else seldom(name) for name in jaxkv.POLICIES]
-GROWING = [name if name in DAILY else seldom(name) for name, p in jaxkv.POLICIES.items() if p.grows]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", jaxkv.POLICIES)
 def test_the_loop_of_the_integration_page_runs_under_every_policy(name, page):
     policy, page["spec"] = with_small_caches(name, page["spec"])
     q, k, v = (page[f"tokens_{letter}"] for letter in "qkv")
@@ -327,7 +318,7 @@ def test_the_loop_of_the_integration_page_runs_under_every_policy(name, page):
     assert nbytes(state) == policy.bytes_after_prefill(page["spec"], 40, 20)
 
 
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("name", [name for name, p in jaxkv.POLICIES.items() if p.grows])
 def test_a_loop_without_a_second_reserve_is_refused_or_has_room(name, page):
     """Before, keydiff and the other policies that compress gave NaN."""
     policy, page["spec"] = with_small_caches(name, page["spec"])
@@ -346,7 +337,6 @@ def reserve_before_prefill(policy, spec, state, tokens):
     return state if finished else super(type(policy), policy).reserve(spec, state, 60)
 
 
-@pytest.mark.slow
 def test_the_integration_page_runs_and_its_policies_keep_the_laws(folder, monkeypatch):
     monkeypatch.chdir(folder)
     names = integration_names()

@@ -21,6 +21,11 @@ def test_a_part_runs_when_its_files_changed(name, path):
     assert parts.reason(parts.PARTS[name], ["jaxkv/driver.py", "evals/speed/soak.py"]) == ""
 
 
+def test_tests_of_other_tiers_run_none_of_the_lab():
+    for part in parts.PARTS.values():
+        assert parts.reason(part, ["tests/core/test_driver.py", "tests/models/test_llm.py"]) == ""
+
+
 def test_every_part_runs_where_nothing_is_known_to_have_passed():
     assert all(parts.reason(part, None) for part in parts.PARTS.values())
     assert parts.changed_since("0" * 40) is None
@@ -38,7 +43,7 @@ def test_a_part_that_passed_is_left_out(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(parts, "PASSED", tmp_path / "passed.json")
     assert parts.chosen(everything=False) == list(parts.PARTS)
     head = parts.git("rev-parse", "HEAD").strip()
-    parts.PASSED.write_text(f'{{"slow cases": "{head}"}}')
-    assert "slow cases" not in parts.chosen(everything=False)
-    assert f"slow cases: left out, unchanged since {head[:8]}" in capsys.readouterr().out
-    assert "slow cases" in parts.chosen(everything=True)
+    parts.PASSED.write_text(f'{{"notebooks": "{head}"}}')
+    assert "notebooks" not in parts.chosen(everything=False)
+    assert f"notebooks: left out, unchanged since {head[:8]}" in capsys.readouterr().out
+    assert "notebooks" in parts.chosen(everything=True)

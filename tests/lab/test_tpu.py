@@ -30,7 +30,7 @@ from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 from tests.lab.ahead import reports_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.tpu_check]
+pytestmark = pytest.mark.tpu_check
 LLAMA_1B = {  # Llama 3.2 1B, as published
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

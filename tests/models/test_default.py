@@ -39,7 +39,6 @@ def test_the_model_card_matches_the_record():
     assert card == default_model.card(read("default_model"))
 
 
-@pytest.mark.slow
 def test_the_default_model_has_a_sink_token_and_writes_english():
     llm = models.load()
     assert llm.path == DEFAULT and len(llm.tokenizer.front) == 1

@@ -20,13 +20,11 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import Decoder
 from jaxkv.sampling import Sampling
 from tests.models.folders import FAMILIES, write_model
-from tests.seldom import seldom
 
 LIMIT = 1e-4  # largest difference of a float32 logit
 NEW = 200  # greedy tokens
 CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens per call: less and more than windows of 24
 FULL = "full:max=512,start=256"  # doubles once
-NOT_SLOW = ("llama32", "llama_biases", "mistral", "qwen3_layers", "smollm2", "yarn_new")
 
 
 def untokenized(folder: Path) -> Llm:
@@ -111,11 +109,7 @@ def greedy(stream: Stream, tokens: int) -> list[list[int]]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "family",
-    [name if name in NOT_SLOW else seldom(name)
-     for name in FAMILIES],
-)  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     folder = write_model(tmp_path, family)
     llm, reference_model = untokenized(folder), reference(folder)

@@ -153,7 +153,6 @@ def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tm
         assert (out / "hf" / file).read_bytes() == (uninterrupted / "hf" / file).read_bytes()
 
 
-@pytest.mark.slow
 def test_ctrl_c_writes_a_checkpoint(start, tmp_path):
     out = tmp_path / "run"
     process = start(out, "steps=100000", "save_every=100000", "eval_every=100000")
@@ -275,7 +274,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 @FAILING_READS
 def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_path, damage):
@@ -305,7 +303,6 @@ def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_pat
     assert len(refused) >= 4, refused
 
 
-@pytest.mark.slow
 @FAILING_READS
 def test_an_unreadable_checkpoint_is_named(collect_garbage, tokens, tmp_path):
     """An earlier checkpoint is used only after the user removes the unreadable one."""
@@ -320,7 +317,6 @@ def test_an_unreadable_checkpoint_is_named(collect_garbage, tokens, tmp_path):
     assert run_here(tokens, out, "steps=4") == out / "hf"
 
 
-@pytest.mark.slow
 def test_tensorboard(tokens, tmp_path, monkeypatch):
     """Every metric of every logged step is written, after a purge of older values."""
     calls = []
@@ -342,7 +338,6 @@ def test_tensorboard(tokens, tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["width=64", "seed=1"])
 def test_a_checkpoint_of_another_run_is_refused(tokens, tmp_path, setting):
     """A checkpoint of a model of another size, or of another seed, copied into the run."""

@@ -90,7 +90,6 @@ def test_only_sums_are_communicated(tiny_folder, mesh):
     assert sorted(collectives) == sorted(sums * (head_shards > 1) + done * (data_shards > 1))
 
 
-@pytest.mark.slow
 def test_stories(stories, record_property):
     """Greedy tokens of a trained model, with sequences and heads sharded."""
     texts = []

@@ -70,7 +70,6 @@ def test_byte_level_bpe_agrees_with_the_original(name, tmp_path):
     assert tokenizer.decode(tokenizer.encode("<|begin|>the cat<|end|>")) == "the cat"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm", "gpt-2"])
 def test_splits_agree_on_every_character(name):
     """Each with letters, digits and spaces around it: character classes are the same."""
