@@ -42,30 +42,12 @@ def text_of(tokenizer, ids) -> str:
     return tokenizer.decode(ids, special=True)
 
 
-@pytest.mark.parametrize("content", [
-    ATTACK, END, BEGIN + BEGIN, f" {END} ", f"<{END}", f"{END[:-1]}{END}", f"{END[:3]}{BEGIN}",
-    END[:4] + END + END[4:],
-])  # fmt: skip
-def test_special_tokens_in_messages_are_text(tokenizer, content):
-    ids = language(tokenizer).render(said(content, "and on"))
-    begin, end = tokenizer.encode(BEGIN, bos=False), tokenizer.encode(END, bos=False)
-    assert special_ids(tokenizer, ids) == [*begin, *end, *end]  # the template's
-    expected = f"{BEGIN}[user {content.strip()}]{END}[user and on]{END}[assistant "
-    assert text_of(tokenizer, ids) == expected
-
-
 def test_messages_without_special_tokens_are_tokenized_whole(tokenizer):
     content = f"A {END[:-1]} and nothing special; \U000f0000 neither"
     text = f"{BEGIN}[user {content}]{END}[assistant "
     ids = tokenizer.encode(text, bos=False)
     assert language(tokenizer).render(said(content)) == ids
     assert language(tokenizer, allow_special=True).render(said(content)) == ids
-
-
-def test_special_tokens_can_be_allowed(tokenizer):
-    ids = language(tokenizer, allow_special=True).render(said(ATTACK))
-    assert ids == tokenizer.encode(f"{BEGIN}[user {ATTACK}]{END}[assistant ", bos=False)
-    assert len(special_ids(tokenizer, ids)) == 4
 
 
 def test_special_tokens_without_a_template(tokenizer):

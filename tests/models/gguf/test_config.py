@@ -129,13 +129,9 @@ def test_unsupported_models_are_refused(case, tmp_path):
 
 # A field under "llama.", or another with a dot before it -> its value, and the end of the message.
 FIELDS = {
-    "no width": ("embedding_length", 0, "must be from 1 to 2147483647, got 0; download it again"),
     "width below 0": ("embedding_length", -1, "must be from 1 to 2147483647, got -1; download"),
     "width of text": ("embedding_length", "abc", "must be of type int, got 'abc'; download"),
-    "width of texts": ("embedding_length", ["a"] * 3, "must be of type int, got 'a'; download"),
     "width of reals": ("embedding_length", 64.0, "must be of type int, got 64.0; download"),
-    "no heads": ("attention.head_count", 0, "must be from 1 to 65536, got 0; download"),
-    "heads of text": ("attention.head_count", "abc", "must be of type int, got 'abc'; download"),
     "heads by layer": ("attention.head_count", [4, 2], r"same for all layers, got \[4, 2\]; use"),
     "KV heads": (
         "attention.head_count_kv", 7,
@@ -146,22 +142,11 @@ FIELDS = {
         "embedding_length must be a multiple of llama.attention.head_count, got 64 and 12; down",
     ),
     "odd head dim": ("attention.key_length", 15, "its head dim must be even, got 15; download"),
-    "layers": ("block_count", 10**9, "must be from 1 to 10000, got 1000000000; download"),
     "eps": ("attention.layer_norm_rms_epsilon", 0.0, "must be above 1e-30 and .*, got 0.0; down"),
     "no finite eps": (
         "attention.layer_norm_rms_epsilon", float("nan"), "must be finite, got nan; download",
     ),
-    "theta": ("rope.freq_base", 1.0, "must be above 1 and below 1e30, got 1.0; download"),
-    "factor": ("rope.scaling.factor", 0.0, "must be above 1e-30 and below 1e30, got 0.0; download"),
-    "original length": (
-        "rope.scaling.original_context_length", "abc", "must be of type int, got 'abc'; download",
-    ),
-    "no beta": (
-        "rope.scaling.yarn_beta_fast", 1e-320, "must be above 1e-30 and below 1e30, got 1e-320",
-    ),
-    "beta": ("rope.scaling.yarn_beta_fast", "abc", "must be of type float, got 'abc'; download"),
     "rotated part": ("rope.dimension_count", 8, "must be the head dim 16, got 8; use another"),
-    "BOS": (".tokenizer.ggml.bos_token_id", -1, "must be from 0 to 255, got -1; download"),
     "EOS": (
         ".tokenizer.ggml.eos_token_id", 2**32 - 2, "must be from 0 to 255, got 4294967294; down",
     ),
@@ -207,13 +192,12 @@ def test_an_embedding_without_rows_is_refused(shape, tmp_path):
         read_config(read_header(path))
 
 
-@pytest.mark.parametrize("field", ["block_count", "attention.head_count", "context_length"])
-def test_a_missing_field_is_named(field, tmp_path):
+def test_a_missing_field_is_named(tmp_path):
     def drop(writer, _):
-        writer.kv_data[0].pop(f"llama.{field}")
+        writer.kv_data[0].pop("llama.block_count")
 
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=drop)
-    with pytest.raises(UserError, match=f"missing field llama.{field}; download"):
+    with pytest.raises(UserError, match=r"missing field llama.block_count; download"):
         read_config(read_header(path))
 
 
@@ -225,11 +209,4 @@ def test_other_architectures_are_refused(tmp_path):
     with pytest.raises(
         UserError, match="unsupported architecture 'gemma2'; supported: llama, mist"
     ):
-        read_config(read_header(path))
-    path = write_gguf(
-        tmp_path / "n.gguf",
-        *hf_model(tmp_path, "llama2"),
-        change=lambda w, t: w.kv_data[0].pop("general.architecture"),
-    )
-    with pytest.raises(UserError, match=r"missing field general.architecture.*supported"):
         read_config(read_header(path))
