@@ -10,7 +10,7 @@
 # run time on each.
 
 # %% tags=["install"]
-# %pip install -q "jaxkv[colab] @ git+https://github.com/jaxkv/jaxkv"
+# %pip install -q "jaxkv[serve,train] @ git+https://github.com/jaxkv/jaxkv"
 
 # %%
 from jaxkv.colab import runtime

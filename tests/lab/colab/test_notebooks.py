@@ -16,7 +16,7 @@ from jaxkv.colab.notebooks import BADGE, FOLDER, REPOSITORY, tags
 from jaxkv.errors import UserError
 
 NAMES = [path.stem for path in notebooks.sources()]
-INSTALL = f'%pip install -q "jaxkv[colab] @ git+{REPOSITORY}"'
+INSTALL = f'%pip install -q "jaxkv[serve,train] @ git+{REPOSITORY}"'
 LONGEST_CELL, LONGEST_FUNCTION, LARGEST = 17, 12, 100_000  # lines, lines, bytes
 
 
