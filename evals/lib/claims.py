@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxkv.evals.benchmarks import past_records
 from jaxkv.evals.lib.experiments import SECTIONS
 from jaxkv.evals.lib.measured_on import measured_on
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
@@ -22,8 +23,10 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "streaming.endless" for name in ("endless_135m", "endless")},
     "streaming_tables": "streaming.tables",
     **{name: f"streaming.{name}" for name in ("attention_maps", "questions", "stream_eval")},
-    **{name: f"speed.{name}" for name in ("latency", "startup", "chat", "cache_int8")},
-    **{name: f"speed.{name}" for name in ("quantised_weights", "host_time", "operations")},
+    **{name: f"benchmarks.{name}" for name in ("latency", "startup", "chat")},
+    "cache_int8": "benchmarks.quantisation caches",
+    "quantised_weights": "benchmarks.quantisation weights",
+    **{name: f"speed.{name}" for name in ("host_time", "operations")},  # at past_records.COMMIT
     **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
     "remat": "training.remat",
     "rehearsal": "training.rehearsal",
@@ -36,9 +39,11 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "attention_error": "reservoir.attention_error",
     **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
     "tree_slots": "balancekv.tree_slots",
-    "peers": "peers.compare",
-    **{name: f"peers.{name}" for name in ("llama_cpp", "transformers_rates", "servers")},
-    "training_peers": "peers.training",
+    "peers": "benchmarks.kvpress_parity",
+    "llama_cpp": "benchmarks.rates llama.cpp",
+    "transformers_rates": "benchmarks.rates transformers",
+    "servers": "benchmarks.servers",
+    "training_peers": "benchmarks.training",
     **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse_tokens", "tune_lsh")},
     **dict.fromkeys(
         ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680"), "magicpig.sparse_losses"
@@ -46,9 +51,10 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_replay": "prefix_caching.replay",
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
-    **{name: f"speed.{name}" for name in ("serving", "soak", "workarounds")},
-    **{f"kernels_{platform}": "speed.kernels" for platform in ("gpu", "tpu")},
-    **{f"rates_{platform}": "speed.rates" for platform in ("cpu", "gpu", "tpu")},
+    **{name: f"benchmarks.{name}" for name in ("serving", "soak")},
+    "workarounds": "benchmarks.cpu_forms",
+    **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},
+    **{f"rates_{platform}": "benchmarks.policy_rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
 }
@@ -177,7 +183,7 @@ def provenance(name: str, record: dict[str, Any]) -> str:
     if device.startswith("cpu"):
         device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
     return (
-        f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`; "
+        f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`{past_records.note(name)}; "
         f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
         f"jax {record['versions']['jax']}, {device}"
     )

@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
+from jaxkv.evals.benchmarks import (
+    chat,
+    cpu_forms,
+    kernels,
+    kvpress_parity,
+    latency,
+    past_records,
+    policy_rates,
+    quantisation,
+    rates,
+    servers,
+    serving,
+    soak,
+    startup,
+)
+from jaxkv.evals.benchmarks import training as training_peers
 from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import gallery, policy_sections
@@ -18,24 +34,8 @@ from jaxkv.evals.magicpig import (
     sparse_tokens,
     tune_lsh,
 )
-from jaxkv.evals.peers import compare, llama_cpp, servers, transformers_rates
-from jaxkv.evals.peers import training as training_peers
 from jaxkv.evals.prefix_caching import tables as prefix_tables
 from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
-from jaxkv.evals.speed import (
-    cache_int8,
-    chat,
-    host_time,
-    kernels,
-    latency,
-    operations,
-    quantised_weights,
-    rates,
-    serving,
-    soak,
-    startup,
-    workarounds_table,
-)
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks import report as task_report
 from jaxkv.evals.training import backcopy, emergence, mfu, remat, sink_tables, sinks_in_front
@@ -64,7 +64,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
     ("## Prompt compression beside kvpress, on SmolLM2-135M-Instruct",
      "Both sides have the same weights in float32, the same prompts and the same number of tokens "
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
-     "scored by teacher forcing.", tuple(compare.CLAIMS)),
+     "scored by teacher forcing.", tuple(kvpress_parity.CLAIMS)),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
      (*sampling.CLAIMS, *published_tables.CLAIMS, *tune_lsh.CLAIMS, *lookup.CLAIMS,
       *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
@@ -75,11 +75,12 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 )  # fmt: skip
 # What states something on pages: sentences in `STATEMENTS`, tables in `TABLES`, or both.
 EXPERIMENTS = (
-    tables, questions, stream_eval, side_by_side_tables, cache_int8, known_answers, recall,
+    tables, questions, stream_eval, side_by_side_tables, known_answers, recall,
     stream_losses, attention_error, sampled, single_layer, tree_slots, emergence, task_report,
-    sink_tables, backcopy, sinks_in_front, remat, training_peers, latency, report, rates, mfu,
-    host_time, chat, kernels, compare, llama_cpp, transformers_rates, servers, prefix_tables,
-    operations, quantised_weights, serving, startup,
+    sink_tables, backcopy, sinks_in_front, remat, report, mfu, prefix_tables,
+    # Benchmarks.
+    chat, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
+    rates, servers, serving, startup, training_peers,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
     statement for experiment in EXPERIMENTS for statement in getattr(experiment, "STATEMENTS", ())
@@ -88,7 +89,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
     "policy_bytes": policy_sections.policy_bytes,
     "pictures": gallery.page,
-    "workarounds": workarounds_table.table,
 }
 for experiment in EXPERIMENTS:
     TABLES |= getattr(experiment, "TABLES", {})

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.evals.benchmarks import kvpress_parity
 from jaxkv.evals.lib.gallery import TITLES
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
-from jaxkv.evals.peers.plots import peers
 from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
 from jaxkv.evals.streaming import plots as streaming_plots
@@ -283,7 +283,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which reco
     "sampling_budgets": ("sampling", sampling_budgets),
     "tune_lsh": ("tune_lsh", tune_lsh),
     "sparse": ("sparse_135m", sparse),
-    "peers": ("peers", peers),
+    "peers": ("peers", kvpress_parity.plot),
     "prefix_report": ("prefix_replay", plots.report),
     "prefix_snapshots": ("prefix_replay", plots.snapshots),
     "prefix_items": ("prefix_engine", plots.items),

@@ -97,6 +97,14 @@ def decode_variant(stream: Stream, tokens: int) -> Variant:
     return run
 
 
+def decode_after_prompt(llm: Llm, policy: str, length: int, new: int, batch: int = 1) -> Variant:
+    """Generates `new` tokens per sequence, always after its prompt of `length` random tokens."""
+    stream = Stream(llm, policy, batch, tokens=length + new)
+    stream.prefill([prompt(llm, length, seed) for seed in range(batch)])
+    stream.finish_prefill()
+    return decode_variant(stream, new)
+
+
 def generate_greedy(stream: Stream, tokens: int) -> None:
     """Generate this many greedy tokens per sequence, ignoring the end of text."""
     for _ in range(math.ceil(tokens / BLOCK)):

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.evals.benchmarks.rates_llama_cpp import memory
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
-from jaxkv.evals.peers.llama_cpp_rates import memory
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading import compilation
 from jaxkv.models.training import data, memory_plan

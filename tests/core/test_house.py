@@ -154,12 +154,12 @@ def test_imports_follow_the_import_direction():
         ("jaxkv/contract.py", "from jaxtyping import Float"),
         ("jaxkv/cli/compare.py", "def f():\n    from jaxkv.evals import record"),
         ("jaxkv/rows.py", "import starlette"),
-        ("models/llama.py", "import jaxkv.evals.speed.latency"),
+        ("models/llama.py", "import jaxkv.evals.benchmarks.latency"),
         ("models/llama.py", "from jaxkv import evals"),
         ("models/llama.py", "def f():\n    import transformers"),
-        ("evals/speed/latency.py", "import torch"),
-        ("evals/speed/latency.py", "from flax import nnx"),
-        ("evals/speed/latency.py", "from jaxkv.colab import runtime"),
+        ("evals/benchmarks/latency.py", "import torch"),
+        ("evals/benchmarks/latency.py", "from flax import nnx"),
+        ("evals/benchmarks/latency.py", "from jaxkv.colab import runtime"),
     ],
 )
 def test_a_wrong_import_is_found(path, text):

@@ -135,7 +135,13 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_is_not(capsys, tmp_path):
 
 def test_every_experiment_reports_errors_of_the_user():
     """But for those that are no experiments, and replay, which has a program name of its own."""
-    exceptions = {"kvpress_losses", "llama_cpp_rates", "our_rates", "torch_rates", "replay"}
+    exceptions = {
+        "kvpress_worker",
+        "rates_llama_cpp",
+        "rates_jaxkv",
+        "rates_transformers",
+        "replay",
+    }
     for file in (record.ROOT / "evals").rglob("*.py"):
         text = file.read_text("utf-8")
         if '__name__ == "__main__"' in text and file.stem not in exceptions:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.evals.benchmarks import serving, soak
 from jaxkv.evals.prefix_caching import agents, engine
 from jaxkv.evals.prefix_caching.traces import RecordedRequest
-from jaxkv.evals.speed import serving, soak
 from jaxkv.serve.engine import Engine, PrefixConfig
 from tests.serve.engine.plain import VOCAB, plain
 from tests.serve.http.conftest import serving as serve

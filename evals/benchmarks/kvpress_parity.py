@@ -1,0 +1,370 @@
+"""Prompt compression here and in kvpress: the same weights, prompts, ratios and metric.
+
+The first tokens of each text are the prompt, and the tokens after it are scored by teacher forcing.
+They take no part in the compression. kvpress runs in an environment of its own. Its version 0.5.5
+needs a package that Python 3.13 cannot import:
+
+    python3.12 -m venv PEERS && PEERS/bin/pip install torch kvpress==0.5.5
+    python -m jaxkv.evals.benchmarks.kvpress_parity --peer-python PEERS/bin/python --texts TEXT ...
+
+Intervals are over texts. Parts are stored under out/, so that an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.benchmarks import kvpress_cases as cases
+from jaxkv.evals.benchmarks import kvpress_ours as our_losses
+from jaxkv.evals.benchmarks.kvpress_cases import PromptEnds
+from jaxkv.evals.benchmarks.weights import as_folder
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.verdict import (
+    Claim,
+    Comparison,
+    Derived,
+    Statement,
+    above,
+    below,
+    decisions,
+    within,
+)
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools.palette import COLOURS
+from jaxkv.policies import Streaming
+from jaxkv.policy_spec import format_policy
+from jaxkv.typing import Float
+
+SCRIPT = Path(__file__).with_name("kvpress_worker.py")
+CHECKED = ("snapkv", 0.5)  # also measured by kvpress's context manager, token by token
+Key = tuple[str, float]
+
+
+def main() -> None:
+    parser = ask_for_texts("jaxkv.evals.benchmarks.kvpress_parity", __doc__)
+    parser.add_argument("--peer-python", required=True, help="the Python that has kvpress")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
+    parser.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
+    optional = [name for name in (*cases.PRESSES, *cases.HALVED) if name != CHECKED[0]]
+    parser.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
+    options = parser.parse_args()
+    llm = models.load(options.model)
+    longest = max(options.prompts) + options.scored + 1
+    texts = first_tokens(parser, llm, options.texts, longest)
+    record = Record("peers", [*llm.files, *options.texts], quick=options.quick)
+    record.finish(run(llm, texts, options, record))
+
+
+def run(
+    llm: Llm, texts: dict[str, Sequence[int]], options: argparse.Namespace, record: Record
+) -> dict[str, Any]:
+    """All prompt lengths, cases and texts."""
+    parts = Parts(record, 2 * len(texts) * len(options.prompts))
+    by_prompt: dict[str, Any] = {}
+    for prompt in options.prompts:
+        keys = cases.keys(prompt, llm.config.layers, options.skip)
+        chosen = {ratio: cases.policies(prompt, ratio, llm.config.layers) for _, ratio in keys}
+        pressed = cases.with_press(keys)
+        asked = repr([(key, chosen[key[1]][key[0]]) for key in keys])
+        asked += repr([cases.press(*key) for key in pressed])
+        sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
+        for text, ids in texts.items():
+            tokens = ids[: prompt + options.scored + 1]
+            hash_ = zlib.crc32(f"{asked} {list(tokens)}".encode())
+            title = f"{llm.name}, {text}, {prompt}, {options.scored}, {hash_:x}"
+            kvpress_losses = partial(of_kvpress, llm, tokens, prompt, pressed, options.peer_python)
+            jaxkv_losses = partial(of_jaxkv, llm, tokens, prompt, keys)
+            sides["theirs"].append(parts.part(f"kvpress, {title}", kvpress_losses))
+            sides["ours"].append(parts.part(f"jaxkv, {title}", jaxkv_losses))
+        by_prompt[str(prompt)] = table(keys, sides["ours"], sides["theirs"])
+        for name, ratio in keys:
+            row = by_prompt[str(prompt)]["cases"][name][f"{ratio:g}"]
+            row["policy"] = format_policy(chosen[ratio][name]) if name != cases.ENDS else name
+    return {
+        "model": llm.name, "texts": list(texts), "scored": options.scored, "prompts": by_prompt,
+        "peer_versions": versions_of(options.peer_python), "commits_of_parts": parts.commits,
+    }  # fmt: skip
+
+
+def of_jaxkv(llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key]) -> np.ndarray:
+    """A row per case and one for full attention: the cached tokens, then the losses."""
+    begin, answer = ids[:prompt], ids[prompt:]
+    read = our_losses.read_prompt(llm, begin)
+    rows = []
+    for name, ratio in keys:
+        policy = cases.policies(prompt, ratio, llm.config.layers)[name]
+        if isinstance(policy, Streaming):
+            cached, losses = our_losses.streamed(policy, llm, begin, answer)
+        else:
+            cached, losses = our_losses.losses_of(policy, read, answer)
+        rows.append([cached, *losses])
+    cached, losses = our_losses.losses_of(PromptEnds(0, prompt, prompt), read, answer)
+    return np.array([*rows, [cached, *losses]])
+
+
+def of_kvpress(
+    llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key], python: str
+) -> np.ndarray:
+    """The same, with a last row for the case that is measured in two ways."""
+    asked = [cases.press(*key) for key in keys]
+    different = [press for number, press in enumerate(asked) if press not in asked[:number]]
+    with tempfile.TemporaryDirectory() as folder:
+        request = {
+            "model": str(as_folder(llm, Path(folder))), "tokens": list(map(int, ids)),
+            "prompt": prompt, "cases": different, "check": different.index(cases.press(*CHECKED)),
+        }  # fmt: skip
+        reply = json.loads(called(python, str(SCRIPT), stdin=json.dumps(request)))
+    measured = [
+        [cached, *case_losses]
+        for cached, case_losses in zip(reply["cached"], reply["losses"], strict=True)
+    ]
+    rows = [measured[different.index(press)] for press in asked]
+    checked = [reply["cached"][request["check"]], *reply["checked"]]
+    return np.array([*rows, [prompt, *reply["full"]], checked])
+
+
+def called(python: str, *words: str, stdin: str = "") -> str:
+    """The standard output of a command of the other environment; SystemExit where it fails."""
+    done = subprocess.run([python, *words], input=stdin, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{python} failed, as above; nothing is written")
+    return done.stdout
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """The versions of the packages of the other environment."""
+    code = (
+        "import json; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in ('kvpress', 'transformers', 'torch')}))"
+    )
+    return json.loads(called(python, "-c", code))
+
+
+def table(
+    keys: Sequence[Key], jaxkv_rows: Sequence[np.ndarray], kvpress_rows: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """Losses by case and ratio, and their difference; keys: cases of jaxkv; one array per text."""
+    full = {"ours": [text_rows[-1, 1:].mean() for text_rows in jaxkv_rows],
+            "theirs": [text_rows[-2, 1:].mean() for text_rows in kvpress_rows]}  # fmt: skip
+    compared: dict[str, Any] = {"full": row(full, full), "cases": {}}
+    pressed = cases.with_press(keys)
+    for number, (name, ratio) in enumerate(keys):
+        sides = {"ours": [text_rows[number] for text_rows in jaxkv_rows]}
+        if (name, ratio) in pressed:
+            sides["theirs"] = [
+                text_rows[pressed.index((name, ratio))] for text_rows in kvpress_rows
+            ]
+        losses = {
+            side: [case_row[1:].mean() for case_row in case_rows]
+            for side, case_rows in sides.items()
+        }
+        line = row(losses, full) | {
+            "cached": {side: case_rows[0][0] for side, case_rows in sides.items()}
+        }
+        if "theirs" in sides:
+            pairs = zip(sides["ours"], sides["theirs"], strict=True)
+            tokens = [np.abs(a[1:] - b[1:]).max() for a, b in pairs]
+            line["largest_difference_of_a_token"] = max(tokens)
+        compared["cases"].setdefault(name, {})[f"{ratio:g}"] = line
+    checked = pressed.index(CHECKED)
+    compared["checked"] = {
+        "case": f"{CHECKED[0]}, {CHECKED[1]:g} removed",
+        "largest_difference": max(
+            np.abs(text_rows[-1] - text_rows[checked]).max() for text_rows in kvpress_rows
+        ),
+    }
+    return compared
+
+
+def row(
+    losses: Mapping[str, Float[np.ndarray, " X"]], full: Mapping[str, Float[np.ndarray, " X"]]
+) -> dict[str, Any]:
+    """Each side by text, over full attention, and ours minus theirs if kvpress has the case."""
+    over = {side: paired(losses[side], full[side]) for side in losses}
+    line = {"losses": losses, "over_full": over}
+    if "theirs" in losses:
+        line["difference"] = paired(losses["ours"], losses["theirs"])
+    return line
+
+
+def paired(losses: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """The mean difference over texts, its standard error, and the difference of each text."""
+    by_text = np.subtract(losses, base)
+    return {
+        "mean": by_text.mean(),
+        "standard_error": standard_error(by_text),
+        "by_text": by_text.tolist(),
+    }
+
+
+SAME = 0.02  # nats: a smaller difference counts as none
+STREAMING = [f"prompts/4096/cases/streaming/{ratio}/difference" for ratio in (0.25, 0.5)]
+RIVALS = {  # of a method: those that its paper or its board compares it with
+    "expected-attention": ("snapkv", "keydiff", cases.ENDS),
+    "balance": ("uniform", "snapkv", "pyramidkv"),
+}
+
+
+def same_loss(name: str) -> Comparison:
+    """Ours minus kvpress's, at every prompt length and ratio."""
+    return within(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/difference", by=SAME)
+
+
+def less_loss(name: str) -> list[Comparison]:
+    """The loss of a method below that of each rival, text by text."""
+    path = "prompts/{{prompt}}/cases/{}/{{ratio}}/over_full/ours/by_text"
+    return [below(path.format(name), path.format(rival)) for rival in RIVALS[name]]
+
+
+CLAIMS = (
+    Claim("our bar", "`snapkv` has kvpress's loss, within 0.02 nats at every length and ratio",
+          "peers", same_loss("snapkv")),
+    Claim("our bar",
+          "`expected-attention`, `keydiff` and the ends of a prompt (kvpress's StreamingLLM) have "
+          "kvpress's loss, within 0.02 nats", "peers",
+          *map(same_loss, ("expected-attention", "keydiff", cases.ENDS))),
+    Claim("our bar", "With kvpress's budgets, where they form a pyramid, `pyramidkv` has its loss, "
+          "within 0.02 nats", "peers", same_loss(cases.BUDGETS)),
+    Claim("explains the difference",
+          "`streaming` differs from kvpress's StreamingLLM because it evicts while it reads: ends "
+          "chosen after full attention have kvpress's loss", "peers", same_loss(cases.ENDS),
+          seen=[*map(below, STREAMING)]),
+    Claim("Expected Attention, kvpress's board",
+          "Expected attention loses less than SnapKV, KeyDiff and StreamingLLM at every ratio",
+          "peers", *less_loss("expected-attention")),
+    Claim("LongBench-E, a quarter of Llama-3.1-8B's cache: 44.99, against 44.82, 44.57 and 44.03",
+          "`balance` loses less than a uniform sample, SnapKV and PyramidKV",
+          "peers", *less_loss("balance")),
+    Claim("kvpress's board", "AdaKV and KVzap lose less than SnapKV", "",
+          needs="heads with different numbers of slots, and a trained scorer of keys"),
+    Claim("our bar", "Streaming in llama.cpp and transformers has the same loss", "",
+          needs="losses of llama.cpp beyond its context; transformers has no cache with sinks"),
+)  # fmt: skip
+
+
+def losses_table() -> str:
+    """Loss over full attention: a row per method, a column per prompt length and ratio."""
+    results = read("peers")["results"]
+    columns = [(prompt, ratio) for prompt in results["prompts"] for ratio in cases.RATIOS]
+    lines = table_head("method", *(f"{int(n):,}: {100 * ratio:g}%" for n, ratio in columns))
+    for name in next(iter(results["prompts"].values()))["cases"]:
+        rows = (results["prompts"][n]["cases"][name].get(f"{ratio:g}") for n, ratio in columns)
+        lines.append(table_row(name, *map(over_full, rows)))
+    caption = (
+        f"Nats per token over {results['scored']} tokens, means over {len(results['texts'])} "
+        "novels; in parentheses where two standard errors reach zero:"
+    )
+    return page_table(lines, caption)
+
+
+def over_full(row: Mapping[str, Any] | None) -> str:
+    """Our loss minus that of full attention; kvpress has no pyramid at some ratios."""
+    if row is None:
+        return ""
+    over = row["over_full"]["ours"]
+    text = f"{over['mean']:+.3f}"
+    return text if abs(over["mean"]) > 2 * over["standard_error"] else f"({text})"
+
+
+def differences_table() -> str:
+    """Ours minus kvpress's: a row per method, the largest difference at each prompt length."""
+    prompts = read("peers")["results"]["prompts"]
+    heads = [f"{int(n):,}" for n in prompts]
+    lines = table_head("method", *(f"mean, {n}" for n in heads), *(f"token, {n}" for n in heads))
+    for name in cases.PRESSES:
+        rows = [prompt["cases"][name].values() for prompt in prompts.values()]
+        means = [max(abs(row["difference"]["mean"]) for row in ratios) for ratios in rows]
+        tokens = [max(row["largest_difference_of_a_token"] for row in ratios) for ratios in rows]
+        lines.append(table_row(name, *(f"{x:.4f}" for x in means), *(f"{x:.4f}" for x in tokens)))
+    return page_table(lines)
+
+
+def plot(axes: Any, results: dict[str, Any]) -> None:
+    """Loss after a prompt minus full attention's, by the part of the prompt that is removed, with
+    two standard errors over texts. Lines: jaxkv. Crosses: kvpress, same weights and prompts;
+    it has no balance and no uniform."""
+    at = next(iter(results["prompts"].values()))
+    for name, rows in at["cases"].items():
+        if name == cases.BUDGETS:
+            continue
+        colour = COLOURS["streaming" if name == cases.ENDS else name]
+        removed = [100 * float(ratio) for ratio in rows]
+        over = [row["over_full"] for row in rows.values()]
+        jaxkv_rows, kvpress_rows = (
+            [row[side] for row in over if side in row] for side in ("ours", "theirs")
+        )
+        errors = [2 * (row["standard_error"] or 0) for row in jaxkv_rows]
+        axes.errorbar(
+            removed, [row["mean"] for row in jaxkv_rows], errors,
+            color=colour, capsize=2, label=name, linestyle="dotted" if name == "streaming" else "-",
+        )  # fmt: skip
+        if kvpress_rows:
+            axes.plot(removed, [row["mean"] for row in kvpress_rows], "x", color=colour)
+    axes.axhline(0, color=COLOURS["full"], linewidth=0.8)
+    axes.set(xlabel="removed, of the prompt (%)", ylabel="loss over full (nats per token)")
+
+
+def gap_in_errors(results: dict[str, Any]) -> dict[str, float]:
+    """The distance of `expected-attention` and `snapkv`, in standard errors of the difference."""
+    gaps = {}
+    for prompt, at in results["prompts"].items():
+        for ratio, row in at["cases"]["snapkv"].items():
+            expected_attention = at["cases"]["expected-attention"][ratio]
+            gap = paired(*(x["over_full"]["ours"]["by_text"] for x in (row, expected_attention)))
+            gaps[f"{prompt}, {ratio}"] = abs(gap["mean"]) / gap["standard_error"]
+    return gaps
+
+
+def sure_cases(name: str, base: str) -> Derived:
+    """In how many cases the loss differs from that of another method by two standard errors."""
+    paths = [f"prompts/{{prompt}}/cases/{x}/{{ratio}}/over_full/ours/by_text" for x in (name, base)]
+    return lambda results: {
+        "cases": sum(
+            case.holds
+            for direction in (above, below)
+            for case in decisions(direction(*paths), results)
+        )
+    }
+
+
+TABLES = {"peers_losses": losses_table, "peers_differences": differences_table}
+PAGE = "docs/results/compression.md"
+EQUAL = [name for name in cases.PRESSES if name not in ("pyramidkv", "streaming")]
+STATEMENTS = (
+    Statement(PAGE, "At equal budgets, the loss differs from kvpress's by under 0.001 nats",
+              "peers", [within(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/difference", by=1e-3)
+                        for name in EQUAL]),
+    Statement(PAGE, "Single tokens differ by up to 0.06 nats", "peers",
+              [below(f"prompts/{{prompt}}/cases/{name}/{{ratio}}/largest_difference_of_a_token",
+                     0.06) for name in EQUAL]),
+    Statement(PAGE, "After 4,096 tokens `streaming` loses less with a quarter and with half "
+              "removed", "peers", [*map(below, STREAMING)]),
+    Statement(PAGE, "At no ratio do `expected-attention` and `snapkv` differ by two standard "
+              "errors", "peers", [below(gap_in_errors, 2)]),
+    Statement(PAGE, "`balance` loses less than `uniform` only with a quarter of 4,096 tokens "
+              "removed", "peers", [below("prompts/4096/cases/balance/0.25/over_full/ours/by_text",
+                              "prompts/4096/cases/uniform/0.25/over_full/ours/by_text"),
+                        within(sure_cases("balance", "uniform"), 1)]),
+    Statement(PAGE, "In the other cases the two do not differ by two standard errors", "peers",
+              [within(sure_cases("streaming", cases.ENDS), 2)]),
+    Statement(PAGE, "With 87.5 % removed `balance` loses more than `snapkv` after every prompt",
+              "peers", [above("prompts/{prompt}/cases/balance/0.875/over_full/ours/by_text",
+                              "prompts/{prompt}/cases/snapkv/0.875/over_full/ours/by_text")]),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run_command(main)

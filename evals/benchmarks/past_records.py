@@ -1,0 +1,104 @@
+"""Tables and statements of records without a present command, and the commit that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches
+
+COMMIT = "ebae2f4"
+PAST = {  # what the commit measures and the present code does not, by record
+    "cache_int8": "`drift`",
+    "host_time": "the command",
+    "latency": "`generate`, `prefill`, and the decoder without nnx in `loop`",
+    "operations": "the command",
+    "quantised_weights": "the share of the bandwidth",
+    "workarounds": "row `tally`",
+}
+
+PRODUCTS = ("q, k, v", "attention output", "gate, up", "down")
+ALL_PRODUCTS = (*PRODUCTS, "head")
+ATTENTION = "rotation, attention, cache update"
+
+
+def note(name: str) -> str:
+    """What is added to the command of a record."""
+    return f"; commit {COMMIT} has {PAST[name]}" if name in PAST else ""
+
+
+def operations_table() -> str:
+    """Shares of a step by kind of operation, and what the products of weights reach."""
+    results = read("operations")["results"]
+    limits = {name: limit["median"] / 1e9 for name, limit in results["limits"].items()}
+    caption = (
+        f"`{results['policy']}`, medians of {results['rounds']} rounds. Limits of the same rounds: "
+        f"{limits['bandwidth']:.1f} GB/s and {limits['flops']:.0f} GFLOP/s."
+    )
+    lines = table_head("case", "ms", "products of weights", "attention and cache", "other",
+                       "products: of the bandwidth", "of the FLOP limit")  # fmt: skip
+    for name, case in results["cases"].items():
+        lines.append(table_row(name, *operations_row(case, limits)))
+    return page_table(lines, caption)
+
+
+def operations_row(case: dict[str, Any], limits: dict[str, float]) -> list[str]:
+    """The cells of one case. limits: 10^9 bytes and operations per second."""
+    took = {row: data["milliseconds"]["median"] for row, data in case["rows"].items()}
+    products, total = sum(took[row] for row in ALL_PRODUCTS), sum(took.values())
+    parts = products, took[ATTENTION], total - products - took[ATTENTION]
+    rates = (
+        sum(case["rows"][row][count] for row in ALL_PRODUCTS) / products / 1e6 / limits[limit]
+        for count, limit in (("weight_bytes", "bandwidth"), ("flops", "flops"))
+    )
+    shares = (*(part / total for part in parts), *rates)
+    return [f"{case['whole']['milliseconds']['median']:.1f}", *(f"{x:.0%}" for x in shares)]
+
+
+def int8_over_float32(results: Results) -> dict[str, float]:
+    """The time of all products of weights of one sequence in int8, over that in float32."""
+    int8, float32 = (
+        sum(
+            value["median"]
+            for row in ALL_PRODUCTS
+            for _, value in matches(results, f"cases/{case}/rows/{row}/milliseconds")
+        )
+        for case in ("decode, int8, batch 1", "decode, float32, batch 1")
+    )
+    return {"products": int8 / float32}
+
+
+TABLES = {"operations": operations_table}
+PAGE, ROW = "docs/results/speed.md", "cases/{}/rows/{}/{}"
+CHUNK = "prefill, float32, chunk of 1,024"
+LESS_TIME = [above(int8_over_float32, 0.75), below(int8_over_float32, 1)]
+STATEMENTS = (
+    Statement(PAGE, "read a quarter of the bytes in a little less time", "operations", LESS_TIME),
+    Statement("evals/NEGATIVE.md", "The products read a quarter of the bytes and take a little "
+              "less time", "operations", LESS_TIME),
+    Statement(PAGE, "memory does not limit them", "operations",
+              [below(ROW.format("decode, int8, batch 1", row, "share_of_bandwidth"), 0.3,
+                     sure=False) for row in ALL_PRODUCTS]),
+    Statement(PAGE, "Attention is the largest operation", "operations",
+              [above(ROW.format(f"decode, {form}, batch 8", ATTENTION, "milliseconds"),
+                     ROW.format(f"decode, {form}, batch 8", row, "milliseconds"))
+               for form in ("float32", "int8") for row in ALL_PRODUCTS]),
+    Statement(PAGE, "Attention takes more than half of the chunk", "operations",
+              [above(ROW.format(CHUNK, ATTENTION, "share_of_whole"), 0.5, sure=False)]),
+    Statement(PAGE, "It reaches a smaller share of the FLOP limit than any product of the layers",
+              "operations",
+              [below(ROW.format(CHUNK, ATTENTION, "share_of_flops"),
+                     ROW.format(CHUNK, row, "share_of_flops")) for row in PRODUCTS]),
+    Statement(PAGE, "q, k and v are the slowest for their bytes", "operations",
+              [below(ROW.format("decode, float32, batch 1", "q, k, v", "bytes_per_second"),
+                     ROW.format("decode, float32, batch 1", row, "bytes_per_second"), sure=False)
+               for row in ALL_PRODUCTS[1:]]),
+    Statement("docs/decisions/engine.md", "at most a tenth of a step of the default model and 3 % "
+              "of one of SmolLM2-135M is outside its program", "host_time",
+              [below(f"models/{name}/share", bound, sure=False)
+               for name, bound in (("default model", 0.1), ("SmolLM2-135M", 0.03))]),
+    Statement("evals/NEGATIVE.md", "at batch 1 jaxkv is over twice as fast in the present record",
+              "latency", [above("generate/110M batch 1/times_faster/call over transformers", 2,
+                                sure=False)]),
+)  # fmt: skip

@@ -1,0 +1,349 @@
+"""Ten thousand requests with four API keys, a restart between: no leaks, equal answers, fair turns.
+
+Each of some hundred requests is first answered alone, by a server without prefix caching. Then they
+come in any order, streamed or whole. Some clients disconnect before or during the answer, or with a
+second request on the connection, and some send their bodies slowly. One key has three times the
+clients of each other. The prefix memory is so small that prefixes are evicted. After half of the
+requests the server is started again with the same folder of prefixes. Memory and open files are
+those of the server's process, counted while it is idle; the other figures are those that the server
+reports. All this with a fixed batch, in which answers must be equal, and with a batch that grows
+with load, where the last bits of logits, and so seldom a token, may depend on the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.evals.benchmarks.serving import BOOKS, passages
+from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.lib.timing import bar
+from jaxkv.evals.lib.verdict import Claim, within
+
+POLICIES = ("streaming:sinks=4,window=252", "full")
+BATCHES = {"fixed": ("--fixed-batch",), "growing": ()}  # flags of the server, by kind of batch
+KINDS, REST = 200, 1000  # distinct requests, requests between idle checks
+CLIENTS = {"many": 24, "one": 8, "two": 8, "three": 8}  # at a time, by API key
+ADMIN = "admin"
+# Share of clients that disconnect, by time; `next`: with a second request on the connection.
+LEAVES = {"before": 0.1, "amid": 0.2, "next": 0.05}
+SLOW, PAUSE = 0.05, 0.2  # share of bodies that come in two parts, seconds between the parts
+DIFFER = {"fixed": 0.0, "growing": 0.01}  # bar: share of answers that differ
+GROWTH = 1.05  # bar: growth of resident memory between idle checks
+FAIR = 2.0  # bar: answers of the API key with most over those of the key with fewest
+
+
+class SoakRequest(NamedTuple):
+    """One request and its client; `leaves`: when it disconnects (a key of LEAVES) or ""."""
+
+    kind: int
+    stream: bool
+    leaves: str
+    key: str = "many"
+    slow: bool = False
+
+
+class SoakServer(NamedTuple):
+    process: subprocess.Popen
+    port: int
+
+
+def main() -> None:
+    parser = make_parser("jaxkv.evals.benchmarks.soak", __doc__)
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="of each policy and kind of batch"
+    )
+    parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
+    parser.add_argument("--quick", action="store_true", help="600 requests, into out/")
+    options = parser.parse_args()
+    files = sorted(options.texts.glob("*.txt"))
+    if not files or options.requests < 1:
+        parser.error(f"--texts must hold books and --requests be 1 or more, got {options.requests}")
+    llm = models.load()
+    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
+    record = Record("soak", [*llm.files, *files], [0], options.quick)
+    results: dict[str, Any] = {"policies": {}, "bars": []}
+    count = 600 if options.quick else options.requests
+    for policy, batch in product(POLICIES, BATCHES):
+        results_of_case = asyncio.run(soak(policy, BATCHES[batch], bodies(texts), count))
+        results["policies"].setdefault(policy, {})[batch] = results_of_case
+        results["bars"] += bars(policy, batch, results_of_case)
+    record.finish(results)
+
+
+def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
+    """Distinct requests; some share prefixes."""
+    rng = np.random.default_rng(0)
+    pages, requests = passages(texts), []
+    while len(requests) < KINDS:
+        page = next(pages)
+        for _ in range(4):
+            requests.append({
+                "model": "default", "prompt": list(page[: int(rng.integers(1, 500))]),
+                "max_tokens": int(rng.integers(1, 48)), "seed": len(requests), "ignore_eos": True,
+                "temperature": float(rng.choice([0.0, 0.8])), "logprobs": None,
+            })  # fmt: skip
+    return requests
+
+
+async def soak(
+    policy: str, flags: Sequence[str], kinds: list[dict[str, Any]], count: int
+) -> dict[str, Any]:
+    """Two lives of a server with one folder of prefixes. flags: flags of the kind of batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys, admins = Path(folder) / "keys", Path(folder) / "admins"
+        keys.write_text("\n".join(CLIENTS))
+        admins.write_text(ADMIN)
+        shared = [*flags, "--api-key-file", str(keys), "--admin-key-file", str(admins)]
+        alone = await answers_alone(policy, kinds, shared)
+        words = [*shared, "--prefix-memory", "8MiB", "--prefix-dir", str(Path(folder) / "prefixes")]
+        rng, lives = np.random.default_rng(1), []
+        for life in range(2):
+            part = count // 2 if life == 0 else count - count // 2
+            lives.append(await one_life(policy, words, kinds, alone, part, rng))
+    total = {name: sum(life[name] for life in lives) for name in ("requests", "left", "wrong")}
+    return total | {"finished": total["requests"] - total["left"], "lives": lives}
+
+
+async def one_life(
+    policy: str,
+    words: Sequence[str],
+    kinds: list[dict[str, Any]],
+    alone: Sequence[str],
+    count: int,
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """From the start of a server to its end."""
+    server = start(policy, *words)
+    try:
+        rests = [await rest(server)]
+        done, disconnected, wrong, ratios, began = 0, 0, 0, [], time.monotonic()
+        for _ in range(-(-count // REST)):
+            batch = [draw_request(rng) for _ in range(min(REST, count - done))]
+            texts, ends = await ask_all(server.port, kinds, batch)
+            wrong += sum(
+                text != alone[request.kind]
+                for request, text in zip(batch, texts, strict=True) if not request.leaves
+            )  # fmt: skip
+            disconnected += sum(bool(request.leaves) for request in batch)
+            done += len(batch)
+            ratios.append(unfairness([request.key for request in batch], ends))
+            rests.append(await rest(server))
+            rate = done / (time.monotonic() - began)
+            print(f"{policy}: {done} of {count}, {rate:.1f} a second, "
+                  f"{(count - done) / rate:.0f} s left", file=sys.stderr, flush=True)  # fmt: skip
+        return {
+            "requests": done, "left": disconnected, "wrong": wrong, "items_per_second": rate,
+            "unfairness": ratios, "rests": rests,
+        }  # fmt: skip
+    finally:
+        stop(server)
+
+
+def unfairness(keys: Sequence[str], ends: Sequence[float]) -> float:
+    """Answers of the key with most over those of the key with fewest, while all keys have clients.
+
+    ends: when each answer ended. After the last answer of any key its clients no longer compete.
+    """
+    by_key = {key: [end for k, end in zip(keys, ends, strict=True) if k == key] for key in CLIENTS}
+    until = min(max(of_key) for of_key in by_key.values())
+    counts = [sum(end <= until for end in of_key) for of_key in by_key.values()]
+    return max(counts) / max(1, min(counts))
+
+
+async def answers_alone(
+    policy: str, kinds: list[dict[str, Any]], words: Sequence[str]
+) -> list[str]:
+    """Each answer from an idle server without prefix caching."""
+    server = start(policy, *words, "--prefix-memory", "0")
+    try:
+        return [
+            await ask_server(server.port, body, SoakRequest(n, False, ""))
+            for n, body in enumerate(kinds)
+        ]
+    finally:
+        stop(server)
+
+
+def start(policy: str, *words: str) -> SoakServer:
+    command = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
+               "--max-batch", "16", "--max-len", "1024", *words]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return SoakServer(process, port_of(process))
+
+
+def stop(server: SoakServer) -> None:
+    server.process.terminate()
+    server.process.wait(30)
+    server.process.stderr.close()
+
+
+def port_of(process: subprocess.Popen) -> int:
+    """The port that the server prints; raises RuntimeError if the server ends first."""
+    for line in process.stderr:
+        if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            return int(match[1])
+    raise RuntimeError("the server ended before it listened")
+
+
+def draw_request(rng: np.random.Generator) -> SoakRequest:
+    leaves = str(rng.choice(["", *LEAVES], p=[1 - sum(LEAVES.values()), *LEAVES.values()]))
+    return SoakRequest(
+        int(rng.integers(KINDS)), bool(rng.random() < 0.5) or leaves == "amid", leaves,
+        str(rng.choice(list(CLIENTS))), bool(rng.random() < SLOW),
+    )  # fmt: skip
+
+
+async def ask_all(
+    port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]
+) -> tuple[list[str], list[float]]:
+    """The texts of a batch, and when each ended; CLIENTS says how many clients ask at a time."""
+    gates = {key: asyncio.Semaphore(clients) for key, clients in CLIENTS.items()}
+
+    async def ask_gated(request: SoakRequest) -> tuple[str, float]:
+        async with gates[request.key]:
+            return await ask_server(port, kinds[request.kind], request), time.monotonic()
+
+    texts, ends = zip(*await asyncio.gather(*map(ask_gated, batch)), strict=True)
+    return list(texts), list(ends)
+
+
+async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
+    """The text of an answer, up to the point where its client disconnects.
+
+    Raises RuntimeError for a status other than 200.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        data = json.dumps(body | {"stream": how.stream}).encode()
+        again = "keep-alive" if how.leaves == "next" else "close"
+        request = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: {again}\r\n"
+            f"authorization: Bearer {how.key}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        ).encode() + data
+        half = len(request) - len(data) // 2 if how.slow else len(request)
+        writer.write(request[:half])
+        if how.slow:
+            await writer.drain()
+            await asyncio.sleep(PAUSE)
+        writer.write(request[half:])
+        if how.leaves == "next":
+            writer.write(request)
+        await writer.drain()
+        if how.leaves == "before":
+            await asyncio.sleep(0.02 * (how.kind % 5))
+            return ""
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head.splitlines()[0]:
+            raise RuntimeError(f"{head!r} {await reader.read()!r}")
+        if how.leaves:
+            await reader.readline()
+            return ""
+        content = await reader.read()
+    finally:
+        writer.close()
+    if not how.stream:
+        return json.loads(content[content.index(b"{") : content.rindex(b"}") + 1])["choices"][0][
+            "text"
+        ]
+    events = re.findall(rb"^data: (\{.*\})\r?$", content, re.MULTILINE)
+    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+
+
+async def rest(server: SoakServer) -> dict[str, float]:
+    """The server's memory, open files and metrics when it is idle.
+
+    Raises RuntimeError if it does not become idle.
+    """
+    for _ in range(200):
+        figures = await metrics(server.port)
+        if not figures["jaxkv:num_requests_running"] and not figures["jaxkv:num_requests_waiting"]:
+            break
+        await asyncio.sleep(0.1)
+    else:
+        raise RuntimeError(f"still running: {figures}")
+    await asyncio.sleep(1)  # for sockets that are being closed
+    process = Path(f"/proc/{server.process.pid}")
+    status = (process / "status").read_text()
+    return {
+        "resident": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024,
+        "files": len(os.listdir(process / "fd")),
+        "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
+        "prefixes": figures["jaxkv:prefix_entries_stored"],
+        "prefixes_in_use": figures["jaxkv:prefix_entries_in_use"],
+        "evictions": figures["jaxkv:prefix_cache_evictions_total"],
+        "prefix_tokens": figures["jaxkv:prefix_cache_queries_total"],
+        "prefix_hits": figures["jaxkv:prefix_cache_hits_total"],
+        "compilations": figures["jaxkv:compilations_total"],
+    }
+
+
+async def metrics(port: int) -> dict[str, float]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"authorization: Bearer %s\r\n\r\n" % ADMIN.encode()
+    )
+    content = (await reader.read()).decode()
+    writer.close()
+    lines = (line.split() for line in content.splitlines() if line.startswith("jaxkv:"))
+    return {line[0]: float(line[1]) for line in lines if len(line) == 2}
+
+
+def bars(policy: str, batch: str, results: dict[str, Any]) -> list[dict[str, object]]:
+    """The bars: equal answers, no growth in either life, fair turns, and prefixes that survive."""
+    ends = [(life["rests"][min(2, len(life["rests"]) - 1)], life["rests"][-1])
+            for life in results["lives"]]  # fmt: skip
+    first = [early_hits(life) for life in results["lives"]]
+    ratios = [ratio for life in results["lives"] for ratio in life["unfairness"]]
+    case = f"{policy}, {batch} batch"
+    return [
+        bar(f"share of answers that differ from those of single requests, {case}",
+            results["wrong"] / results["finished"], "<=", DIFFER[batch]),
+        bar(f"growth of the number of open files, {case}",
+            max(last["files"] - early["files"] for early, last in ends), "<=", 0),
+        bar(f"memory at the end over memory after {2 * REST:,} requests, {case}",
+            max(last["resident"] / early["resident"] for early, last in ends), "<=", GROWTH),
+        bar(f"prefixes in use while no request runs, {case}",
+            max(last["prefixes_in_use"] for _, last in ends), "<=", 0),
+        bar(f"programs compiled during serving, {case}",
+            max(last["compilations"] - early["compilations"] for early, last in ends), "<=", 0),
+        bar(f"answers of the API key with most over those of the key with fewest, {case}",
+            float(np.median(ratios)), "<=", FAIR),
+        bar(f"prefix tokens found in the first {REST:,} requests, after a restart over before, "
+            f"{case}", first[1] / max(first[0], 1), ">=", 1),
+    ]  # fmt: skip
+
+
+def early_hits(life: dict[str, Any]) -> float:
+    """Prompt tokens found among the prefixes until the first idle check."""
+    before, after = life["rests"][:2]
+    return after["prefix_hits"] - before["prefix_hits"]
+
+
+def missed_bars(results: dict[str, Any]) -> dict[str, int]:
+    return {"missed bars": sum(not line["met"] for line in results["bars"])}
+
+
+CLAIMS = (
+    Claim("not claimed",
+          "When clients disconnect, no answer changes, and no bar on leaks and fairness is missed",
+          "soak", within("policies/{policy}/{batch}/wrong"), within(missed_bars), unit="count"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,209 @@
+"""Start-up time: from the command to the first text, each time in a new process.
+
+The first start fills the compilation cache and is not counted. Without the cache everything is
+compiled. SmolLM2-135M-Instruct, which is downloaded before, shows a model of 30 layers: under each
+kind of policy, and in the engine, which compiles all its programs before it serves. `depths` has
+the seconds of tracing, lowering and compiling the programs of that model with other numbers of
+layers; its weights are only shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import defaults, models
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
+from jaxkv.evals.lib.verdict import Statement, above, within
+from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
+from jaxkv.models.loading import smollm2
+from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.llm import Llm, without_weights
+from jaxkv.models.loading.published import open_published
+
+COMMAND = [sys.executable, "-m", "jaxkv.cli"]
+IMPORT = [sys.executable, "-c", "import jax; print()"]
+ENGINE = f"""
+import sys
+from jaxkv import models
+from jaxkv.models.generation.serving import make_engine
+make_engine(models.load("{smollm2.NAME}"), "{defaults.POLICY}")
+print("ready")
+"""
+PROMPT, TOKENS = "Once upon a time", "64"
+# Policies other than the default, with the most that their start may take over its start.
+POLICIES = {"reservoir": 3, "balance-stream": 3, "magicpig": 4}
+DEPTHS, CHUNK = (4, 12, 30, 80), 256
+
+
+def main() -> None:
+    parser = make_parser("jaxkv.evals.benchmarks.startup", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
+    options = parser.parse_args()
+    record = Record("startup", [smollm2.fetch()], quick=options.quick)
+    rounds = 1 if options.quick else options.rounds
+    jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
+    depths = by_depth(DEPTHS[:2] if options.quick else DEPTHS, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = time_rounds(variants(folder), rounds, "startup")
+    results = {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "depths": depths,
+        "bars": bars(seconds, depths),
+    }
+    record.finish(results)
+
+
+def variants(folder: str) -> dict[str, Callable[[], float]]:
+    """Every measured start. folder: the folder of the compilation cache, which starts empty."""
+    generate = ["generate", PROMPT, "--max-new-tokens", TOKENS, "--temperature", "0"]
+    real = [*COMMAND, *generate, "--model", smollm2.NAME]
+    engine = [sys.executable, "-c", ENGINE]
+    starts = {
+        "help": partial(first_output, [*COMMAND, "--help"], folder),
+        "import jax": partial(first_output, IMPORT, folder),
+        "first text": partial(first_output, [*COMMAND, *generate], folder),
+        "compile and run, cached": partial(compile_and_run, generate, folder),
+        "compile and run, not cached": partial(compile_and_run, generate, "off"),
+    }
+    for suffix, cache in (("", folder), (", nothing compiled", "off")):
+        starts[f"first text of SmolLM2{suffix}"] = partial(first_output, real, cache)
+        starts[f"engine of SmolLM2{suffix}"] = partial(first_output, engine, cache)
+        for policy in POLICIES:
+            command = [*real, "--policy", policy]
+            starts[f"first text of SmolLM2, {policy}{suffix}"] = partial(
+                first_output, command, cache
+            )
+    return starts
+
+
+def bars(
+    seconds: Mapping[str, list[float]], depths: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, object]]:
+    """The promises about start-up, and whether they are met."""
+    real = "first text of SmolLM2"
+    lines = [
+        bar("seconds to the first text, with a filled compilation cache",
+            spread(seconds["first text"]), "<=", 3),
+        bar("seconds to the first text of SmolLM2-135M, with a filled compilation cache",
+            spread(seconds[real]), "<=", 3),
+        bar("seconds to the first text of SmolLM2-135M, with nothing compiled",
+            spread(seconds[f"{real}, nothing compiled"]), "<=", 8),
+        bar("seconds of jaxkv --help", spread(seconds["help"]), "<=", 0.3),
+        bar("jaxkv --help over import jax", ratio(seconds["help"], seconds["import jax"]),
+            "<=", 1.2),
+        bar("compile and run with a filled compilation cache, over without a cache",
+            ratio(seconds["compile and run, cached"], seconds["compile and run, not cached"]),
+            "<=", 0.35),
+    ]  # fmt: skip
+    for policy, bound in POLICIES.items():
+        for suffix in ("", ", nothing compiled"):
+            share = ratio(seconds[f"{real}, {policy}{suffix}"], seconds[f"{real}{suffix}"])
+            lines.append(bar(f"first text of SmolLM2-135M under {policy} over streaming"
+                             f"{suffix or ', with a filled compilation cache'}",
+                             share, "<=", bound))  # fmt: skip
+    if {"12", "80"} <= set(depths):
+        share = depths["80"]["seconds"]["median"] / depths["12"]["seconds"]["median"]
+        lines.append(bar("seconds to compile prefill and decoding of 80 layers over 12 layers",
+                         share, "<=", 3))  # fmt: skip
+    return lines
+
+
+def by_depth(depths: tuple[int, ...], rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds to trace, lower and compile prefill and decoding of SmolLM2 with other depths."""
+    llm = without_weights(open_published(smollm2.NAME))
+    seconds: dict[str, list[dict[str, list[float]]]] = {str(depth): [] for depth in depths}
+    for _ in range(rounds):
+        for depth in depths:
+            seconds[str(depth)].append(programs(of_depth(llm, depth)))
+    return {
+        depth: {
+            "seconds": spread([sum(map(sum, seconds_of.values())) for seconds_of in runs]),
+            # Of each program: the median seconds of tracing, lowering and compiling.
+            **{
+                name: np.median([seconds_of[name] for seconds_of in runs], axis=0).tolist()
+                for name in runs[0]
+            },
+        }
+        for depth, runs in seconds.items()
+    }
+
+
+def of_depth(llm: Llm, depth: int) -> Llm:
+    config = replace(llm.config, layers=depth, windows=(None,) * depth)
+    dtype = np.dtype(llm.dtype)
+    named = shapes(config).items()
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (_, shape) in named}
+    return replace(llm, config=config, weights=weights)
+
+
+def programs(llm: Llm) -> dict[str, list[float]]:
+    """Seconds to trace, lower and compile the programs of prefill and decoding."""
+    stream, sampling = models.Stream(llm), models.Sampling()
+    decode = stream.decode_arguments(stream.decoding, sampling, llm.eos, 1)
+    asked = [("decode", compiled_decode_block(), *decode)]
+    asked += [
+        ("prefill", *arguments)
+        for arguments in prefill_programs(stream.static, llm.weights, stream.decoding, CHUNK)
+    ]
+    seconds_of = {"decode": [0.0] * 3, "prefill": [0.0] * 3}
+    jax.clear_caches()
+    for name, program, *arguments in asked:
+        seconds, _ = compile_timed(program, *arguments)
+        seconds_of[name] = np.add(seconds_of[name], seconds).tolist()
+    return seconds_of
+
+
+def first_output(command: list[str], folder: str) -> float:
+    """Seconds from the start of a process to its first byte on standard output."""
+    start = perf_counter()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(folder), stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        first = run.stdout.read(1)
+        seconds = perf_counter() - start
+        run.stdout.read()
+    if run.returncode or not first:
+        raise SystemExit(f"{' '.join(command[1:])} ended with {run.returncode}")
+    return seconds
+
+
+def compile_and_run(command: list[str], folder: str) -> float:
+    """Seconds of compilation, prefill and decode in one process, without imports and loading."""
+    done = subprocess.run([*COMMAND, *command, "--json"], cwd=ROOT, env=environment(folder),
+                          stdout=subprocess.PIPE, check=True)  # fmt: skip
+    reported = json.loads(done.stdout)
+    return float(np.sum([reported[f"{part}_seconds"] for part in ("compile", "prefill", "decode")]))
+
+
+def environment(folder: str) -> dict[str, str]:
+    """With this folder as the compilation cache, also where JAX was given another one."""
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
+    return inherited | {"JAXKV_COMPILATION_CACHE": folder}
+
+
+STATEMENTS = (
+    Statement("evals/NEGATIVE.md", "takes over 8 seconds longer at 80 layers than at 12", "startup",
+              [above("depths/80/decode/2", "depths/12/decode/2", by=8)]),
+    Statement("evals/NEGATIVE.md", "Prefill is one program per layer, and takes as long at either "
+              "depth", "startup", [within("depths/80/prefill/2", "depths/12/prefill/2", by=0.1)]),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,1 +1,0 @@
-"""Time and memory: decoding, start, server."""
