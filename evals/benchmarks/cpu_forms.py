@@ -50,7 +50,7 @@ LoadModel = Callable[[str], Llm]  # the model with weights in float32 or int8
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProgramSizes:
     """The sizes of all programs.
 
     small, large: tokens in a cache. steps: tokens per call. keys, bits, tables: sizes of an LSH
@@ -91,7 +91,7 @@ class Program:
 
 def decode(
     load: LoadModel,
-    sizes: Sizes,
+    sizes: ProgramSizes,
     policy: str,
     large: bool = True,
     weights: str = "float32",
@@ -128,7 +128,7 @@ def decode(
     )
 
 
-def prefill(load: LoadModel, sizes: Sizes) -> Program:
+def prefill(load: LoadModel, sizes: ProgramSizes) -> Program:
     """A chunk through one layer whose cache is full."""
     llm, slots = load("float32"), sizes.large
     spec = f"streaming:sinks=4,window={slots - 4}"
@@ -144,7 +144,7 @@ def prefill(load: LoadModel, sizes: Sizes) -> Program:
     return Program(about, run, lambda: args)
 
 
-def forward(load: LoadModel, sizes: Sizes) -> Program:
+def forward(load: LoadModel, sizes: ProgramSizes) -> Program:
     """A chunk through all layers in one program, with an empty cache."""
     llm, tokens = load("float32"), sizes.large
     spec = f"streaming:sinks=4,window={tokens - 4}"
@@ -162,7 +162,7 @@ def forward(load: LoadModel, sizes: Sizes) -> Program:
     return Program(about, chunk, lambda: (model.weights, states, ids), donate=1)
 
 
-def engine(load: LoadModel, sizes: Sizes) -> Program:
+def engine(load: LoadModel, sizes: ProgramSizes) -> Program:
     """A decode step of the engine for one sequence under full attention."""
     llm, slots = load("float32"), sizes.large
     model = make_model(llm, "full")
@@ -180,7 +180,7 @@ def engine(load: LoadModel, sizes: Sizes) -> Program:
     return Program(about, step, args, donate=1, calls=sizes.steps, cached=caches, copies=hlo.copies)
 
 
-def argmax(load: LoadModel, sizes: Sizes) -> Program:
+def argmax(load: LoadModel, sizes: ProgramSizes) -> Program:
     """Greedy tokens of a batch."""
     shape = sizes.sequences, load("float32").config.vocab
     logits = jax.random.normal(jax.random.key(0), shape)
@@ -188,7 +188,7 @@ def argmax(load: LoadModel, sizes: Sizes) -> Program:
     return Program(about, lambda x: xla_cpu.argmax(x), lambda: (logits,), calls=8)
 
 
-def lookup(_: LoadModel, sizes: Sizes) -> Program:
+def lookup(_: LoadModel, sizes: ProgramSizes) -> Program:
     """The keys that three query heads find in the tables of their KV head."""
     build = partial(hash_tables.build, bits=sizes.bits)
     tables = jax.jit(build)(random_codes(sizes), jnp.ones(sizes.keys, bool))
@@ -209,7 +209,7 @@ def lookup(_: LoadModel, sizes: Sizes) -> Program:
     return Program(about, find, lambda: (tables, jnp.asarray(queries)), calls=8 * sizes.steps)
 
 
-def index(_: LoadModel, sizes: Sizes) -> Program:
+def index(_: LoadModel, sizes: ProgramSizes) -> Program:
     """The hash tables of one KV head."""
     args = random_codes(sizes), jnp.ones(sizes.keys, bool)
 
@@ -220,13 +220,13 @@ def index(_: LoadModel, sizes: Sizes) -> Program:
     return Program(about, build, lambda: args)
 
 
-def random_codes(sizes: Sizes) -> Int32[Array, "L S"]:
+def random_codes(sizes: ProgramSizes) -> Int32[Array, "L S"]:
     random = np.random.default_rng(0)
     codes = random.integers(0, 1 << sizes.bits, (sizes.tables, sizes.keys))
     return jnp.asarray(codes, jnp.int32)
 
 
-def sampled(load: LoadModel, sizes: Sizes, dtype: str) -> Program:
+def sampled(load: LoadModel, sizes: ProgramSizes, dtype: str) -> Program:
     """Attention of one token to sampled keys, as magicpig attends."""
     config = load("float32").config
     num_sampled = int(1.5 * shapes.SAMPLED * sizes.keys)
@@ -239,7 +239,7 @@ def sampled(load: LoadModel, sizes: Sizes, dtype: str) -> Program:
     return Program(about, attend, lambda: args, calls=4 * sizes.steps)
 
 
-def train(_: LoadModel, sizes: Sizes) -> Program:
+def train(_: LoadModel, sizes: ProgramSizes) -> Program:
     """One training step on random tokens."""
     recipe = sizes.recipe
     setting = setting_for(recipe, sizes.vocab, (), 0)
@@ -255,7 +255,7 @@ def train(_: LoadModel, sizes: Sizes) -> Program:
     return Program(about, step, lambda: args, donate=0)
 
 
-PROGRAMS: Mapping[str, Callable[[LoadModel, Sizes], Program]] = {
+PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
     "decode": partial(decode, policy="streaming", large=False),
     "decode, large cache": partial(decode, policy="streaming"),
     "decode, int8 weights": partial(decode, policy="streaming", large=False, weights="int8"),
@@ -325,7 +325,7 @@ def second_argument(_: Any, value: Any, **__: Any) -> Any:
     return value
 
 
-class Form(NamedTuple):
+class PlainForm(NamedTuple):
     """program: where the form is measured. plain: what replaces each module attribute."""
 
     program: str
@@ -354,48 +354,48 @@ MATMUL = {f"{NETWORK_CPU}.matmul": lambda weight, x, dtype, plain: plain(weight,
 WIDEN = {f"{NETWORK_CPU}.widen": lambda values, x: values.astype(x.dtype)}
 CARRY = {f"{LOOP}.programs.carry": first_argument, f"{LOOP}.programs.restore": first_argument}
 
-FORMS: dict[str, Form] = {
-    "attend_by_head": Form("prefill", {f"{CPU}.CACHED_LOGITS": ONE_BLOCK}),
-    "product_with_int8": Form("decode, int8 cache", {f"{CPU}.FEW_ROWS": 0}),
-    "argmax": Form("argmax", {f"{CPU}.argmax": plain_argmax}),
+FORMS: dict[str, PlainForm] = {
+    "attend_by_head": PlainForm("prefill", {f"{CPU}.CACHED_LOGITS": ONE_BLOCK}),
+    "product_with_int8": PlainForm("decode, int8 cache", {f"{CPU}.FEW_ROWS": 0}),
+    "argmax": PlainForm("argmax", {f"{CPU}.argmax": plain_argmax}),
     **{
-        f"order_after-{policy}": Form(f"decode, {policy}", {f"{CPU}.order_after": first_argument})
+        f"order_after-{policy}": PlainForm(
+            f"decode, {policy}", {f"{CPU}.order_after": first_argument}
+        )
         for policy in ("reservoir", "balance-stream", "magicpig")
     },
-    "map_sequences": Form("decode, large cache", {f"{CPU}.map_sequences": vmap}),
-    "map_sequences-magicpig": Form("decode, magicpig", {f"{CPU}.map_sequences": vmap}),
-    "cumsum": Form("lookup", {f"{CPU}.cumsum": jnp.cumsum}),
-    "flatten_heads": Form(
+    "map_sequences": PlainForm("decode, large cache", {f"{CPU}.map_sequences": vmap}),
+    "map_sequences-magicpig": PlainForm("decode, magicpig", {f"{CPU}.map_sequences": vmap}),
+    "cumsum": PlainForm("lookup", {f"{CPU}.cumsum": jnp.cumsum}),
+    "flatten_heads": PlainForm(
         "decode, large cache", {"jaxkv.models.generation.decoding.flatten_heads": first_argument}
     ),
-    "shared_leaves": Form("forward", {f"{LOOP}.model.deduplicate_shared": second_argument}),
-    "carry": Form("engine", CARRY),
-    "flat_rows": Form("decode, large cache", FLAT_ROWS),
-    "sort": Form("index", {f"{CPU}.sort_codes": plain_sort}),
-    "decode_compiler_options": Form(
+    "shared_leaves": PlainForm("forward", {f"{LOOP}.model.deduplicate_shared": second_argument}),
+    "carry": PlainForm("engine", CARRY),
+    "flat_rows": PlainForm("decode, large cache", FLAT_ROWS),
+    "sort": PlainForm("index", {f"{CPU}.sort_codes": plain_sort}),
+    "decode_compiler_options": PlainForm(
         "decode, reservoir", {f"{NETWORK_CPU}.decode_compiler_options": dict}
     ),
-    "matmul": Form("decode", MATMUL),
-    "widen": Form("decode, int8 weights", WIDEN),
-    "matmul_widened": Form("decode, int8 weights", {f"{NETWORK_CPU}._BLOCK": ONE_BLOCK}),
-    "dot": Form("training", DOT),
-    "has_head_last_product": Form("forward", HEAD_LAST),
-    "has_head_last_product-training": Form("training", HEAD_LAST),
-    "logits_at_once": Form("training", {f"{NETWORK_CPU}.LOGITS_AT_ONCE": {}}),
-    "query_block": Form("training", {f"{NETWORK_CPU}.query_block": lambda: 512}),
-    "map_samples": Form("training", {f"{NETWORK_CPU}.map_samples": vmap}),
-    "gathered_slots": Form("sampled", {f"{KERNELS}.GATHERED_SLOTS": ONE_BLOCK}),
-    "gathered_slots-128": Form("sampled", {f"{KERNELS}.GATHERED_SLOTS": 128}),
-    "gather": Form("sampled, bfloat16", {f"{KERNELS}.gather": host_memory.take}),
+    "matmul": PlainForm("decode", MATMUL),
+    "widen": PlainForm("decode, int8 weights", WIDEN),
+    "matmul_widened": PlainForm("decode, int8 weights", {f"{NETWORK_CPU}._BLOCK": ONE_BLOCK}),
+    "dot": PlainForm("training", DOT),
+    "has_head_last_product": PlainForm("forward", HEAD_LAST),
+    "has_head_last_product-training": PlainForm("training", HEAD_LAST),
+    "logits_at_once": PlainForm("training", {f"{NETWORK_CPU}.LOGITS_AT_ONCE": {}}),
+    "query_block": PlainForm("training", {f"{NETWORK_CPU}.query_block": lambda: 512}),
+    "map_samples": PlainForm("training", {f"{NETWORK_CPU}.map_samples": vmap}),
+    "gathered_slots": PlainForm("sampled", {f"{KERNELS}.GATHERED_SLOTS": ONE_BLOCK}),
+    "gathered_slots-128": PlainForm("sampled", {f"{KERNELS}.GATHERED_SLOTS": 128}),
+    "gather": PlainForm("sampled, bfloat16", {f"{KERNELS}.gather": host_memory.take}),
 }
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.cpu_forms", __doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = make_parser("jaxkv.evals.benchmarks.cpu_forms", __doc__, rounds=9)
     parser.add_argument("--only", nargs="+", choices=FORMS, metavar="NAME",
                         help=f"some rows, into out/: {', '.join(FORMS)}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="three rounds, into out/")
     options = parser.parse_args()
     if jax.default_backend() != "cpu":
         parser.error("these are forms for XLA:CPU: set JAX_PLATFORMS=cpu")
@@ -409,12 +409,12 @@ def main() -> None:
         return models.load(smollm2.NAME, "float32", weights=quantised)
 
     rounds = 3 if options.quick else options.rounds
-    results = run(load, Sizes(), options.only or list(FORMS), rounds)
+    results = run(load, ProgramSizes(), options.only or list(FORMS), rounds)
     record.finish(results)
     print(table_of(results))
 
 
-def run(load: LoadModel, sizes: Sizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def run(load: LoadModel, sizes: ProgramSizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """The rows of these forms, by program."""
     described: dict[str, str] = {}
     rows: dict[str, dict[str, Any]] = {}

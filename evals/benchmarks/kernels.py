@@ -23,9 +23,7 @@ DTYPES = "float32", "bfloat16"
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.kernels", __doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="of each time")
-    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
+    parser = make_parser("jaxkv.evals.benchmarks.kernels", __doc__, rounds=20)
     options = parser.parse_args()
     platform = jax.default_backend()
     if platform == "cpu" and not options.quick:

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
+from jaxkv import models
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.rows import Storage
 from jaxkv.contract import Policy, Spec
+from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import (
     Balance,
     ExpectedAttention,
@@ -28,7 +31,7 @@ from jaxkv.policies import (
 )
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
-from jaxkv.typing import Array
+from jaxkv.typing import Array, Float
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
 WINDOW, KERNEL, SINKS, BETA = 64, 5, 4, 20
@@ -132,3 +135,28 @@ def keys(prompt: int, layers: int, skip: Sequence[str] = ()) -> list[tuple[str, 
         for name in policies(prompt, ratio, layers)
         if name not in skip
     ]
+
+
+def losses_of(
+    policy: Policy | tuple[Policy, ...] | str,
+    llm: Llm,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> tuple[float, Float[np.ndarray, " N"]]:
+    """The tokens that a policy keeps of a prompt, and the losses of answer tokens 1, 2, ...
+
+    policy: one for all layers or one per layer. answer: the tokens after the prompt.
+    SystemExit where a loss is not finite.
+    """
+    stream = models.Stream(llm, policy, tokens=len(prompt) + len(answer))
+    stream.prefill([prompt])
+    stream.finish_prefill()
+    cached = [
+        np.isfinite(layer.cached(llm.spec, state).log_weight).sum(axis=2).mean()
+        for layer, state in zip(stream.policies, stream.decoding.states, strict=True)
+    ]
+    chunks = models.losses(llm, answer, chunk=len(answer) - 1, stream=stream)
+    losses = np.concatenate(list(chunks)).astype(np.float64)
+    if not np.isfinite(losses).all():
+        raise SystemExit(f"{policy} gives losses that are not finite")
+    return float(np.mean(cached)), losses

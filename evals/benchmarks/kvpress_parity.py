@@ -26,8 +26,6 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.benchmarks import kvpress_cases as cases
-from jaxkv.evals.benchmarks import kvpress_ours as our_losses
-from jaxkv.evals.benchmarks.kvpress_cases import PromptEnds
 from jaxkv.evals.benchmarks.weights import as_folder
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
@@ -45,12 +43,10 @@ from jaxkv.evals.lib.verdict import (
 )
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools.palette import COLOURS
-from jaxkv.policies import Streaming
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Float
 
 SCRIPT = Path(__file__).with_name("kvpress_worker.py")
-CHECKED = ("snapkv", 0.5)  # also measured by kvpress's context manager, token by token
 Key = tuple[str, float]
 
 
@@ -59,8 +55,8 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="the Python that has kvpress")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
     parser.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
-    optional = [name for name in (*cases.PRESSES, *cases.HALVED) if name != CHECKED[0]]
-    parser.add_argument("--skip", nargs="*", default=[], choices=optional, help="cases")
+    names = (*cases.PRESSES, *cases.HALVED)
+    parser.add_argument("--skip", nargs="*", default=[], choices=names, help="cases")
     options = parser.parse_args()
     llm = models.load(options.model)
     longest = max(options.prompts) + options.scored + 1
@@ -102,39 +98,23 @@ def run(
 
 def of_jaxkv(llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key]) -> np.ndarray:
     """A row per case and one for full attention: the cached tokens, then the losses."""
-    begin, answer = ids[:prompt], ids[prompt:]
-    read = our_losses.read_prompt(llm, begin)
-    rows = []
-    for name, ratio in keys:
-        policy = cases.policies(prompt, ratio, llm.config.layers)[name]
-        if isinstance(policy, Streaming):
-            cached, losses = our_losses.streamed(policy, llm, begin, answer)
-        else:
-            cached, losses = our_losses.losses_of(policy, read, answer)
-        rows.append([cached, *losses])
-    cached, losses = our_losses.losses_of(PromptEnds(0, prompt, prompt), read, answer)
-    return np.array([*rows, [cached, *losses]])
+    policies = [cases.policies(prompt, ratio, llm.config.layers)[name] for name, ratio in keys]
+    losses = (
+        cases.losses_of(policy, llm, ids[:prompt], ids[prompt:]) for policy in (*policies, "full")
+    )
+    return np.array([[cached, *of_policy] for cached, of_policy in losses])
 
 
 def of_kvpress(
     llm: Llm, ids: Sequence[int], prompt: int, keys: Sequence[Key], python: str
 ) -> np.ndarray:
-    """The same, with a last row for the case that is measured in two ways."""
-    asked = [cases.press(*key) for key in keys]
-    different = [press for number, press in enumerate(asked) if press not in asked[:number]]
+    """The same of kvpress."""
     with tempfile.TemporaryDirectory() as folder:
         request = {
             "model": str(as_folder(llm, Path(folder))), "tokens": list(map(int, ids)),
-            "prompt": prompt, "cases": different, "check": different.index(cases.press(*CHECKED)),
+            "prompt": prompt, "cases": [cases.press(*key) for key in keys],
         }  # fmt: skip
-        reply = json.loads(called(python, str(SCRIPT), stdin=json.dumps(request)))
-    measured = [
-        [cached, *case_losses]
-        for cached, case_losses in zip(reply["cached"], reply["losses"], strict=True)
-    ]
-    rows = [measured[different.index(press)] for press in asked]
-    checked = [reply["cached"][request["check"]], *reply["checked"]]
-    return np.array([*rows, [prompt, *reply["full"]], checked])
+        return np.array(json.loads(called(python, str(SCRIPT), stdin=json.dumps(request))))
 
 
 def called(python: str, *words: str, stdin: str = "") -> str:
@@ -158,35 +138,26 @@ def table(
     keys: Sequence[Key], jaxkv_rows: Sequence[np.ndarray], kvpress_rows: Sequence[np.ndarray]
 ) -> dict[str, Any]:
     """Losses by case and ratio, and their difference; keys: cases of jaxkv; one array per text."""
-    full = {"ours": [text_rows[-1, 1:].mean() for text_rows in jaxkv_rows],
-            "theirs": [text_rows[-2, 1:].mean() for text_rows in kvpress_rows]}  # fmt: skip
-    compared: dict[str, Any] = {"full": row(full, full), "cases": {}}
-    pressed = cases.with_press(keys)
-    for number, (name, ratio) in enumerate(keys):
-        sides = {"ours": [text_rows[number] for text_rows in jaxkv_rows]}
-        if (name, ratio) in pressed:
-            sides["theirs"] = [
-                text_rows[pressed.index((name, ratio))] for text_rows in kvpress_rows
-            ]
-        losses = {
-            side: [case_row[1:].mean() for case_row in case_rows]
-            for side, case_rows in sides.items()
-        }
-        line = row(losses, full) | {
-            "cached": {side: case_rows[0][0] for side, case_rows in sides.items()}
-        }
-        if "theirs" in sides:
-            pairs = zip(sides["ours"], sides["theirs"], strict=True)
-            tokens = [np.abs(a[1:] - b[1:]).max() for a, b in pairs]
-            line["largest_difference_of_a_token"] = max(tokens)
-        compared["cases"].setdefault(name, {})[f"{ratio:g}"] = line
-    checked = pressed.index(CHECKED)
-    compared["checked"] = {
-        "case": f"{CHECKED[0]}, {CHECKED[1]:g} removed",
-        "largest_difference": max(
-            np.abs(text_rows[-1] - text_rows[checked]).max() for text_rows in kvpress_rows
-        ),
+    pressed = [*cases.with_press(keys), "full"]
+    rows: dict[Any, dict[str, list[np.ndarray]]] = {}
+    for number, key in enumerate([*keys, "full"]):
+        rows[key] = {"ours": [text_rows[number] for text_rows in jaxkv_rows]}
+        if key in pressed:
+            at = pressed.index(key)
+            rows[key]["theirs"] = [text_rows[at] for text_rows in kvpress_rows]
+    losses = {
+        key: {side: [text[1:].mean() for text in texts] for side, texts in sides.items()}
+        for key, sides in rows.items()
     }
+    full = losses.pop("full")
+    compared: dict[str, Any] = {"full": row(full, full), "cases": {}}
+    for key, sides in losses.items():
+        line = row(sides, full) | {"cached": {side: rows[key][side][0][0] for side in sides}}
+        if "theirs" in sides:
+            pairs = zip(rows[key]["ours"], rows[key]["theirs"], strict=True)
+            line["largest_difference_of_a_token"] = max(np.abs(a - b)[1:].max() for a, b in pairs)
+        name, ratio = key
+        compared["cases"].setdefault(name, {})[f"{ratio:g}"] = line
     return compared
 
 

@@ -1,11 +1,10 @@
-"""Decoding speed: after a million tokens, against re-computation, against the memory bandwidth.
+"""Decoding speed: after a million tokens, against re-computation, by step.
 
-Every result is a ratio of variants that alternate in one process. Four experiments:
+Every result is a ratio of variants that alternate in one process. Three experiments:
   seen      time per token after 1 K, 32 K and 1 M tokens in one cache
   recompute streaming against a sliding window with re-computation (the paper's Figure 10)
-  bound     decoding against the memory bandwidth of this machine
   loop      the compiled loop against calls of its step, and against a ring without re-rotation
-`benchmarks/rates.py` compares decoding and prefill with transformers.
+`benchmarks/rates.py` compares decoding and prefill with transformers, and with the bandwidth.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from jaxkv.evals.lib.timing import (
     fastest,
     generate_greedy,
     prompt,
-    rate,
     ratio,
     time_rounds,
     timed,
@@ -58,13 +56,12 @@ class Scale:
     shape: dict[str, int]
     seen: tuple[int, ...]
     caches: tuple[int, ...]
-    gemv: int  # side of the square matrix whose product gives the bound
     rounds: int
     slow_rounds: int  # rounds of slow variants
 
 
-FULL = Scale(LARGE, (1_000, 32_000, 1_000_000), (256, 512, 1024, 2048, 4096), 8192, 15, 5)
-QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 1024, 3, 2)
+FULL = Scale(LARGE, (1_000, 32_000, 1_000_000), (256, 512, 1024, 2048, 4096), 15, 5)
+QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 3, 2)
 
 
 def main() -> None:
@@ -151,38 +148,6 @@ def forward(llm: Llm, ids: list[int]) -> None:
     fresh(llm.config, llm.weights, jnp.asarray([ids], jnp.int32)).block_until_ready()
 
 
-def bound(small: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
-    """Decoding speed over its bound: each token reads every weight once from memory."""
-    llm, new, repeats = large[0], 16, 8
-    weight_bytes = sum(w.nbytes for w in llm.weights.values())
-    matrix = jax.random.normal(jax.random.key(0), (scale.gemv, scale.gemv), jnp.float32)
-    product, vector = jax.jit(lambda m, v: m @ v), jnp.ones((scale.gemv,), jnp.float32)
-
-    def gemv() -> None:
-        for _ in range(repeats):
-            jax.block_until_ready(product(matrix, vector))
-
-    variants = {
-        f"batch {batch}": decode_after_prompt(llm, POLICY, 300, new, batch) for batch in (1, 8)
-    }
-    seconds = time_rounds({"gemv": timed(gemv)} | variants, scale.rounds, "bound")
-    bandwidth = repeats * matrix.nbytes / np.array(seconds["gemv"])
-    share = spread(weight_bytes * new / np.array(seconds["batch 1"]) / bandwidth)
-    gain = ratio(8 * np.array(seconds["batch 1"]), seconds["batch 8"])
-    return {
-        "weight_bytes": weight_bytes,
-        "gemv_bytes": matrix.nbytes,
-        "gemv_bytes_per_second": spread(bandwidth),
-        "tokens_per_second": {f"batch {b}": rate(b * new, seconds[f"batch {b}"]) for b in (1, 8)},
-        "share_of_bound": share,
-        "batch_8_over_batch_1": gain,
-        "bars": [
-            bar("110M batch 1: share of the JAX gemv bound", share, ">=", 0.75),
-            bar("110M batch 8: tokens per second over batch 1", gain, ">=", 3.3),
-        ],
-    }
-
-
 def loop(llm: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
     """The decode loop with a ring of 256 slots that has wrapped."""
     stream, steps = models.Stream(llm, POLICY), models.Stream(llm, POLICY)
@@ -219,7 +184,6 @@ def decode_by_step(stream: models.Stream, tokens: int) -> None:
 PARTS: dict[str, Callable[[Llm, Pair, Scale], dict[str, Any]]] = {
     "seen": seen,
     "recompute": recompute,
-    "bound": bound,
     "loop": loop,
 }
 

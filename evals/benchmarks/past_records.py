@@ -8,12 +8,13 @@ from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches
 
-COMMIT = "ebae2f4"
+COMMIT, COMMAND = "ebae2f4", "the command"
 PAST = {  # what the commit measures and the present code does not, by record
     "cache_int8": "`drift`",
-    "host_time": "the command",
-    "latency": "`generate`, `prefill`, and the decoder without nnx in `loop`",
-    "operations": "the command",
+    "host_time": COMMAND,
+    "latency": "`bound`, `generate`, `prefill`, and the decoder without nnx in `loop`",
+    "operations": COMMAND,
+    "peers": "`checked`, another way to apply a press",
     "quantised_weights": "the share of the bandwidth",
     "workarounds": "row `tally`",
 }
@@ -23,9 +24,12 @@ ALL_PRODUCTS = (*PRODUCTS, "head")
 ATTENTION = "rotation, attention, cache update"
 
 
-def note(name: str) -> str:
-    """What is added to the command of a record."""
-    return f"; commit {COMMIT} has {PAST[name]}" if name in PAST else ""
+def command(name: str, module: str) -> str:
+    """The command of a record, and the commit that has what is gone. module: with its arguments."""
+    if PAST.get(name) == COMMAND:
+        return f"`{module}` of commit {COMMIT}"
+    gone = f", and commit {COMMIT} for {PAST[name]}" if name in PAST else ""
+    return f"`python -m {module}`{gone}"
 
 
 def operations_table() -> str:

@@ -32,7 +32,7 @@ BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.policy_rates", __doc__)
+    parser = make_parser("jaxkv.evals.benchmarks.policy_rates", __doc__, rounds=7)
     parser.add_argument(
         "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
     )
@@ -40,8 +40,6 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
     options = parser.parse_args()
     llm = models.load(options.model, options.dtype)
     record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=options.quick)

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.contract import Spec
 from jaxkv.evals.lib.paired_losses import bin_means
 from jaxkv.evals.lib.record import (
     Record,
@@ -46,22 +45,17 @@ POLICIES = {
     "balance-stream": "sinks=4,window=892,levels=3,block=64",
     "snapkv": "capacity=512,start=1024",
 }
-# Caches whose bytes do not depend on the prompt; by default all have the same number of tokens.
-BOUNDED = ("streaming", "reservoir", "balance-stream")
 CACHED = {name: 512 if name == "snapkv" else 1024 for name in POLICIES}
-DEFAULT_CACHED = 256
 DTYPES = {"float32": 0.27, "bfloat16": 0.53}  # bars: bytes in int8 over those in the dtype
 STRETCH = 2048  # tokens of a prompt and its continuation
 PROMPT, NEW = 1024, 32  # tokens of a cache when decoding is timed, and to decode
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.quantisation", __doc__)
+    parser = make_parser("jaxkv.evals.benchmarks.quantisation", __doc__, rounds=9)
     parser.add_argument("subject", choices=("weights", "caches"))
     parser.add_argument("--text", type=Path, required=True, help="a novel")
     parser.add_argument("--tokens", type=int, default=20_000, help="to score")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.rounds = 2 * STRETCH, 2
@@ -155,7 +149,6 @@ def run_caches(text: Path, tokens: int, rounds: int) -> dict[str, Any]:
         "text": text.stem,
         "policies": POLICIES,
         "bytes": {name: cache_shares(llm, name) for name in POLICIES},
-        "bytes at default sizes": {name: default_shares(llm.spec, name) for name in BOUNDED},
         "loss": {name: cache_losses(llm, name, ids) for name in POLICIES},
         "speed": cache_speed(llm, rounds),
     }
@@ -168,18 +161,14 @@ def cache_bars(results: dict[str, Any]) -> list[dict[str, object]]:
         title = f"{name} with storage=int8 over floating point"
         loss, faster = results["loss"][name]["difference"], results["speed"][name]["faster"]
         lines += [
-            *byte_bars(title, CACHED[name], results["bytes"][name]),
-            *byte_bars(title, DEFAULT_CACHED, results["bytes at default sizes"].get(name, {})),
+            *(
+                bar(f"{title}: bytes, of {dtype}", results["bytes"][name][dtype], "<=", bound)
+                for dtype, bound in DTYPES.items()
+            ),
             bar(f"{title}: loss, nats per token", loss, "<=", 0.002),
             bar(f"{title}: tokens per second, batch 1", faster, ">=", 0.95),
         ]
     return lines
-
-
-def byte_bars(title: str, tokens: int, share: Mapping[str, float]) -> list[dict[str, object]]:
-    """Its bars at this many tokens. share: bytes in int8 over those in each dtype."""
-    name = f"{title}: bytes of {tokens:,} tokens, of "
-    return [bar(name + dtype, share[dtype], "<=", DTYPES[dtype]) for dtype in share]
 
 
 def forms(name: str) -> dict[str, str]:
@@ -196,16 +185,6 @@ def cache_shares(llm: Llm, name: str) -> dict[str, float]:
 
     floats, int8 = forms(name).values()
     return {dtype: count(int8, dtype) / count(floats, dtype) for dtype in DTYPES}
-
-
-def default_shares(spec: Spec, name: str) -> dict[str, float]:
-    """Bytes of a layer in int8 over those in each dtype, for a policy with its default sizes."""
-
-    def count(form: str, dtype: str) -> int:
-        policy = parse_policy(f"{name}:storage={form}")
-        return policy.bytes_per_sequence(replace(spec, dtype=dtype))
-
-    return {dtype: count("int8", dtype) / count("float", dtype) for dtype in DTYPES}
 
 
 def cache_losses(llm: Llm, name: str, ids: Sequence[int]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class PeerProcess:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RateSizes:
     """The sizes of a run, with rounds by measurement.
 
     decode: rounds by batch size, 1 first. prefill: rounds by the tokens of the prompt. first:
@@ -127,11 +127,11 @@ class Setup(NamedTuple):
     model: Path
     python: str
     scratch: Path
-    sizes: Sizes
+    sizes: RateSizes
     threads: int
 
 
-class Case(NamedTuple):
+class RateCase(NamedTuple):
     """One process.
 
     fields: of its request `load`, which also has prompts and sizes. compiles: fields of its request
@@ -152,9 +152,9 @@ class Peer(NamedTuple):
     """
 
     record: str
-    sizes: Sizes
+    sizes: RateSizes
     policies: dict[str, str]
-    cases: Callable[[Setup], dict[str, Case]]
+    cases: Callable[[Setup], dict[str, RateCase]]
     reference: str
     equal: bool
     asked: dict[str, float]
@@ -176,13 +176,15 @@ def main() -> None:
     if not 1 <= threads <= len(cores):
         parser.error(f"--threads must be 1 to {len(cores)}, as there are cores, got {threads}")
     os.sched_setaffinity(0, cores[:threads])  # processes started from here inherit it
-    sizes = Sizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16) if options.quick else peer.sizes
+    sizes = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16) if options.quick else peer.sizes
     files = open_published(options.model).files
     record = Record(peer.record, [*files, PASSAGE], quick=options.quick)
     record.finish(run(options.peer, options.model, options.peer_python, sizes, threads))
 
 
-def run(name: str, model: str | Path, python: str, sizes: Sizes, threads: int) -> dict[str, Any]:
+def run(
+    name: str, model: str | Path, python: str, sizes: RateSizes, threads: int
+) -> dict[str, Any]:
     """Start all cases of a peer and measure them."""
     peer, llm = PEERS[name], without_weights(open_published(model))
     text, prompts = prompts_of(llm, max(sizes.decode), sizes.prompt, max(sizes.prefill))
@@ -241,7 +243,7 @@ class RateRequest(NamedTuple):
     request: dict[str, Any]
 
 
-def requests_of(text: Sequence[int], sizes: Sizes) -> list[RateRequest]:
+def requests_of(text: Sequence[int], sizes: RateSizes) -> list[RateRequest]:
     """What is measured, in this order.
 
     Decoding of more than one sequence comes last: it needs memory that a single user does not.
@@ -371,7 +373,7 @@ def rate_cell(measured: dict[str, float] | None, form: str) -> str:
     return ranged(measured, "median", form) if measured else "–"
 
 
-def llama_cpp_cases(setup: Setup) -> dict[str, Case]:
+def llama_cpp_cases(setup: Setup) -> dict[str, RateCase]:
     """Three forms in llama.cpp, and both forms of jaxkv's weights under both policies."""
     command, files = [setup.python, "-P", str(LLAMA_CPP)], {FILE: str(setup.model)}
     with PeerProcess("llama.cpp's quantiser", command) as quantiser:
@@ -379,8 +381,10 @@ def llama_cpp_cases(setup: Setup) -> dict[str, Case]:
             files[form] = str(setup.scratch / f"{form}.gguf")
             quantiser.ask("quantise", source=str(setup.model), target=files[form], form=form,
                           threads=setup.threads)  # fmt: skip
-    return {f"llama.cpp {form}": Case(command, {"model": path}) for form, path in files.items()} | {
-        f"jaxkv {weights or 'float32'}, {name}": Case(
+    return {
+        f"llama.cpp {form}": RateCase(command, {"model": path}) for form, path in files.items()
+    } | {
+        f"jaxkv {weights or 'float32'}, {name}": RateCase(
             OURS, {"model": str(setup.model), "weights": weights, "policy": policy}
         )
         for weights in (None, "int8")
@@ -398,16 +402,16 @@ def llama_cpp_caption(results: dict[str, Any]) -> str:
     )
 
 
-def transformers_cases(setup: Setup) -> dict[str, Case]:
+def transformers_cases(setup: Setup) -> dict[str, RateCase]:
     """Both policies of jaxkv, and transformers eager and compiled."""
     folder = str(as_folder(models.load(setup.model, "float32"), setup.scratch))
     compiles = {"batches": list(setup.sizes.decode), "folder": str(setup.scratch / "compiled")}
     return {
-        name: Case(OURS, {"model": str(setup.model), "weights": None, "policy": policy})
+        name: RateCase(OURS, {"model": str(setup.model), "weights": None, "policy": policy})
         for name, policy in PEERS["transformers"].policies.items()
     } | {
-        EAGER: Case(TRANSFORMERS, {"model": folder}),
-        COMPILED: Case(TRANSFORMERS, {"model": folder}, compiles),
+        EAGER: RateCase(TRANSFORMERS, {"model": folder}),
+        COMPILED: RateCase(TRANSFORMERS, {"model": folder}, compiles),
     }
 
 
@@ -429,7 +433,7 @@ def transformers_caption(results: dict[str, Any]) -> str:
 PEERS = {
     "llama.cpp": Peer(
         record="llama_cpp",
-        sizes=Sizes({1: 9, 8: 9}, {1024: 9}, first=9, prompt=300, new=64),
+        sizes=RateSizes({1: 9, 8: 9}, {1024: 9}, first=9, prompt=300, new=64),
         policies={"full": "full", "streaming": "streaming:sinks=4,window=252"},
         cases=llama_cpp_cases,
         reference="jaxkv float32, full",
@@ -447,7 +451,7 @@ PEERS = {
     ),
     "transformers": Peer(
         record="transformers_rates",
-        sizes=Sizes({1: 7, 8: 3}, {1024: 5, 4096: 3, 8000: 2}, first=5, prompt=256, new=64),
+        sizes=RateSizes({1: 7, 8: 3}, {1024: 5, 4096: 3, 8000: 2}, first=5, prompt=256, new=64),
         policies={"jaxkv, full": "full", "jaxkv, streaming": "streaming:sinks=4,window=1020"},
         cases=transformers_cases,
         reference=EAGER,

@@ -6,12 +6,12 @@ of its own:
     python -m venv PEERS && PEERS/bin/pip install torch "transformers[serving]==5.24.*" accelerate
     python -m jaxkv.evals.benchmarks.servers --peer-python PEERS/bin/python
 
-All servers are loaded at once and take turns, measurement by measurement and round by round; only
-one gets requests at a time, on loopback. Every answer is greedy and streamed, and has a fixed
-number of tokens: `ignore_eos` at jaxkv, and transformers' folder names no EOS. Tokens are those of
-`usage`. The defaults of each server apply, but for `--fixed-batch` where it is named, and for the
-share of the machine's memory that transformers' continuous batching takes for its cache
-(`--cb-memory`; its default of 60 % would leave too little for the others).
+All servers are loaded at once and take turns, round by round; only one gets requests at a time, on
+loopback. Every answer is greedy and streamed, and has a fixed number of tokens: `ignore_eos` at
+jaxkv, and transformers' folder names no EOS. Tokens are those of `usage`. The defaults of each
+server apply, but for `--fixed-batch` where it is named, and for the share of the machine's memory
+that transformers' continuous batching takes for its cache (`--cb-memory`; its default of 60 % would
+leave too little for the others).
 
 `tokens_per_second`: by the number of clients that ask at once. `first_text`: seconds of each turn
 of a chat whose requests contain the whole conversation. `gap`: seconds between two chunks of a
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import socket
@@ -35,20 +36,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxkv import defaults, models
-from jaxkv.evals.benchmarks import server_requests as requests
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
-from jaxkv.evals.benchmarks.server_requests import FAILURES, Measurement, Result, Target
+from jaxkv.evals.benchmarks.startup import messages
 from jaxkv.evals.benchmarks.weights import add_chat, as_folder
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.evals.lib.timing import time_rounds
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.models.loading import smollm2
 from jaxkv.state.memory import show
@@ -65,6 +69,41 @@ ABOUT = (
     "import json, torch, transformers as t; print(json.dumps([t.__version__, torch.__version__]))"
 )
 START, STOP = 900.0, 30.0  # seconds in which a server must start, and end
+LEAD = 4  # chunks of a stream before prompts arrive
+LIMIT = 600.0  # seconds of one request
+FAILURES = (OSError, ValueError, RuntimeError)  # of a request; TimeoutError is an OSError
+ChatMessage = dict[str, str]
+Result = Any  # of one measurement: a number, a list of numbers, numbers by name or a text
+
+
+class RequestSizes(NamedTuple):
+    """Words of short and of long prompts; tokens of an answer, in a chat, and of a long stream."""
+
+    short: int = 64
+    long: int = 1500  # about 2,000 tokens
+    new: int = 32
+    chat: int = 24
+    stream: int = 128
+
+
+QUICK = RequestSizes(short=16, long=300, new=8, chat=4, stream=16)
+
+
+class Target(NamedTuple):
+    """A server on this machine. fields: added to every request, with the model's name."""
+
+    port: int
+    fields: Mapping[str, Any]
+
+
+class StreamedAnswer(NamedTuple):
+    """An answer. start, times, ended: seconds at the request, each chunk with text, and the end."""
+
+    text: str
+    tokens: int
+    start: float
+    times: list[float]
+    ended: float
 
 
 class Failed(NamedTuple):
@@ -80,14 +119,12 @@ class RunningServer(NamedTuple):
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.servers", __doc__)
+    parser = make_parser("jaxkv.evals.benchmarks.servers", __doc__, rounds=3)
     parser.add_argument("--peer-python", required=True, help="the Python that has transformers")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument(
         "--cb-memory", type=float, default=0.2, help="share of the machine's memory"
     )
-    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
     options = parser.parse_args()
     if options.rounds < 1 or min(options.clients) < 1 or not 0 < options.cb_memory < 1:
         parser.error(
@@ -102,7 +139,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start all servers, measure and end them."""
-    sizes = requests.QUICK if options.quick else requests.RequestSizes()
+    sizes = QUICK if options.quick else RequestSizes()
     versions = subprocess.run([options.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
     if versions.returncode:
         raise SystemExit(f"{options.peer_python} cannot import torch and transformers, as above")
@@ -113,13 +150,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         del llm
         cases: dict[str, RunningServer | Failed] = {}
         for name, (command, fields) in commands(options, folder).items():
-            start = time.perf_counter()
+            print(f"starting {name}", file=sys.stderr, flush=True)
             try:
                 cases[name] = stack.enter_context(started(command, fields))
             except FAILURES as error:
                 cases[name] = failed(error)
-            progress(f"start, {name}", start, cases[name])
-        results = measure(cases, requests.measurements(options.clients, sizes), options.rounds)
+        results = measure(cases, measurements(options.clients, sizes), options.rounds)
     named = dict(zip(("transformers", "torch"), json.loads(versions.stdout), strict=True))
     return {
         "model": smollm2.NAME, "jaxkv": CASES, "rounds": options.rounds,
@@ -192,53 +228,35 @@ def measure(
 ) -> dict[str, Any]:
     """All measurements of all servers in turn, after a warm-up request to each."""
     running = {name: case for name, case in cases.items() if isinstance(case, RunningServer)}
-    results: dict[str, dict[str, list[Result]]] = {
-        name: {at: [] for at in work} for name in running
-    }
-    warm_up = partial(requests.answer, words=16, new=16)
-    texts = {name: attempt(warm_up, server, f"warm-up, {name}") for name, server in running.items()}
-    for number in range(1, rounds + 1):
-        for title, measurement in work.items():
-            # Every other round in reverse, so that no server always follows the same one.
-            for name in list(running)[:: 1 if number % 2 else -1]:
-                progress_title = f"round {number} of {rounds}, {title}, {name}"
-                results[name][title].append(
-                    attempt(measurement, running[name], progress_title, f"{number}, {title}")
-                )
-    return {
-        name: {"failed": case.reason}
-        if isinstance(case, Failed)
-        else {title: summary(values) for title, values in results[name].items()}
-        | {
-            "answer": summary([texts[name]]),
-            "memory": {"start": case.memory, "end": memory_of(case)},
+    labels = map(str, itertools.count())
+    results: dict[str, dict[str, Result]] = {name: {} for name in running}
+    warm_up = {"answer": partial(answer, words=16, new=16)}
+    for title, measurement in (warm_up | work).items():
+        variants = {
+            name: partial(attempt, measurement, server, labels) for name, server in running.items()
         }
+        count = 1 if title in warm_up else rounds
+        for name, outcomes in time_rounds(variants, count, title, warm_up=False).items():
+            results[name][title] = summary(outcomes)
+    return {
+        name: {"failed": case.reason} if isinstance(case, Failed)
+        else results[name] | {"memory": {"start": case.memory, "end": memory_of(case)}}
         for name, case in cases.items()
-    }
+    }  # fmt: skip
 
 
-def attempt(
-    work: Measurement, server: RunningServer, title: str, label: str = "0"
-) -> Result | Failed:
-    """One measurement, or why it failed; prints its seconds."""
-    start = time.perf_counter()
+def attempt(work: Measurement, server: RunningServer, labels: Iterator[str]) -> Result | Failed:
+    """One measurement, or why it failed, which is printed."""
     try:
-        outcome = asyncio.run(work(server.target, label))
+        return asyncio.run(work(server.target, next(labels)))
     except FAILURES as error:
-        outcome = failed(error)
-    progress(title, start, outcome)
-    return outcome
-
-
-def progress(title: str, start: float, outcome: Result | Failed) -> None:
-    why = f", failed: {outcome.reason}" if isinstance(outcome, Failed) else ""
-    print(
-        f"servers: {title}: {time.perf_counter() - start:.0f} s{why}", file=sys.stderr, flush=True
-    )
+        return failed(error)
 
 
 def failed(error: BaseException) -> Failed:
-    return Failed(str(error) or type(error).__name__)
+    outcome = Failed(str(error) or type(error).__name__)
+    print(f"failed: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome
 
 
 def summary(values: Sequence[Result | Failed]) -> Result:
@@ -261,6 +279,151 @@ def memory_of(server: RunningServer) -> dict[str, Any]:
     if (code := server.process.poll()) is not None:
         return {"failed": f"the server has ended with exit code {code}"}
     return memory(server.process.pid)
+
+
+async def ask(
+    target: Target, messages: Sequence[ChatMessage], new: int, times: list[float] | None = None
+) -> StreamedAnswer:
+    """One answer of `new` tokens.
+
+    times: a list that gets the time of each chunk when it comes. Raises one of FAILURES.
+    """
+    body = {"messages": list(messages), "max_tokens": new, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}} | target.fields  # fmt: skip
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    times, pieces, usage, start = [] if times is None else times, [], None, perf_counter()
+    async with asyncio.timeout(LIMIT):
+        reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+        try:
+            writer.write(head.encode() + data)
+            await writer.drain()
+            status = (await reader.readline()).decode().strip()
+            if " 200 " not in f"{status} ":
+                content = (await reader.read()).rpartition(b"\r\n\r\n")[2]
+                raise RuntimeError(f"{status or 'no answer'} {content.decode()[:200]}".strip())
+            while line := await reader.readline():
+                if not line.startswith(b"data: {"):  # headers, sizes of chunks, [DONE]
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise RuntimeError(str(event["error"])[:200])
+                usage = event.get("usage") or usage
+                text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                if text:
+                    times.append(perf_counter())
+                    pieces.append(text)
+        finally:
+            writer.close()
+    if usage is None:
+        raise RuntimeError("the stream ended without its usage")
+    return StreamedAnswer("".join(pieces), usage["completion_tokens"], start, times, perf_counter())
+
+
+async def ask_all(requests: Sequence[Awaitable[StreamedAnswer]]) -> list[StreamedAnswer]:
+    """All answers at once. Raises RuntimeError if any failed, after the others have ended."""
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for error in failed:
+        if not isinstance(error, FAILURES):
+            raise error
+    if failed:
+        reason = str(failed[0]) or type(failed[0]).__name__
+        raise RuntimeError(f"{len(failed)} of {len(outcomes)} requests failed: {reason}")
+    return [outcome for outcome in outcomes if isinstance(outcome, StreamedAnswer)]
+
+
+def prompt(label: str, start: int, words: int) -> list[ChatMessage]:
+    """A conversation about an excerpt of the passage. label: makes its first words unique."""
+    text = PASSAGE.read_text("utf-8").split()
+    start %= len(text)
+    excerpt = " ".join((text[start:] + text)[:words])
+    return [{"role": "system", "content": f"Number {label}."}, {"role": "user", "content": excerpt}]
+
+
+Measurement = Callable[[Target, str], Awaitable[Result]]  # its label is unique in the run
+
+
+def measurements(clients: Sequence[int], sizes: RequestSizes) -> dict[str, Measurement]:
+    """What is measured, by its name in the results."""
+    rates = {
+        f"tokens_per_second, clients {count}": partial(
+            rate, clients=count, words=sizes.short, new=sizes.new
+        )
+        for count in clients
+    }
+    return {
+        "first_text": partial(chat, asked=messages(), new=sizes.chat),
+        **rates,
+        "gap": partial(stall, words=sizes.short, new=sizes.stream, long=sizes.long),
+    }
+
+
+async def answer(target: Target, label: str, words: int, new: int) -> str:
+    """The text of one answer."""
+    return (await ask(target, prompt(label, 0, words), new)).text
+
+
+async def rate(target: Target, label: str, clients: int, words: int, new: int) -> float:
+    """Tokens a second of clients that ask at the same time, each for one answer."""
+    prompts = [prompt(f"{label}.{client}", client * words, words) for client in range(clients)]
+    answers = await ask_all([ask(target, messages, new) for messages in prompts])
+    ended, start = max(answer.ended for answer in answers), min(answer.start for answer in answers)
+    return sum(answer.tokens for answer in answers) / (ended - start)
+
+
+async def chat(target: Target, label: str, asked: Sequence[str], new: int) -> list[float]:
+    """Seconds to the first text of each answer in a conversation that grows by the answers."""
+    conversation: list[ChatMessage] = [{"role": "system", "content": f"Number {label}."}]
+    seconds = []
+    for text in asked:
+        conversation.append({"role": "user", "content": text})
+        answer = await ask(target, conversation, new)
+        if not answer.times:
+            raise RuntimeError(f"the answer of turn {len(seconds) + 1} has no text")
+        seconds.append(answer.times[0] - answer.start)
+        conversation.append({"role": "assistant", "content": answer.text})
+    return seconds
+
+
+async def stall(
+    target: Target, label: str, words: int, new: int, long: int, prompts: int = 4
+) -> dict[str, float]:
+    """Seconds between two chunks of one stream: the 99th percentile, alone and with prompts.
+
+    words, new: words of the prompt and tokens of the answer of the stream. long: words of each of
+    the prompts, which all arrive after LEAD chunks and get one token each. `prompts_answered`:
+    seconds until they all have it. Only gaps between their arrival and their answers count.
+    """
+    alone = await ask(target, prompt(f"{label}.alone", 0, words), new)
+    times: list[float] = []
+    stream = asyncio.create_task(ask(target, prompt(f"{label}.stream", 0, words), new, times))
+    while len(times) < LEAD and not stream.done():
+        await asyncio.sleep(0.002)
+    sent = perf_counter()
+    texts = [prompt(f"{label}.{number}", number * long, long) for number in range(prompts)]
+    _, *answers = await ask_all([stream, *(ask(target, text, 1) for text in texts)])
+    answered = max(answer.ended for answer in answers)
+    return {
+        "alone": percentile(gaps(alone.times[LEAD - 1 :])),
+        "with_prompts": percentile(gaps(times, sent, answered)),
+        "prompts_answered": answered - sent,
+    }
+
+
+def gaps(times: Sequence[float], since: float = -np.inf, until: float = np.inf) -> list[float]:
+    """Seconds between neighbours in `times`, of the gaps that overlap [since, until]."""
+    return [b - a for a, b in itertools.pairwise(times) if b > since and a < until]
+
+
+def percentile(seconds: Sequence[float], share: float = 99) -> float:
+    """Raises RuntimeError where there is none: the stream then ended before the prompts came."""
+    if not seconds:
+        raise RuntimeError("the stream has no chunks while the prompts arrive; ask for more tokens")
+    return float(np.percentile(seconds, share))
 
 
 def throughput_table() -> str:

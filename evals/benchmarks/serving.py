@@ -3,20 +3,24 @@
 The default model and books; compared variants alternate in one process. `throughput`: answers per
 second with 64 concurrent requests, and one at a time with models.generate, with an engine of
 max_batch=1 and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens
-and of a cached one. `cost`: new prompts only, with and without prefix caching.
+and of a cached one. `cost`: new prompts only, with and without prefix caching. `host`: steps of an
+engine of 16 sequences, against the calls of its programs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import Llm
@@ -24,18 +28,15 @@ from jaxkv.models.generation.serving import make_engine
 from jaxkv.serve.engine import Engine, PrefixConfig, Request, answer
 
 BOOKS = ROOT.parent / "shared" / "data" / "text" / "books" / "valid"
-PARTS = ("throughput", "first", "cost")
 POLICIES = ("streaming:sinks=4,window=252", "full")
 AT_ONCE, LONG = 64, 4096
 FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.serving", __doc__)
+    parser = make_parser("jaxkv.evals.benchmarks.serving", __doc__, rounds=5)
     parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
-    parser.add_argument("--rounds", type=int, default=5, help="of each time")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     files = sorted(options.texts.glob("*.txt"))
     if not files or options.rounds < 1:
@@ -45,7 +46,7 @@ def main() -> None:
     record = Record("serving", [*llm.files, *files], [0], options.quick)
     results: dict[str, Any] = {"bars": []}
     for part in options.only:
-        part_results = PARTS_BY_NAME[part](llm, texts, options.rounds, options.quick)
+        part_results = PARTS[part](llm, texts, options.rounds, options.quick)
         results[part] = part_results
         results["bars"] += part_results.pop("bars", [])
     record.finish(results)
@@ -83,13 +84,8 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
 
     def generated() -> None:
         for request in alone:
-            models.generate(
-                llm,
-                request.tokens,
-                max_new_tokens=request.max_new_tokens,
-                ignore_eos=True,
-                temperature=0,
-            )
+            settings = {"max_new_tokens": request.max_new_tokens, "ignore_eos": True}
+            models.generate(llm, request.tokens, temperature=0, **settings)
 
     seconds = time_rounds(
         {
@@ -99,15 +95,14 @@ def throughput(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool
             "alone, the same engine": timed(lambda: one_by_one(many)),
         }, count, "throughput",
     )  # fmt: skip
-    request_seconds = {
-        name: np.asarray(taken) / (len(asked) if name == "together" else len(alone))
+    together = np.asarray(seconds["together"]) / len(asked)
+    one_at_a_time = {
+        name: np.asarray(taken) / len(alone)
         for name, taken in seconds.items()
-    }
-    times = {
-        name: ratio(request_seconds[name], request_seconds["together"])
-        for name in request_seconds
         if name != "together"
     }
+    request_seconds = {"together": together} | one_at_a_time
+    times = {name: ratio(taken, together) for name, taken in one_at_a_time.items()}
     return {
         "requests": len(asked), "at_a_time": slots, "alone": len(alone),
         "items_per_second": {name: spread(1 / taken) for name, taken in request_seconds.items()},
@@ -128,23 +123,27 @@ def first(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> 
         engine = make_engine(
             llm, policy, max_batch=2, max_len=2 * LONG, prefix_cache=PrefixConfig(num_blocks=256)
         )
-        new, held = passages(texts, 1), next(passages(texts, 2))[:size]
+        held = next(passages(texts, 2))[:size]
         answer(engine, [Request(held, 1)])
-
-        def missed(engine: Engine = engine, new: Iterator = new) -> float:
-            return to_first(engine, next(new)[:size], 0)
-
-        def hit(engine: Engine = engine, held: tuple = held) -> float:
-            return to_first(engine, held, (size - 1) // engine.chunk * engine.chunk)
-
-        seconds = time_rounds({"miss": missed, "hit": hit}, 4 * count, f"first token, {policy}")
+        variants = {
+            "miss": new_prompts(engine, texts, 1, size),
+            "hit": partial(to_first, engine, held, (size - 1) // engine.chunk * engine.chunk),
+        }
+        seconds = time_rounds(variants, 4 * count, f"first token, {policy}")
         share = ratio(seconds["hit"], seconds["miss"])
-        results["policies"][policy] = {
-            "seconds": {name: spread(taken) for name, taken in seconds.items()}, "share": share,
-        }  # fmt: skip
+        by_variant = {name: spread(taken) for name, taken in seconds.items()}
+        results["policies"][policy] = {"seconds": by_variant, "share": share}
         name = f"time to first token, a hit over a miss, {size} tokens, {policy}"
         results["bars"].append(bar(name, share, "<=", SOONER))
     return results
+
+
+def new_prompts(
+    engine: Engine, texts: Sequence[Sequence[int]], seed: int, size: int
+) -> Callable[[], float]:
+    """The time to first token of another prompt in each call, which is not cached."""
+    new = passages(texts, seed)
+    return lambda: to_first(engine, next(new)[:size], 0)
 
 
 def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
@@ -157,31 +156,72 @@ def to_first(engine: Engine, tokens: tuple[int, ...], cached: int) -> float:
 
 def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
     """Cost of prefix caching for new prompts: look-up and storage."""
+    size = 512 if quick else LONG // 2
     results: dict[str, Any] = {"policies": {}, "bars": []}
     for policy in POLICIES:
-        engines = {
-            name: make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
-            for name, prefixes in (("none", None), ("cached", PrefixConfig(num_blocks=64)))
-        }
-        size = 512 if quick else LONG // 2
-        new = {name: passages(texts, 3) for name in engines}
-
-        def read(name: str, engines: dict = engines, new: dict = new, size: int = size) -> float:
-            return to_first(engines[name], next(new[name])[:size], 0)
-
-        variants = {name: lambda name=name, read=read: read(name) for name in engines}
+        variants = {}
+        for name, prefixes in (("none", None), ("cached", PrefixConfig(num_blocks=64))):
+            engine = make_engine(llm, policy, max_batch=2, max_len=LONG, prefix_cache=prefixes)
+            variants[name] = new_prompts(engine, texts, 3, size)
         seconds = time_rounds(variants, 12 * count, f"cost of a miss, {policy}")
         over = ratio(seconds["cached"], seconds["none"])
-        results["policies"][policy] = {
-            "prompt_tokens": size, "over": over,
-            "seconds": {name: spread(taken) for name, taken in seconds.items()},
-        }  # fmt: skip
+        by_variant = {name: spread(taken) for name, taken in seconds.items()}
+        results["policies"][policy] = {"prompt_tokens": size, "over": over, "seconds": by_variant}
         name = "time to first token, a miss over an engine without prefix caching"
         results["bars"].append(bar(f"{name}, {size} tokens, {policy}", over, "<=", DEARER))
     return results
 
 
-PARTS_BY_NAME = {"throughput": throughput, "first": first, "cost": cost}
+class Ignore:
+    """A listener that does nothing."""
+
+    def prompt(self, scored: object) -> None:
+        """Receive the prompt."""
+
+    def token(self, scored: object) -> bool:
+        """Receive a token."""
+        return False
+
+    def done(self, outcome: object) -> None:
+        """Receive the outcome."""
+
+
+def host(llm: Llm, _: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
+    """How much longer steps of the engine take than their programs.
+
+    Steps alternate with as many calls of the decode program, which do not wait for each other. A
+    step is dispatched before the one before is delivered, so the difference is the host time that
+    does not overlap. On a CPU host and device also share the cores.
+    """
+    calls, batch, length = (4 if quick else 32), 16, 64
+    engine, text = make_engine(llm, POLICIES[0], max_batch=batch), passage(llm, batch * length)
+    for start in range(0, len(text), length):
+        engine.submit(Request(tuple(text[start : start + length]), 2**20, seed=start), Ignore())
+    while engine.running < batch or engine.waiting or engine._prefills:
+        engine.step()
+    running, active = engine._running, np.ones(batch, bool)
+
+    def steps() -> None:
+        for _ in range(calls):
+            engine.step()
+        jax.block_until_ready(running._batch)  # the last step is not delivered yet
+
+    def programs() -> None:
+        for _ in range(calls):
+            running._batch, output = engine._programs.decode(running._batch, active, scored=False)
+        jax.block_until_ready((running._batch, output))
+
+    variants = {"engine": timed(steps), "programs": timed(programs)}
+    seconds = time_rounds(variants, 3 * count, "host time")
+    share = spread(1 - np.array(seconds["programs"]) / np.array(seconds["engine"]))
+    return {
+        "milliseconds": {key: spread(1e3 / calls * np.array(x)) for key, x in seconds.items()},
+        "share": share,
+        "bars": [bar("engine of 16 sequences, share of a step outside XLA", share, "<=", 0.1)],
+    }
+
+
+PARTS = {"throughput": throughput, "first": first, "cost": cost, "host": host}
 
 STATEMENTS = (
     Statement("evals/NEGATIVE.md", "It is met against an engine with `max_batch=1`", "serving",

@@ -16,11 +16,11 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
+from jaxkv.evals.benchmarks import servers
+from jaxkv.evals.benchmarks.rates_llama_cpp import memory
+from jaxkv.evals.benchmarks.servers import RunningServer
 from jaxkv.evals.benchmarks.serving import BOOKS, passages
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
@@ -54,11 +57,6 @@ class SoakRequest(NamedTuple):
     leaves: str
     key: str = "many"
     slow: bool = False
-
-
-class SoakServer(NamedTuple):
-    process: subprocess.Popen
-    port: int
 
 
 def main() -> None:
@@ -127,13 +125,12 @@ async def one_life(
     rng: np.random.Generator,
 ) -> dict[str, Any]:
     """From the start of a server to its end."""
-    server = start(policy, *words)
-    try:
+    with started(policy, words) as server:
         rests = [await rest(server)]
         done, disconnected, wrong, ratios, began = 0, 0, 0, [], time.monotonic()
         for _ in range(-(-count // REST)):
             batch = [draw_request(rng) for _ in range(min(REST, count - done))]
-            texts, ends = await ask_all(server.port, kinds, batch)
+            texts, ends = await ask_all(server.target.port, kinds, batch)
             wrong += sum(
                 text != alone[request.kind]
                 for request, text in zip(batch, texts, strict=True) if not request.leaves
@@ -145,12 +142,10 @@ async def one_life(
             rate = done / (time.monotonic() - began)
             print(f"{policy}: {done} of {count}, {rate:.1f} a second, "
                   f"{(count - done) / rate:.0f} s left", file=sys.stderr, flush=True)  # fmt: skip
-        return {
-            "requests": done, "left": disconnected, "wrong": wrong, "items_per_second": rate,
-            "unfairness": ratios, "rests": rests,
-        }  # fmt: skip
-    finally:
-        stop(server)
+    return {
+        "requests": done, "left": disconnected, "wrong": wrong, "items_per_second": rate,
+        "unfairness": ratios, "rests": rests,
+    }  # fmt: skip
 
 
 def unfairness(keys: Sequence[str], ends: Sequence[float]) -> float:
@@ -168,35 +163,17 @@ async def answers_alone(
     policy: str, kinds: list[dict[str, Any]], words: Sequence[str]
 ) -> list[str]:
     """Each answer from an idle server without prefix caching."""
-    server = start(policy, *words, "--prefix-memory", "0")
-    try:
+    with started(policy, [*words, "--prefix-memory", "0"]) as server:
         return [
-            await ask_server(server.port, body, SoakRequest(n, False, ""))
+            await ask_server(server.target.port, body, SoakRequest(n, False, ""))
             for n, body in enumerate(kinds)
         ]
-    finally:
-        stop(server)
 
 
-def start(policy: str, *words: str) -> SoakServer:
-    command = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", "0", "--policy", policy,
-               "--max-batch", "16", "--max-len", "1024", *words]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    return SoakServer(process, port_of(process))
-
-
-def stop(server: SoakServer) -> None:
-    server.process.terminate()
-    server.process.wait(30)
-    server.process.stderr.close()
-
-
-def port_of(process: subprocess.Popen) -> int:
-    """The port that the server prints; raises RuntimeError if the server ends first."""
-    for line in process.stderr:
-        if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-            return int(match[1])
-    raise RuntimeError("the server ended before it listened")
+def started(policy: str, words: Sequence[str]) -> AbstractContextManager[RunningServer]:
+    """A server under this policy. words: more of its command line."""
+    fixed = ["--policy", policy, "--max-batch", "16", "--max-len", "1024"]
+    return servers.started([sys.executable, "-m", "jaxkv.cli", "serve", *fixed, *words], {})
 
 
 def draw_request(rng: np.random.Generator) -> SoakRequest:
@@ -264,24 +241,23 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
-async def rest(server: SoakServer) -> dict[str, float]:
+async def rest(server: RunningServer) -> dict[str, float]:
     """The server's memory, open files and metrics when it is idle.
 
     Raises RuntimeError if it does not become idle.
     """
     for _ in range(200):
-        figures = await metrics(server.port)
+        figures = await metrics(server.target.port)
         if not figures["jaxkv:num_requests_running"] and not figures["jaxkv:num_requests_waiting"]:
             break
         await asyncio.sleep(0.1)
     else:
         raise RuntimeError(f"still running: {figures}")
     await asyncio.sleep(1)  # for sockets that are being closed
-    process = Path(f"/proc/{server.process.pid}")
-    status = (process / "status").read_text()
+    pid = server.process.pid
     return {
-        "resident": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024,
-        "files": len(os.listdir(process / "fd")),
+        "resident": memory(pid)["resident"],
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
         "cache_usage": figures["jaxkv:kv_cache_usage_perc"],
         "prefixes": figures["jaxkv:prefix_entries_stored"],
         "prefixes_in_use": figures["jaxkv:prefix_entries_in_use"],

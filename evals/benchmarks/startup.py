@@ -1,10 +1,16 @@
 """Start-up time: from the command to the first text, each time in a new process.
 
+`starts` measures one answer of many commands, `chat` every message of a chat with SmolLM2-135M.
+
 The first start fills the compilation cache and is not counted. Without the cache everything is
 compiled. SmolLM2-135M-Instruct, which is downloaded before, shows a model of 30 layers: under each
 kind of policy, and in the engine, which compiles all its programs before it serves. `depths` has
 the seconds of tracing, lowering and compiling the programs of that model with other numbers of
 layers; its weights are only shapes.
+
+The first message of a chat is there when it starts, so its seconds contain imports, loading and
+compilation. A cold chat has an empty compilation cache; the chat after it has the cache that the
+cold one filled. The fourth message is a page long.
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import ROOT, Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
+from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, within
 from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
@@ -46,25 +54,26 @@ PROMPT, TOKENS = "Once upon a time", "64"
 # Policies other than the default, with the most that their start may take over its start.
 POLICIES = {"reservoir": 3, "balance-stream": 3, "magicpig": 4}
 DEPTHS, CHUNK = (4, 12, 30, 80), 256
+PAGE = 2_000  # letters of the long message
+END = "tokens/s"  # the line after an answer, on standard error
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.startup", __doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round, few depths, into out/")
+    parser = make_parser("jaxkv.evals.benchmarks.startup", __doc__, rounds=3)
+    parser.add_argument("subject", choices=("starts", "chat"))
     options = parser.parse_args()
-    record = Record("startup", [smollm2.fetch()], quick=options.quick)
     rounds = 1 if options.quick else options.rounds
+    if options.subject == "chat":
+        record = Record("chat", [smollm2.fetch(), PASSAGE], quick=options.quick)
+        record.finish(chats(smollm2.NAME, messages(), rounds))
+        return
+    record = Record("startup", [smollm2.fetch()], quick=options.quick)
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
     depths = by_depth(DEPTHS[:2] if options.quick else DEPTHS, rounds)
     with tempfile.TemporaryDirectory() as folder:
         seconds = time_rounds(variants(folder), rounds, "startup")
-    results = {
-        "seconds": {name: spread(values) for name, values in seconds.items()},
-        "depths": depths,
-        "bars": bars(seconds, depths),
-    }
-    record.finish(results)
+    spreads = {name: spread(values) for name, values in seconds.items()}
+    record.finish({"seconds": spreads, "depths": depths, "bars": bars(seconds, depths)})
 
 
 def variants(folder: str) -> dict[str, Callable[[], float]]:
@@ -198,11 +207,64 @@ def environment(folder: str) -> dict[str, str]:
     return inherited | {"JAXKV_COMPILATION_CACHE": folder}
 
 
+def messages() -> list[str]:
+    page = " ".join(PASSAGE.read_text("utf-8")[:PAGE].split())
+    return ["Hello!", "Who wrote the play Hamlet?", "Tell me a short story about a lighthouse.",
+            f"What happens here? {page}", "Why?", "Thank you."]  # fmt: skip
+
+
+def chats(model: str, asked: list[str], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Of each message, the seconds in a cold and in a warm chat."""
+    seconds: dict[str, list[list[float]]] = {"cold": [], "warm": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for of_kind in seconds.values():
+                of_kind.append(chat(model, asked, folder))
+    return {
+        name: [spread(turn) for turn in np.transpose(of_kind).tolist()]
+        for name, of_kind in seconds.items()
+    }
+
+
+def chat(model: str, asked: list[str], folder: str) -> list[float]:
+    """The seconds of every message. folder: folder of the compilation cache."""
+    command = [*COMMAND, "chat", "--model", model, "--max-new-tokens", "24", "--temperature", "0"]
+    seconds, start = [], perf_counter()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(folder), bufsize=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout and process.stderr
+        for message in asked:
+            process.stdin.write(message.encode() + b"\n")
+            first = process.stdout.read(1)
+            seconds.append(perf_counter() - start)
+            if not first or not any(END in line.decode() for line in process.stderr):
+                raise SystemExit(f"{' '.join(command[1:])} ended in turn {len(seconds)}")
+            os.read(process.stdout.fileno(), 1 << 16)  # the rest of the answer, which is short
+            start = perf_counter()
+        process.stdin.close()
+    return seconds
+
+
+def chat_table() -> str:
+    """Seconds to the first text, by compilation cache and message."""
+    lines = table_head("compilation cache", "from the command", "short message", "page")
+    for label, seconds in zip(("empty", "filled"), read("chat")["results"].values(), strict=True):
+        cells = (ranged(seconds[turn], "median", ".2f") for turn in (0, 1, 3))
+        lines.append(table_row(label, *cells))
+    return page_table(lines)
+
+
+TABLES = {"chat": chat_table}
 STATEMENTS = (
     Statement("evals/NEGATIVE.md", "takes over 8 seconds longer at 80 layers than at 12", "startup",
               [above("depths/80/decode/2", "depths/12/decode/2", by=8)]),
     Statement("evals/NEGATIVE.md", "Prefill is one program per layer, and takes as long at either "
               "depth", "startup", [within("depths/80/prefill/2", "depths/12/prefill/2", by=0.1)]),
+    Statement("docs/decisions/compilation.md", "no later turn compiles", "chat",
+              [within(f"cold/{turn}", f"warm/{turn}", by=0.05, sure=False)
+               for turn in range(1, 6)]),
 )  # fmt: skip
 
 if __name__ == "__main__":

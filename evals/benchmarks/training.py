@@ -38,12 +38,10 @@ Step = Callable[[np.ndarray], float]  # trains on a batch and returns its loss
 
 
 def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.training", __doc__)
+    parser = make_parser("jaxkv.evals.benchmarks.training", __doc__, rounds=7)
     parser.add_argument("--model", default="smollm2-135m", help="a model folder or GGUF file")
     parser.add_argument("--rows", type=int, default=4, help="samples a step")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
     options = parser.parse_args()
     llm = models.load(options.model, "float32")
     record = Record("training_peers", [*llm.files, PASSAGE], [0], quick=options.quick)

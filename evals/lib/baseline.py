@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxkv import models
 from jaxkv.evals.lib.timing import Variant, timed
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.config import read_config
@@ -28,9 +25,6 @@ class Baseline:
 
     def __init__(self, model: Any):
         self.model = model.eval()
-        # Neither side stops at an end of text, so that both do the same work.
-        self.model.generation_config.eos_token_id = None
-        self.model.generation_config.pad_token_id = 0
 
     @staticmethod
     def load(folder: Path) -> Baseline:
@@ -40,21 +34,6 @@ class Baseline:
 
         disable_progress_bar()
         return Baseline(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-
-    def generate(self, prompts: Sequence[Sequence[int]], new: int, **how: Any) -> list[list[int]]:
-        """Greedy continuations by transformers' `generate`."""
-        import torch
-
-        ids = torch.tensor(np.asarray(prompts))
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                do_sample=False,
-                **how,
-            )
-        return out[:, ids.shape[1] :].tolist()
 
     def prefill(self, prompt: Sequence[int]) -> int:
         """Read a prompt into a cache; return the likeliest next token."""
@@ -115,14 +94,3 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
     table = tuple(f" {i}".encode() for i in range(config.vocab))
     tokenizer = Tokenizer(lambda *_: [], table, frozenset(), None, (), False)
     return Llm(config, weights, tokenizer, Chat(None), Path("random"), "float32"), Baseline(llama)
-
-
-def check_same_tokens(
-    llm: Llm, baseline: Baseline, prompts: Sequence[Sequence[int]], new: int
-) -> None:
-    """Exit if both sides generate different greedy tokens."""
-    answers = models.generate(llm, prompts, max_new_tokens=new, ignore_eos=True, temperature=0)
-    if [answer.tokens for answer in answers] != baseline.generate(prompts, new):
-        raise SystemExit(
-            "the two sides generate different tokens, so their times are not comparable"
-        )

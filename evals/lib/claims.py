@@ -23,7 +23,9 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{name: "streaming.endless" for name in ("endless_135m", "endless")},
     "streaming_tables": "streaming.tables",
     **{name: f"streaming.{name}" for name in ("attention_maps", "questions", "stream_eval")},
-    **{name: f"benchmarks.{name}" for name in ("latency", "startup", "chat")},
+    "latency": "benchmarks.latency",
+    "startup": "benchmarks.startup starts",
+    "chat": "benchmarks.startup chat",
     "cache_int8": "benchmarks.quantisation caches",
     "quantised_weights": "benchmarks.quantisation weights",
     **{name: f"speed.{name}" for name in ("host_time", "operations")},  # at past_records.COMMIT
@@ -183,7 +185,7 @@ def provenance(name: str, record: dict[str, Any]) -> str:
     if device.startswith("cpu"):
         device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
     return (
-        f"`python -m jaxkv.evals.{MODULES[name]}{arguments}`{past_records.note(name)}; "
+        f"{past_records.command(name, f'jaxkv.evals.{MODULES[name]}{arguments}')}; "
         f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
         f"jax {record['versions']['jax']}, {device}"
     )

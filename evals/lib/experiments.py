@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
 from jaxkv.evals.benchmarks import (
-    chat,
     cpu_forms,
     kernels,
     kvpress_parity,
@@ -79,7 +78,7 @@ EXPERIMENTS = (
     stream_losses, attention_error, sampled, single_layer, tree_slots, emergence, task_report,
     sink_tables, backcopy, sinks_in_front, remat, report, mfu, prefix_tables,
     # Benchmarks.
-    chat, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
+    cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
     rates, servers, serving, startup, training_peers,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(

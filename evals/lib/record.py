@@ -68,16 +68,21 @@ class Record:
             draw(self.file.stem)
 
 
-def make_parser(module: str, about: str | None) -> Parser:
+def make_parser(module: str, about: str | None, rounds: int = 0) -> Parser:
     """The parser of an experiment's command line.
 
-    module: its full name. about: the help text, which keeps its line breaks.
+    module: its full name. about: the help text, which keeps its line breaks. rounds: the default of
+    --rounds, for an experiment that has this argument and --quick.
     """
-    return Parser(
+    parser = Parser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help="of each measurement")
+        parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
+    return parser
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -19,25 +19,27 @@ from jaxkv.models.generation.decoding import BLOCK
 Variant = Callable[[], float]  # does the work once and returns the seconds it took
 
 
-def time_rounds(variants: Mapping[str, Variant], count: int, title: str) -> dict[str, list[float]]:
-    """Seconds of every variant in every round, after a warm-up round.
+def time_rounds(
+    variants: Mapping[str, Callable[[], Any]], count: int, title: str, warm_up: bool = True
+) -> dict[str, list[Any]]:
+    """Seconds, or what else it returns, of every variant in every round; after a warm-up round.
 
     Every other round runs in reverse, so that no variant always follows the same one.
     """
     names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[Any]] = {name: [] for name in names}
     start = perf_counter()
-    for number in range(count + 1):
+    for number in range(0 if warm_up else 1, count + 1):
         for name in names if number % 2 else reversed(names):
-            taken = variants[name]()
+            result = variants[name]()
             if number:
-                seconds[name].append(taken)
+                results[name].append(result)
         if sys.stderr.isatty():
             seconds_left = (perf_counter() - start) / (number + 1) * (count - number)
             print(f"\r{title}: round {number} of {count}, {seconds_left:.0f} s left ", end="",
                   file=sys.stderr, flush=True)  # fmt: skip
     print(f"{title}: {perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    return seconds
+    return results
 
 
 def timed(work: Callable[[], object]) -> Variant:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.benchmarks import cpu_forms
-from jaxkv.evals.benchmarks.cpu_forms import FORMS, PROGRAMS, Sizes
+from jaxkv.evals.benchmarks.cpu_forms import FORMS, PROGRAMS, ProgramSizes
 from jaxkv.models.network import xla_cpu as models_xla_cpu
 from jaxkv.models.training.recipes import PRESETS
 from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
@@ -18,7 +18,7 @@ from tests.seldom import seldom
 RECIPE = replace(
     PRESETS["tiny"], layers=1, width=32, heads=2, kv_heads=1, mlp=64, context=32, batch_size=2
 )
-SIZES = Sizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
+SIZES = ProgramSizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
 # In the everyday suite. Programs of whole models take long to trace.
 QUICK = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
@@ -43,7 +43,7 @@ def load(shared):
 
 @pytest.fixture
 def low_thresholds(monkeypatch):
-    """Sizes from which forms apply, so that they apply to tiny programs."""
+    """ProgramSizes from which forms apply, so that they apply to tiny programs."""
     monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
     monkeypatch.setattr(models_xla_cpu, "_LARGE", 1)
     monkeypatch.setattr(models_xla_cpu, "_BLOCK", 2**9)

@@ -49,3 +49,8 @@ def test_an_interrupted_stream_continues(tmp_path, monkeypatch):
     assert summary["worst_change_wrapped_to_endless"] < 1e-5 and not summary["not_finite"]
     fresh = np.concatenate(list(models.losses(llm, [ids[0], *ids[21:41]], POLICY, 10)))
     assert uninterrupted["fresh"][1]["loss"] == pytest.approx(fresh.mean())
+    assert uninterrupted["endless"][0]["loss"] == uninterrupted["fresh"][0]["loss"]
+    ends = (20, 40, 60, 80)
+    assert tuple(block["position"] for block in uninterrupted["endless"]) == ends
+    wrapped = [(endless.BEFORE_WRAP + end) % 2**32 for end in ends]
+    assert [block["position"] for block in uninterrupted["wrapped"]] == wrapped

@@ -1,0 +1,144 @@
+"""Each benchmark at a tiny size, on a random model: its results, and what must end a run."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.evals.benchmarks import (
+    kernels,
+    latency,
+    policy_rates,
+    quantisation,
+    serving,
+    startup,
+    training,
+)
+from jaxkv.evals.lib import paired_losses, timing
+from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """One layer: quick to compile."""
+    folder = write_tiny(tmp_path_factory.mktemp("benchmarks") / "model", num_hidden_layers=1)
+    return models.load(folder, "float32")
+
+
+def test_variants_alternate():
+    order = []
+    variants = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
+    assert timing.time_rounds(variants, 2, "trial") == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+    assert "".join(order) == "baabba"
+    assert timing.time_rounds(variants, 1, "trial", warm_up=False) == {"a": [7.0], "b": [8.0]}
+    assert timing.bar("x", timing.ratio([1, 2, 9], [1, 1, 1]), ">=", 2)["met"]
+    assert not timing.bar("x", 1.06, "<=", 1.05)["met"]
+
+
+def test_each_round_decodes_from_the_same_state(llm):
+    stream = models.Stream(llm, latency.POLICY)
+    stream.prefill([timing.prompt(llm, 300)])
+    variant = timing.decode_variant(stream, 10)
+    assert variant() > 0 and variant() > 0
+    assert int(stream.decoding.position[0]) == 300 + 10
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize("part", latency.PARTS)
+def test_latency(part, llm):
+    shape = {"layers": 1, "width": 32, "heads": 2, "mlp": 48, "vocab": 64}
+    scale = latency.Scale(shape, (100, 400), (32,), 1, 1)
+    results = latency.PARTS[part](llm, latency.random_llama(shape), scale)
+    names = {"seen": "ratio", "recompute": "most", "loop": "bars"}
+    assert results[names[part]]
+    if part == "loop":
+        assert results["cache_copies"] == []
+
+
+def test_kernels_are_timed(monkeypatch):
+    """A CPU has no kernel, so there is no bar."""
+    tiny = [walk_shapes.WalkBenchShape(2, 16, 1, 8), walk_shapes.WalkBenchShape(2, 16, 2, 8)]
+    monkeypatch.setattr(walk_shapes, "PROMPT", dict(zip(("tokens", "pairs"), tiny, strict=True)))
+    monkeypatch.setattr(kernels, "LENGTHS", (256,))
+    results = kernels.run(2, quick=True)
+    assert set(results["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
+    assert results["sign_walk"]["tokens, walk"]["xla"]["n"] == 2 and results["bars"] == []
+
+
+def test_rates_of_each_policy(llm):
+    by_policy = policy_rates.measure(llm, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
+    assert all(row["prefill"]["median"] > 0 for row in by_policy.values())
+    assert by_policy["snapkv"]["step_milliseconds"]["n"] == 1
+
+
+def test_losses_and_bytes_of_both_forms_of_a_cache(llm, monkeypatch):
+    monkeypatch.setitem(quantisation.POLICIES, "streaming", "sinks=4,window=28")
+    monkeypatch.setattr(paired_losses, "BIN", 64)
+    ids = timing.prompt(llm, 400)
+    results = quantisation.cache_losses(llm, "streaming", ids)
+    assert results["tokens"] == len(ids) - 1
+    assert 0 < abs(results["difference"]) < 0.05 and results["standard_error"] > 0
+    shares = quantisation.cache_shares(llm, "streaming")
+    assert 0.25 < shares["float32"] < 0.6 < shares["bfloat16"] < 1.1  # sinks are a part of so few
+
+
+@pytest.mark.slow
+def test_weights_in_integers(llm):
+    llms = quantisation.load(llm.path)
+    loss = quantisation.weights_loss(llms, PASSAGE, 300)
+    assert set(loss["difference"]) == {"int8", "int4"} and loss["tokens"] == 300
+    speed = quantisation.weights_speed(llms, 2, new=2)
+    results = loss | speed | {"bytes": {name: quantisation.nbytes(x) for name, x in llms.items()}}
+    assert len(speed["tokens_per_second"]) == 6 and len(quantisation.weights_bars(results)) == 5
+
+
+@pytest.mark.slow
+def test_a_slow_listener_is_host_time(llm, monkeypatch):
+    """Sixteen times a millisecond, in a step of a program that takes less."""
+    monkeypatch.setattr(serving.Ignore, "token", lambda *_: time.sleep(1e-3))
+    results = serving.host(llm, (), 2, quick=True)
+    step, program = (results["milliseconds"][name]["min"] for name in ("engine", "programs"))
+    assert step > 16 and results["share"]["median"] == pytest.approx(1 - program / step, abs=0.2)
+
+
+@pytest.mark.slow
+def test_each_message_of_a_chat_has_its_seconds(llm, monkeypatch):
+    """The start and the compilation are in those of the first message. Warm: compiled before."""
+    folders, measured = [], startup.chat
+
+    def watched(model, asked, folder):
+        folders.append((folder, len(list(Path(folder).iterdir()))))
+        return measured(model, asked, folder)
+
+    monkeypatch.setattr(startup, "chat", watched)
+    seconds = startup.chats(str(llm.path), ["Hello", "And?", "A page " * 60], rounds=1)
+    (cold, before), (warm, programs) = folders
+    assert cold == warm and before == 0 < programs
+    for turns in seconds.values():
+        first, *later = [turn["median"] for turn in turns]
+        assert len(later) == 2 and first > 4 * max(later)
+
+
+def test_a_chat_that_ends_is_no_measurement(tmp_path):
+    with pytest.raises(SystemExit, match="ended in turn 1"):
+        startup.chat(str(tmp_path / "absent"), ["Hello"], "off")
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.usefixtures("optax_promotes_dtypes")
+def test_training_has_the_losses_of_pytorch_or_ends(llm, monkeypatch):
+    """With decay, clipping and a learning rate that change the losses of the next steps."""
+    strong = ["lr=1e-2", "weight_decay=5", "clip=0.01"]
+    results = training.measure(llm, rows=2, context=24, rounds=3, settings=strong)
+    jaxkv_losses, torch_losses = results["losses"].values()
+    assert len(set(jaxkv_losses)) == 4 and results["speed_over_torch"]["n"] == 3
+    np.testing.assert_allclose(jaxkv_losses, torch_losses, atol=5e-5)
+    monkeypatch.setattr(training, "torch_step", lambda *_: lambda batch: float("nan"))
+    with pytest.raises(SystemExit, match=r"got nan.*do not train the same model"):
+        training.measure(llm, rows=2, context=24, rounds=1)
