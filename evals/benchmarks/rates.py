@@ -177,8 +177,8 @@ def main() -> None:
         parser.error(f"--threads must be 1 to {len(cores)}, as there are cores, got {threads}")
     os.sched_setaffinity(0, cores[:threads])  # processes started from here inherit it
     sizes = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16) if options.quick else peer.sizes
-    files = open_published(options.model).files
-    record = Record(peer.record, [*files, PASSAGE], quick=options.quick)
+    llm = without_weights(open_published(options.model))
+    record = Record(peer.record, [*llm.files, PASSAGE], quick=options.quick)
     record.finish(run(options.peer, options.model, options.peer_python, sizes, threads))
 
 

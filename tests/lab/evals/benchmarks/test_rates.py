@@ -20,6 +20,7 @@ from jaxkv.evals.benchmarks import (
     rates_transformers,
 )
 from jaxkv.evals.benchmarks.rates import COMPILED, EAGER, FIRST, RateSizes
+from jaxkv.evals.lib import record
 from jaxkv.evals.lib.baseline import Baseline
 from tests.tiny import write_tiny
 
@@ -36,7 +37,7 @@ class Worker:
         open(target, "w").write(form)
         return {}
     def load(self, model, prompts, threads, room, new, weights=None, policy=None):
-        assert threads == 1 and new == 3 and room >= 11
+        assert threads == 1 and new in (3, 16) and room >= 11
         form = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
         self.bytes = {"Q8_0": 2000, "F16": 4000}.get(form, 1000) if policy is None else 8000
         self.tokens = [7, 1, 2] if form == "F16" else [7, 8, 9]
@@ -51,7 +52,7 @@ class Worker:
     def decode(self, batch, new):
         return {"seconds": batch * new * self.bytes / 1000}
     def greedy(self, batch, new):
-        return {"tokens": [self.tokens] * batch}
+        return {"tokens": [(self.tokens * new)[:new]] * batch}
     def memory(self):
         self.peak += 2**20
         return {"resident": self.peak, "peak": self.peak}
@@ -128,6 +129,17 @@ def test_all_cases_of_transformers_are_measured(fakes, model):
     results = run("transformers", model)
     assert COMPILED not in results["cases"]
     assert "`CppError: no compiler`" in rates.rates_table("transformers", results)
+
+
+@pytest.mark.parametrize("peer", rates.PEERS)
+def test_the_table_reads_the_record_of_the_command(fakes, model, peer, monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "TRIALS", tmp_path)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)  # of this process
+    command = ["rates", peer, "--model", str(model), "--threads", "1", "--quick"]
+    monkeypatch.setattr(sys, "argv", command)
+    rates.main()
+    results = record.read(rates.PEERS[peer].record, tmp_path)["results"]
+    assert results["model"] in str(model) and rates.rates_table(peer, results)
 
 
 @pytest.mark.parametrize(
