@@ -1,7 +1,7 @@
 """Workarounds for XLA:CPU in the XLA forms of the kernels.
 
 Each says what XLA does without it, and where that was measured: in a row of the record
-`workarounds`, which evals/speed/workarounds.py makes. The compiled form is the same on all
+`workarounds`, which evals/benchmarks/cpu_forms.py makes. The compiled form is the same on all
 platforms.
 """
 

@@ -20,7 +20,7 @@ an environment of its own, built from its source package for this CPU:
 transformers runs the same float32 weights eager, with sdpa attention and a DynamicCache, and with
 its forward compiled by torch.compile over a StaticCache; where that does not compile, `compile` has
 the error. Compiled is the step of one token; the prompt is read eagerly, as in `generate`. All
-cases must generate equal tokens. The extra `parity` installs transformers and torch.
+cases must generate equal tokens. The group `peers` installs transformers and torch.
 
 Run it on an idle machine. The threads of both peers wait for each other after every operation, so
 another program on these cores slows them much more than jaxkv (not recorded).

@@ -18,7 +18,7 @@ from tests.lab import parts
 )
 def test_a_part_runs_when_its_files_changed(name, path):
     assert parts.reason(parts.PARTS[name], ["LICENSE", path]) == f"{path} changed"
-    assert parts.reason(parts.PARTS[name], ["jaxkv/driver.py", "evals/speed/soak.py"]) == ""
+    assert parts.reason(parts.PARTS[name], ["jaxkv/driver.py", "evals/benchmarks/soak.py"]) == ""
 
 
 def test_tests_of_other_tiers_run_none_of_the_lab():
