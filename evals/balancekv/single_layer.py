@@ -33,7 +33,7 @@ from jaxkv.evals.lib.record import (
 )
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import stretches_of
-from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights
@@ -279,13 +279,13 @@ def show(results: dict[str, Any]) -> None:
 DEFAULT, REAL = "single_layer", "single_layer_135m"  # records: the default model, SmolLM2-135M
 UNBALANCED = ("uniform, weighted", "uniform", "stratified")
 CLAIMS = (
-    *(Claim("Figure 3, Llama-3.1-8B and Ministral-8B",
+    *(claim("Figure 3, Llama-3.1-8B and Ministral-8B",
             "At equal budgets, balanced tokens (walk) have a lower attention error than uniform "
             "samples, with weights or without, and than stratified ones", record,
             *(below("by_stretch/balance, walk/{rounds}", f"by_stretch/{name}/{{rounds}}")
               for name in UNBALANCED), unit="error")
       for record in (DEFAULT, REAL)),
-    Claim("Table 1, LongBench-E, 25 %: 44.99 against 42.51, 44.57, 44.03, 44.82",
+    claim("Table 1, LongBench-E, 25 %: 44.99 against 42.51, 44.57, 44.03, 44.82",
           "End to end BalanceKV beats StreamingLLM, SnapKV, PyramidKV and uniform sampling", "",
           needs="an 8B model and LongBench"),
 )  # fmt: skip

@@ -36,7 +36,7 @@ from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
-from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Statement, above, below, claim, within
 from jaxkv.evals.reservoir import attention_error
 from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached
 from jaxkv.models.generation.score import gather
@@ -202,14 +202,14 @@ def positions_without_token(size: TreeSize, num_evicted: jax.Array, rng: jax.Arr
 
 THREE, TWO = named(FIRST), "2 x 64"  # levels x block; the second is the default
 CLAIMS = (
-    Claim("not claimed",
+    claim("not claimed",
           "At equal bytes, a merge-and-reduce tree of two levels and a longer window cache more "
           "tokens than three levels",
           "tree_slots", above(f"rows/{TWO}/cached", f"rows/{THREE}/cached"), unit="tokens"),
-    Claim("not claimed", "Two levels and a longer window lose less than three levels",
+    claim("not claimed", "Two levels and a longer window lose less than three levels",
           "tree_slots",
           below(f"rows/{TWO}/loss_over_base_by_text", f"rows/{THREE}/loss_over_base_by_text")),
-    Claim("not claimed", "Without holes in the cache-relative positions of a sample, the loss is "
+    claim("not claimed", "Without holes in the cache-relative positions of a sample, the loss is "
           "lower", "tree_slots", below("holes/over_holes")),
 )  # fmt: skip
 

@@ -32,12 +32,12 @@ from jaxkv.evals.lib.record import Record, read, run_command, standard_error
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
 from jaxkv.evals.lib.verdict import (
-    Claim,
     Comparison,
     Derived,
     Statement,
     above,
     below,
+    claim,
     decisions,
     within,
 )
@@ -202,27 +202,27 @@ def less_loss(name: str) -> list[Comparison]:
 
 
 CLAIMS = (
-    Claim("our bar", "`snapkv` has kvpress's loss, within 0.02 nats at every length and ratio",
+    claim("our bar", "`snapkv` has kvpress's loss, within 0.02 nats at every length and ratio",
           "peers", same_loss("snapkv")),
-    Claim("our bar",
+    claim("our bar",
           "`expected-attention`, `keydiff` and the ends of a prompt (kvpress's StreamingLLM) have "
           "kvpress's loss, within 0.02 nats", "peers",
           *map(same_loss, ("expected-attention", "keydiff", cases.ENDS))),
-    Claim("our bar", "With kvpress's budgets, where they form a pyramid, `pyramidkv` has its loss, "
+    claim("our bar", "With kvpress's budgets, where they form a pyramid, `pyramidkv` has its loss, "
           "within 0.02 nats", "peers", same_loss(cases.BUDGETS)),
-    Claim("explains the difference",
+    claim("explains the difference",
           "`streaming` differs from kvpress's StreamingLLM because it evicts while it reads: ends "
           "chosen after full attention have kvpress's loss", "peers", same_loss(cases.ENDS),
           seen=[*map(below, STREAMING)]),
-    Claim("Expected Attention, kvpress's board",
+    claim("Expected Attention, kvpress's board",
           "Expected attention loses less than SnapKV, KeyDiff and StreamingLLM at every ratio",
           "peers", *less_loss("expected-attention")),
-    Claim("LongBench-E, a quarter of Llama-3.1-8B's cache: 44.99, against 44.82, 44.57 and 44.03",
+    claim("LongBench-E, a quarter of Llama-3.1-8B's cache: 44.99, against 44.82, 44.57 and 44.03",
           "`balance` loses less than a uniform sample, SnapKV and PyramidKV",
           "peers", *less_loss("balance")),
-    Claim("kvpress's board", "AdaKV and KVzap lose less than SnapKV", "",
+    claim("kvpress's board", "AdaKV and KVzap lose less than SnapKV", "",
           needs="heads with different numbers of slots, and a trained scorer of keys"),
-    Claim("our bar", "Streaming in llama.cpp and transformers has the same loss", "",
+    claim("our bar", "Streaming in llama.cpp and transformers has the same loss", "",
           needs="losses of llama.cpp beyond its context; transformers has no cache with sinks"),
 )  # fmt: skip
 

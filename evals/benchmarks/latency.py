@@ -37,7 +37,7 @@ from jaxkv.evals.lib.timing import (
     time_rounds,
     timed,
 )
-from jaxkv.evals.lib.verdict import Claim, above, below
+from jaxkv.evals.lib.verdict import claim, above, below
 from jaxkv.models.generation.decoding import BLOCK, compiled_decode_block
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
@@ -188,11 +188,11 @@ PARTS: dict[str, Callable[[Llm, Pair, Scale], dict[str, Any]]] = {
 }
 
 CLAIMS = (
-    Claim("Figure 10: Llama-2 7B and 13B, caches of 256 to 4096, one A6000",
+    claim("Figure 10: Llama-2 7B and 13B, caches of 256 to 4096, one A6000",
           "With a cache of 4,096 tokens, a token is over 22.2 times as fast as with "
           "re-computation of a sliding window",
           "latency", above("recompute/most", 22.2), unit="times", model=f"{RANDOM} (110M)"),
-    Claim("section 1: constant memory and time",
+    claim("section 1: constant memory and time",
           "A token after 1,000,000 others takes at most 1.05 times one after 1,000 (medians)",
           "latency", below("seen/ratio/1000000", 1.05, sure=False), unit="times", model=STORIES),
 )  # fmt: skip

@@ -316,7 +316,7 @@ def missed_bars(results: dict[str, Any]) -> dict[str, int]:
 
 
 CLAIMS = (
-    Claim("not claimed",
+    claim("not claimed",
           "When clients disconnect, no answer changes, and no bar on leaks and fairness is missed",
           "soak", within("policies/{policy}/{batch}/wrong"), within(missed_bars), unit="count"),
 )  # fmt: skip

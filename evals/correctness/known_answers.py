@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxkv.evals.correctness.agreement import reported_by
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
 
 TESTS = {
     "reservoir": "tests/core/policies/test_reservoir.py",
@@ -67,18 +67,18 @@ def parameters(test: str) -> str:
 
 
 RESERVOIR = (
-    Claim("equations 1 and 2, Figure 4",
+    claim("equations 1 and 2, Figure 4",
           "Every evicted token is equally likely to be sampled: chi-square with 63 degrees of "
           "freedom is below 119.9, by the equations (`uniform`) and the pseudocode (`geometric`)",
           "known_answers", below(chi_squares, ACCEPTED), unit="count"),
 )  # fmt: skip
 BALANCEKV = (
-    Claim("theorem 3.1",
+    claim("theorem 3.1",
           "On vectors of a known distribution, in order and permuted, balancing has less than 0.9 "
           "times the error of weighted uniform sampling, with practical constants (walk) and the "
           "theorem's",
           "known_answers", below(largest_ratios, 0.9), unit="times"),
-    Claim("theorem 3.1",
+    claim("theorem 3.1",
           "The error falls as 1/t with the memory t, not as 1/sqrt t: the slope of their "
           "logarithms is below -0.75",
           "known_answers", below(slopes_of_papers, -0.75), unit="number"),

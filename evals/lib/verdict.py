@@ -3,7 +3,7 @@
 An experiment's module lists its claims; `verdict` decides them all. A comparison holds if the whole
 interval of the measurement is on the claimed side: two standard errors, or the range of the rounds.
 
-    Claim("Table 1: 5158 against 5.40", "A window alone loses over 0.1 nats", "streaming_tables",
+    claim("Table 1: 5158 against 5.40", "A window alone loses over 0.1 nats", "streaming_tables",
           above("tables/{size}/rows/0+{size}", by=0.1))
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -71,8 +70,7 @@ def within(case: str | Derived, base: str | float = 0.0, by: float = 0.0, sure: 
     return Comparison(case, "=", base, by, sure)
 
 
-@dataclass(frozen=True, init=False)
-class Claim:
+class Claim(NamedTuple):
     """A sentence that comparisons decide.
 
     paper: where the paper says it, with its figure. says: the claim. record: the record that
@@ -85,20 +83,17 @@ class Claim:
     paper: str
     says: str
     record: str
-    comparisons: tuple[Comparison, ...]
-    unit: str
-    beside: str
-    needs: str
-    seen: tuple[Comparison, ...]
-    model: str
+    comparisons: Sequence[Comparison]
+    unit: str = "nats"
+    beside: str = ""
+    needs: str = ""
+    seen: Sequence[Comparison] = ()
+    model: str = ""
 
-    def __init__(
-        self, paper: str, says: str, record: str, *comparisons: Comparison, unit: str = "nats",
-        beside: str = "", needs: str = "", seen: Sequence[Comparison] = (), model: str = "",
-    ) -> None:  # fmt: skip
-        values = (paper, says, record, comparisons, unit, beside, needs, tuple(seen), model)
-        for field, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, field, value)
+
+def claim(paper: str, says: str, record: str, *comparisons: Comparison, **fields: Any) -> Claim:
+    """A claim; its comparisons stand as arguments of their own."""
+    return Claim(paper, says, record, comparisons, **fields)
 
 
 class Statement(NamedTuple):
@@ -164,8 +159,11 @@ def differences(case: Any, base: Any) -> Value:
     return Value(x.middle - y.middle, x.low - y.high, x.high - y.low, x.by or y.by)
 
 
-def matches(results: Any, path: str) -> Iterator[tuple[dict[str, str], Any]]:
-    """The values at a path, each with the keys that its names stand for."""
+def matches(results: Any, path: str) -> list[tuple[dict[str, str], Any]]:
+    """The values at a path, each with the keys that its names stand for.
+
+    Raises ValueError where the results have none.
+    """
 
     def walk(at: Any, parts: Sequence[str], keys: dict[str, str]) -> Iterator[Any]:
         if not parts:
@@ -173,24 +171,27 @@ def matches(results: Any, path: str) -> Iterator[tuple[dict[str, str], Any]]:
             return
         part = NAME.sub(lambda name: keys.get(name[1], name[0]), parts[0])
         name = NAME.fullmatch(part)
-        if name:
-            for key in range(len(at)) if isinstance(at, list) else at:
-                yield from walk(at[key], parts[1:], keys | {name[1]: str(key)})
-        elif isinstance(at, list):
-            yield from walk(at[int(part)], parts[1:], keys)
-        elif part in at:
-            yield from walk(at[part], parts[1:], keys)
+        if isinstance(at, list):
+            at = {str(number): item for number, item in enumerate(at)}
+        if not isinstance(at, dict):
+            return
+        for key in at if name else at.keys() & {part}:
+            yield from walk(at[key], parts[1:], keys | {name[1]: key} if name else keys)
 
-    yield from walk(results, [part for part in path.split("/") if part], {})
+    values = list(walk(results, [part for part in path.split("/") if part], {}))
+    if not values:
+        raise ValueError(f"a path must match a measurement, {path!r} matches none; correct it")
+    return values
 
 
 def decisions(comparison: Comparison, results: Results) -> Iterator[Decision]:
     """Every case of a comparison."""
     case, direction, base, by, sure = comparison
-    if callable(case):
-        pairs = [({"case": name}, data) for name, data in case(results).items()]
-    else:
-        pairs = list(matches(results, case))
+    pairs = (
+        [({"case": name}, data) for name, data in case(results).items()]
+        if callable(case)
+        else matches(results, case)
+    )
     for keys, data in pairs:
         if isinstance(base, str):
             (reference,) = matches(results, NAME.sub(lambda name, k=keys: k[name[1]], base))

@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
-from jaxkv.evals.lib.verdict import Claim, above
+from jaxkv.evals.lib.verdict import above, claim
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig import policy as magicpig
@@ -225,7 +225,7 @@ def bytes_read(
 
 
 CLAIMS = (
-    Claim("1.5 to 5 times the throughput, caches on a CPU",
+    claim("1.5 to 5 times the throughput, caches on a CPU",
           "Attention of one KV head by hash tables is over 1.5 times as fast as the best dense "
           "form on a CPU, by tokens", "lookup",
           above("sizes/{tokens}/times_faster", 1.5), unit="times"),

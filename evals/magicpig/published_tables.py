@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.evals.lib.measured_on import SYNTHETIC
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, above, within
+from jaxkv.evals.lib.verdict import Derived, Results, above, claim, within
 from jaxkv.evals.magicpig.inclusion import isotropic, orthogonal
 
 WITHIN_7, WITHIN_8 = 0.01, 0.2  # relative tolerance
@@ -122,20 +122,20 @@ def counted(results: Results) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("Table 7", "By formula, the bytes of hash tables differ from the published, rounded "
+    claim("Table 7", "By formula, the bytes of hash tables differ from the published, rounded "
           "ones by at most 3 %", "sampling", within(table_sizes, by=0.03), unit="share",
           model="formulas"),
-    Claim("Table 8", "Isotropic keys of dimension 88 give the published shares within 20 %",
+    claim("Table 8", "Isotropic keys of dimension 88 give the published shares within 20 %",
           "sampling", within(table_8_shares("isotropic"), by=0.2), unit="share", model=SYNTHETIC),
-    Claim("Table 8, equation 21", "Equation 21 gives the published shares within 20 %",
+    claim("Table 8, equation 21", "Equation 21 gives the published shares within 20 %",
           "sampling", within(table_8_shares("equation 21"), by=0.2), unit="share",
           model="formulas"),
-    Claim("Table 8", "Tables find the computed share of isotropic keys within 5 %", "sampling",
+    claim("Table 8", "Tables find the computed share of isotropic keys within 5 %", "sampling",
           within(counted, by=0.05), unit="share", model=SYNTHETIC),
-    Claim("appendix G", "Top-k overestimates the mean of the zoo example, by budget", "sampling",
+    claim("appendix G", "Top-k overestimates the mean of the zoo example, by budget", "sampling",
           above("tables/zoo/budgets/{budget}/top_k", "tables/zoo/mean"), unit="number",
           model=SYNTHETIC),
-    Claim("appendix G", "A sample estimates the mean of the zoo example within 0.05, by budget",
+    claim("appendix G", "A sample estimates the mean of the zoo example within 0.05, by budget",
           "sampling",
           within("tables/zoo/budgets/{budget}/mean_of_samples", "tables/zoo/mean", by=0.05),
           unit="number", model=SYNTHETIC),

@@ -31,11 +31,11 @@ from jaxkv.evals.lib.measured_on import REAL, SYNTHETIC
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.lib.verdict import (
-    Claim,
     Derived,
     Results,
     above,
     below,
+    claim,
     decisions,
     within,
 )
@@ -334,65 +334,65 @@ def deviations(results: Results) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("Figures 3, 5: up to 4 times",
+    claim("Figures 3, 5: up to 4 times",
           "On synthetic attention, oracle samples of 5 % and tables of K=10, L=150 have a lower "
           "error than as many top-k keys", "sampling",
           below("drawn/{deviation}/oracle/0.05/error", "drawn/{deviation}/topk/0.05/error"),
           below("drawn/{deviation}/by_tables/0/magicpig/error",
                 "drawn/{deviation}/by_tables/0/topk/error"),
           unit="error", model=SYNTHETIC),
-    Claim("Figures 3, 5: near 12k of 16k",
+    claim("Figures 3, 5: near 12k of 16k",
           "On synthetic attention, top-k has the lower error from 60 to 85 % of the keys on "
           "(100 %: never)", "sampling",
           within(crossings, 0.725, by=0.125), unit="share", model=SYNTHETIC),
-    Claim("Figures 3, 5",
+    claim("Figures 3, 5",
           "With 5 % of the keys, oracle sampling has an error two standard errors below top-k's in "
           "over half of the layers (budgets: of all keys; captured: with exact ends)", "sampling",
           above(lower_than_topk("oracle", "budgets", "0.05"), 0.5),
           above(lower_than_topk("oracle", "captured", "0.05"), 0.5),
           unit="share", model=REAL),
-    Claim("Figure 4",
+    claim("Figure 4",
           "On synthetic attention whose top fifth of the keys has 70 to 80 % of the weight, top-k "
           "with this fifth has an error of 15 to 20 %", "sampling",
           within(topk_errors, 0.175, by=0.025), unit="share", model=SYNTHETIC),
-    Claim("Figure 4", "In a layer, the top fifth of the keys has 70 to 80 % of the weight",
+    claim("Figure 4", "In a layer, the top fifth of the keys has 70 to 80 % of the weight",
           "sampling", within("models/{model}/long_tail/{layer}/all/weight", 0.75, by=0.05),
           unit="share", model=REAL),
-    Claim("Figure 8b, c: up to 3 % and 8 % of a score",
+    claim("Figure 8b, c: up to 3 % and 8 % of a score",
           "Keys selected by hash tables have an error two standard errors below that of as many "
           "top-k keys in over half of 20 cases (layers, shares)", "sampling",
           above(lower_than_topk("magicpig"), 0.5), unit="share", model=REAL),
-    Claim("vAttention (arXiv 2510.05688), section 4",
+    claim("vAttention (arXiv 2510.05688), section 4",
           "The largest logits and a sample (`vattention`) have an error two standard errors below "
           "that of as many top-k keys in over half of 20 cases", "sampling",
           above(lower_than_topk("vattention"), 0.5), unit="share", model=REAL),
-    Claim("not claimed", "At equal shares, `magicpig` has a lower error than any other method",
+    claim("not claimed", "At equal shares, `magicpig` has a lower error than any other method",
           "sampling", below(over_best), unit="error", model=REAL),
-    Claim("Figure 8a", "Without centring, tables that find 2 % of centred keys find under 0.1 %",
+    claim("Figure 8a", "Without centring, tables that find 2 % of centred keys find under 0.1 %",
           "sampling", below("models/{model}/captured/magicpig, uncentred/0.02/share", 0.001),
           unit="share", model=REAL),
-    Claim("Figure 8a", "Without centring, these tables have a higher error in every layer",
+    claim("Figure 8a", "Without centring, these tables have a higher error in every layer",
           "sampling", above(error_path(UNCENTRED, "0.02"), error_path("magicpig", "0.02")),
           unit="error", model=REAL),
-    Claim("Figures 2c, 9: -0.9 to -0.8",
+    claim("Figures 2c, 9: -0.9 to -0.8",
           "In layers with a sink (over 30 % of the attention), its key has a cosine under -0.8 "
           "with the mean key, averaged over heads", "sampling",
           below(in_sink_layers("sink key with mean key"), -0.8, sure=False),
           unit="error", model=REAL, beside="attention_maps"),
-    Claim("Figures 2c, 9: above 0.99 and 0.9",
+    claim("Figures 2c, 9: above 0.99 and 0.9",
           "In layers with a sink, sink keys of two texts have a cosine above 0.99, averaged over "
           "heads", "sampling",
           above(in_sink_layers("sink keys of two stretches"), 0.99, sure=False),
           unit="error", model=REAL, beside="attention_maps"),
-    Claim("Figures 2c, 9: above 0.99 and 0.9",
+    claim("Figures 2c, 9: above 0.99 and 0.9",
           "In layers with a sink, mean keys of two texts have a cosine above 0.9, averaged over "
           "heads", "sampling",
           above(in_sink_layers("mean keys of two stretches"), 0.9, sure=False),
           unit="error", model=REAL, beside="attention_maps"),
-    Claim("Figure 10", "The log distance of values from the output varies under a quarter as much "
+    claim("Figure 10", "The log distance of values from the output varies under a quarter as much "
           "as logits (standard deviations over keys)", "sampling",
           below(deviations, 0.25), unit="times", model=REAL),
-    Claim("Figure 11", "In layers with a sink, the sink's value is under half as long as others, "
+    claim("Figure 11", "In layers with a sink, the sink's value is under half as long as others, "
           "averaged over heads", "sampling",
           below(in_sink_layers("value of the sink over others"), 0.5, sure=False),
           unit="times", model=REAL, beside="attention_maps"),

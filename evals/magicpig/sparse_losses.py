@@ -27,7 +27,7 @@ from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, run_command, spread
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
-from jaxkv.evals.lib.verdict import Claim, Results, above, below
+from jaxkv.evals.lib.verdict import Results, above, below, claim
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.magicpig.matched_budgets import (
     ASKED,
@@ -325,28 +325,28 @@ def over_ends(results: Results) -> dict[str, Any]:
 
 
 CLAIMS = (
-    *(Claim("RULER 86.4 of 88.7, LongBench 70.3 of 71.2, with 2 % of the keys",
+    *(claim("RULER 86.4 of 88.7, LongBench 70.3 of 71.2, with 2 % of the keys",
             f"After {tokens} tokens, `magicpig` with 2 to 20 % of the keys loses under a tenth of "
             "what sinks and window alone lose", name, below(over_ends, 0.1), unit="share")
       for name, tokens in RECORDS.items()),
-    *(Claim("RULER 87.6 against 82.1",
+    *(claim("RULER 87.6 against 82.1",
             f"After {tokens} tokens, `magicpig` loses less than Quest at equal shares, by more "
             "than two standard errors", name,
             below(loss_path("magicpig") + "/each", loss_path("quest") + "/each"))
       for name, tokens in RECORDS.items()),
-    *(Claim("RULER 86.4 of 88.7",
+    *(claim("RULER 86.4 of 88.7",
             f"In {tokens} tokens, `magicpig` recalls facts at most 10 points less often than full "
             "attention", name,
             above("tasks/{task}/{tokens}/ratios/{budget}/magicpig/score",
                   "tasks/{task}/{tokens}/full/score", by=-LOSS), unit="points")
       for name, tokens in TASKS.items()),
-    *(Claim("RULER 87.6 against 82.1",
+    *(claim("RULER 87.6 against 82.1",
             f"In {tokens} tokens, `magicpig` recalls facts over 10 points more often than Quest",
             name,
             above("tasks/{task}/{tokens}/ratios/{budget}/magicpig/score",
                   "tasks/{task}/{tokens}/ratios/{budget}/quest/score", by=LOSS), unit="points")
       for name, tokens in TASKS.items()),
-    Claim("RULER 86.4 of 88.7", "The published scores on RULER and LongBench", "",
+    claim("RULER 86.4 of 88.7", "The published scores on RULER and LongBench", "",
           needs="an 8B model, RULER and LongBench"),
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
-from jaxkv.evals.lib.verdict import Claim, Results, above
+from jaxkv.evals.lib.verdict import Results, above, claim
 from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.loading.llm import Llm
@@ -172,9 +172,9 @@ def bytes_over_full(results: Results) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("not claimed", "With its tables, the cache of `magicpig` is larger than that of `full`",
+    claim("not claimed", "With its tables, the cache of `magicpig` is larger than that of `full`",
           "sparse_tokens", above(bytes_over_full, 1), unit="times"),
-    Claim("1.5 to 5 times the throughput",
+    claim("1.5 to 5 times the throughput",
           "Decoding after long prompts is over 1.5 times as fast as under `full`, by tokens",
           "sparse_tokens", above("{tokens}/times_faster", 1.5), unit="times"),
 )  # fmt: skip

@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.record import Record, run_command
-from jaxkv.evals.lib.verdict import Claim, Results, below
+from jaxkv.evals.lib.verdict import Results, below, claim
 from jaxkv.evals.magicpig.heads import (
     CapturedLayer,
     Estimate,
@@ -254,10 +254,10 @@ def error_ratios(results: Results) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("appendix F: future work",
+    claim("appendix F: future work",
           "A cross-polytope hash needs smaller tables than simhash, for an error of 0.05 to 0.2 "
           "with 10 to 40 % of the keys read", "tune_lsh", below(table_ratios, 1), unit="times"),
-    Claim("appendix F: future work",
+    claim("appendix F: future work",
           "With tables of any size and 2 to 20 % read, a cross-polytope hash has a lower error "
           "than simhash (ratio)", "tune_lsh", below(error_ratios, 1), unit="times"),
 )  # fmt: skip

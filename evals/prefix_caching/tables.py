@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Statement, above, below, claim, within
 from jaxkv.state.memory import show
 
 LINEAR = 0.99  # R² of a linear fit
@@ -36,29 +36,29 @@ def bytes_over_full(results: dict[str, Any]) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("Figure 1, no values", "The hit rate grows almost linearly with the share of frequent "
+    claim("Figure 1, no values", "The hit rate grows almost linearly with the share of frequent "
           "prompts: R² of a linear fit over 0.99", "prefix_replay", above(linear_fit, LINEAR),
           unit="error"),
-    Claim("section 3.2", f'Equal prompts ("What is your name?") hit in {REPORTED} %, within one '
+    claim("section 3.2", f'Equal prompts ("What is your name?") hit in {REPORTED} %, within one '
           "point", "prefix_replay",
           within("report/what_is_your_name/rekey, block 16", REPORTED, by=1, sure=False),
           unit="percent"),
-    Claim("section 3.2", "They hit so seldom because their answers differ: equal answers raise the "
+    claim("section 3.2", "They hit so seldom because their answers differ: equal answers raise the "
           "hit rate", "prefix_replay",
           above("report/greedy", "report/identical/rekey, block 16/16"), unit="percent"),
-    Claim("Figure 2: 459.22 against 416.92 answers per second of equal prompts",
+    claim("Figure 2: 459.22 against 416.92 answers per second of equal prompts",
           "Prefix caching raises answers per second by over 5 % at every share of frequent prompts",
           "prefix_engine", above("report/shares/{p}/times_faster", 1, by=0.05), unit="times"),
-    Claim("section 4, no figure", "Chained block hashes take less time than hashes of all tokens "
+    claim("section 4, no figure", "Chained block hashes take less time than hashes of all tokens "
           "before (microseconds for 4,096 tokens)", "prefix_replay",
           below("speed/microseconds_of_4096_tokens/chained",
                 "speed/microseconds_of_4096_tokens/direct"), unit="count"),
-    Claim("not claimed", f"{STATES[-1]} snapshots of an evicting cache save over 90 % of the "
+    claim("not claimed", f"{STATES[-1]} snapshots of an evicting cache save over 90 % of the "
           "prefill that all pages of a full cache save", "agents",
           above(f"policies/{{policy}}/entries/{STATES[-1]}/of_full", 0.9), unit="share"),
-    Claim("not claimed", f"{STATES[-1]} snapshots of an evicting cache take under a tenth of the "
+    claim("not claimed", f"{STATES[-1]} snapshots of an evicting cache take under a tenth of the "
           "bytes of these pages", "agents", below(bytes_over_full, 0.1), unit="share"),
-    Claim("not claimed", "Recorded requests are served faster with prefix caching", "prefix_engine",
+    claim("not claimed", "Recorded requests are served faster with prefix caching", "prefix_engine",
           *(above(f"{load}/{{policy}}/times_faster", 1) for load in LOADS), unit="times"),
 )  # fmt: skip
 

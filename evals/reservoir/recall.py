@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.training.pretrain import pretrain
 from jaxkv.models.training.recipes import Recipe, read_recipe
@@ -230,17 +230,17 @@ SAMPLES = ("reservoir", "stratified", "balance-stream")
 SIZES = ("reservoir, sample 16", "reservoir", "reservoir, sample 256")
 NO_FIGURE = "sections 6 and 7, no figure"
 RESERVOIR = (
-    Claim(NO_FIGURE,
+    claim(NO_FIGURE,
           "About evicted parts of a context, a sample answers over 5 percentage points more "
           "needles and pass keys than streaming",
           "tasks", above(evicted_needles, FELT), unit="points"),
-    Claim(NO_FIGURE,
+    claim(NO_FIGURE,
           "In small models, a sample answers over 5 percentage points more questions about evicted "
           "facts than streaming, by the equations and by the pseudocode (geometric)",
           "recall",
           above(gains([(name, "streaming") for name in ("reservoir", "reservoir, geometric")],
                       EVICTED), FELT), unit="points"),
-    Claim("section 6, no figure",
+    claim("section 6, no figure",
           "A sample of 64 tokens answers over 5 percentage points more questions about evicted "
           "facts than one of 16, and one of 256 as many more than that",
           "recall",
@@ -248,7 +248,7 @@ RESERVOIR = (
           unit="points"),
 )  # fmt: skip
 BALANCEKV = (
-    Claim("not claimed",
+    claim("not claimed",
           "In small models BalanceKV answers over 5 percentage points more questions than uniform "
           "sampling, SnapKV, PyramidKV and StreamingLLM",
           "recall",

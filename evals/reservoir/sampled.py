@@ -21,7 +21,7 @@ from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
-from jaxkv.evals.lib.verdict import Claim, below
+from jaxkv.evals.lib.verdict import below, claim
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -122,7 +122,7 @@ def time_compression(llm: Llm, options: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"token": token, "compression": time_compression}
 
 CLAIMS = (
-    Claim("section 7, no figure: efficiency does not decline",
+    claim("section 7, no figure: efficiency does not decline",
           "A token under reservoir sampling takes at most 1.05 times as long as under StreamingLLM",
           "sampled", below("token/ratio/reservoir", 1.05), unit="times"),
 )  # fmt: skip

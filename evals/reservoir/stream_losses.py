@@ -21,7 +21,7 @@ from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, re
 from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
@@ -123,9 +123,9 @@ def over_unweighted(results: Results, weighted: str = "", plain: str = "") -> di
 
 
 CLAIMS = (
-    Claim("not claimed", "Reservoir sampling has a lower loss than StreamingLLM of equal bytes",
+    claim("not claimed", "Reservoir sampling has a lower loss than StreamingLLM of equal bytes",
           "stream_losses", below("rows/reservoir")),
-    Claim("not claimed", "Weights that make a sample unbiased lower the loss", "stream_losses",
+    claim("not claimed", "Weights that make a sample unbiased lower the loss", "stream_losses",
           below(over_unweighted)),
 )  # fmt: skip
 

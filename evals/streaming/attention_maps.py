@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.text import ask_for_texts, tokens_of
-from jaxkv.evals.lib.verdict import Claim, Results, above
+from jaxkv.evals.lib.verdict import Results, above, claim
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
@@ -111,7 +111,7 @@ def shares_over_even(results: Results) -> dict[str, float]:
 
 
 CLAIMS = (
-    Claim("Figure 2: over half of the attention, Llama-2-7B",
+    claim("Figure 2: over half of the attention, Llama-2-7B",
           "Each layer above the two lowest gives the first token over three times its even share",
           "attention_maps", above(shares_over_even, 3), unit="times"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from jaxkv import models
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, make_parser, plain, resident, run_command
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.lib.verdict import Claim, below, within
+from jaxkv.evals.lib.verdict import below, claim, within
 from jaxkv.models.loading.llm import Llm
 from jaxkv.state import batch
 
@@ -170,13 +170,13 @@ def compilations() -> Counter:
 
 RECORDS = {"endless_135m": "400,000", "endless": "4,000,000"}  # and their tokens
 CLAIMS = (
-    *(Claim("Figure 5: flat perplexity over 4 million tokens, ten models of 2.8B to 70B",
+    *(claim("Figure 5: flat perplexity over 4 million tokens, ten models of 2.8B to 70B",
             f"Over {tokens} tokens, also across position 2^32, the loss of each block is within "
             "0.5 % of that with a new cache", record,
             below("summary/worst_change", 0.005), below("summary/worst_change_wrapped", 0.005),
             unit="share")
       for record, tokens in RECORDS.items()),
-    *(Claim("section 1: constant memory",
+    *(claim("section 1: constant memory",
             f"Over {tokens} tokens the state has equal bytes in every block, and every loss is "
             "finite", record,
             within(lambda r: {"sizes of the state": len(set(r["summary"]["state_bytes"]))}, 1),

@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, standard_error
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, above, below, within
+from jaxkv.evals.lib.verdict import above, below, claim, within
 from jaxkv.evals.tasks.score import GATE
 from jaxkv.models.loading.llm import Llm
 
@@ -153,7 +153,7 @@ def answers_table() -> str:
 
 TABLES = {"questions": answers_table}
 CLAIMS = (
-    Claim("Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58",
+    claim("Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58",
           "Questions in a stream are answered as well as by re-computation; a window alone answers "
           "fewer than full attention", "questions",
           within(lambda r: {"4+252 over re-computation": r["right"]["4+252"]["minus"]["reread"]},

@@ -24,7 +24,7 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read, run_command, standard_error
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts, first_tokens
-from jaxkv.evals.lib.verdict import Claim, Results, above, below
+from jaxkv.evals.lib.verdict import Results, above, below, claim
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
 from jaxkv.evals.tasks.generators import DIGITS, THINGS
 from jaxkv.evals.tasks.score import GATE as PASSES
@@ -243,7 +243,7 @@ def distances_table() -> str:
 
 TABLES = {"stream_eval": distances_table}
 CLAIMS = (
-    Claim("StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300",
+    claim("StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300",
           "Numbers within the cache are answered as by full attention, within 10 points; beyond it "
           "under 10 %", "stream_eval", above(within_cache, by=-0.1), below(beyond_cache, 0.1),
           seen=[above(beyond_cache, -1)], unit="share"),

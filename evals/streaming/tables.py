@@ -27,7 +27,7 @@ from jaxkv.evals.lib.paired_losses import (
 )
 from jaxkv.evals.lib.record import Record, read, run_command
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
@@ -135,33 +135,33 @@ def absolute_by_context(results: Results) -> dict[str, Any]:
 
 
 CLAIMS = (
-    Claim("Figure 3", "Full attention loses over 0.1 nats beyond the trained length",
+    claim("Figure 3", "Full attention loses over 0.1 nats beyond the trained length",
           "streaming_tables", above("beyond_context/rows/full", by=LOSES)),
-    Claim("Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40",
+    claim("Table 1, Llama-2-13B, 65K tokens: 0+1024 gives 5158, 4+1020 gives 5.40",
           "A window alone loses over 0.1 nats once it has evicted the first tokens",
           "streaming_tables", *(above(row, by=LOSES) for row in sinks_at_sizes(0))),
-    Claim("Table 1: 5.40 against 5.43",
+    claim("Table 1: 5.40 against 5.43",
           "Four sinks lose at most 0.02 nats over re-computation, which predicts every 64th or "
           "128th token", "streaming_tables",
           above("others/rows/re-computation", by=-SAME), above(f"larger/rows/{LARGE}", by=-SAME)),
-    Claim("Table 1: 5.60 against 5.40",
+    claim("Table 1: 5.60 against 5.40",
           "The first tokens matter by position: four newlines in front lose under 0.04 nats",
           "streaming_tables", below("others/rows/4 newlines+252", 0.04)),
-    Claim("Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54",
+    claim("Table 2, Llama-2-7B, 400K tokens, 0/1/2/4/8: 3360/11.88/10.51/9.59/9.54",
           "One or two sinks lose over 0.02 nats; eight differ from four by less",
           "streaming_tables",
           *(above(row, by=SAME) for sinks in (1, 2) for row in sinks_at_sizes(sinks)),
           *(within(row, by=SAME) for row in sinks_at_sizes(8))),
-    Claim("Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59",
+    claim("Table 6, Llama-2-7B, 4+508/1020/2044/4092: 9.73/9.32/9.08/9.59",
           "A larger cache may lose more than the next smaller one", "streaming_tables",
           *(above(f"table_6/rows/{larger}/loss_over_base_by_text",
                   f"table_6/rows/{smaller}/loss_over_base_by_text")
             for smaller, larger in pairwise(TABLE_6))),
-    Claim("section 3.2",
+    claim("section 3.2",
           "Positions in the text lose over 0.1 nats to positions in the cache, within the trained "
           "context and beyond it", "streaming_tables",
           above(absolute_by_context, by=LOSES)),
-    Claim("published code; section 3.2 suggests otherwise",
+    claim("published code; section 3.2 suggests otherwise",
           "Evicting after attention (our 4+253 is their 4+252) moves the loss by under 0.002 nats",
           "streaming_tables", within("others/rows/4+253", by=0.002)),
 )  # fmt: skip

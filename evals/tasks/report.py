@@ -7,7 +7,7 @@ from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.tasks.budgets import NAMES
 from jaxkv.evals.tasks.score import GATE, wilson
 from jaxkv.state.memory import show
@@ -157,33 +157,33 @@ def as_full(policy: str) -> tuple:
 RULER = "RULER, Table 3: models of 7 billion weights and more, 4,096 tokens"
 PAN = "Pan et al., section 7"
 CLAIMS = (
-    *(Claim(RULER, "Full attention gives at least 90 % right answers", record,
+    *(claim(RULER, "Full attention gives at least 90 % right answers", record,
             within(full_scores(), 1, by=1 - GATE), unit="share")
       for record in ("task_gates", "task_gates_4096")),
-    *(Claim(f"{PAN}: it loses accuracy where a task needs long-term memory",
+    *(claim(f"{PAN}: it loses accuracy where a task needs long-term memory",
             f"A streaming cache answers less than 10 % about evicted text, in {length} tokens",
             record, below(evicted_scores("streaming"), LOSS), unit="share")
       for record, length in LENGTHS.items()),
-    *(Claim(f"{PAN}: accuracy improves",
+    *(claim(f"{PAN}: accuracy improves",
             "With a reservoir sample of the evicted text, the score is under 10 points below full "
             f"attention's, in {length} tokens", record, *as_full("reservoir"), unit="points")
       for record, length in LENGTHS.items()),
-    *(Claim("SnapKV, needle in a haystack, with the question in the prompt",
+    *(claim("SnapKV, needle in a haystack, with the question in the prompt",
             "With SnapKV and the question after the prompt, the score is under 10 points below "
             f"full attention's, in {length} tokens", record, *as_full("snapkv"), unit="points")
       for record, length in LENGTHS.items()),
-    Claim("SnapKV, needle in a haystack",
+    claim("SnapKV, needle in a haystack",
           "With SnapKV and the question in the prompt, the score is under 10 points below full "
           "attention's", "tasks_query_aware", *as_full("snapkv"), unit="points"),
-    *(Claim("MagicPIG, Figure 1: retrieval works",
+    *(claim("MagicPIG, Figure 1: retrieval works",
             "On single facts, the score of top-k attention is under 10 points below full "
             f"attention's, in {length} tokens", record, *as_full("topk"), unit="points")
       for record, length in LENGTHS.items()),
-    Claim("MagicPIG, Figure 1: aggregation does not work",
+    claim("MagicPIG, Figure 1: aggregation does not work",
           "On common and frequent words, the score of top-k attention is over 10 points below full "
           "attention's",
           "task_gates", needs="a model whose full attention solves these tasks"),
-    Claim("RULER, multi-key needles; not claimed for conversations",
+    claim("RULER, multi-key needles; not claimed for conversations",
           "Caches are told apart by several needles at once, and by judged conversations", "",
           needs="a model of billions of weights: SmolLM2-135M solves no task that combines several "
           "places of a text"),

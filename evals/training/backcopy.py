@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
-from jaxkv.evals.lib.verdict import Claim, Derived, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import logged, samples, table_3
@@ -150,12 +150,12 @@ def over_four(kind: str, *sizes: str) -> Derived:
 
 
 CLAIMS = (
-    Claim("Table 3; stream of Guo et al. 2024 (arXiv 2410.13835)",
+    claim("Table 3; stream of Guo et al. 2024 (arXiv 2410.13835)",
           "With a mostly idle head, a trained sink token is needed and enough; plain softmax needs "
           "more", "backcopy",
           above(over_four("token", "0+24"), by=SAME), within(over_four("token", "1+23"), by=SAME),
           above(over_four("none", "1+23"), by=SAME)),
-    Claim("appendix: no gain from a second",
+    claim("appendix: no gain from a second",
           "Without the second of two trained sink tokens, the loss rises by over 0.02 nats",
           "backcopy", above(over_four("two_tokens", "1+23"), by=SAME)),
 )  # fmt: skip

@@ -34,7 +34,7 @@ from jaxkv.evals.lib.record import (
 )
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
@@ -348,20 +348,20 @@ def paired_seeds(results: Results) -> dict[str, int]:
 
 NEEDED = above(losses("none", 0), by=SAME)  # plain softmax depends on its first tokens
 CLAIMS = (
-    Claim("Table 3, 160M, 0/1/2/4 of 1024: 27.87/18.49/18.05/18.05",
+    claim("Table 3, 160M, 0/1/2/4 of 1024: 27.87/18.49/18.05/18.05",
           "With plain softmax, a model loses over 0.02 nats with none of its first tokens, and "
           "with one", "sink_tables", NEEDED, above(losses("none", 1), by=SAME)),
-    Claim("Table 3: 29214/19.90/18.27/18.01",
+    claim("Table 3: 29214/19.90/18.27/18.01",
           "With a zero sink, a model still loses over 0.02 nats with none, and with one",
           "sink_tables", above(losses("zero", 0), by=SAME), above(losses("zero", 1), by=SAME),
           seen=[NEEDED]),
-    Claim("Table 3: 1235/18.01/18.01/18.02",
+    claim("Table 3: 1235/18.01/18.01/18.02",
           "With a trained sink token, that token is needed and enough; plain softmax needs more",
           "sink_tables", above(losses("token", 0), by=SAME), within(losses("token", 1), by=SAME),
           above(losses("none", 1), by=SAME), seen=[NEEDED]),
-    Claim("Figure 6", "A sink token in training raises the loss by under 0.02 nats, over seeds",
+    claim("Figure 6", "A sink token in training raises the loss by under 0.02 nats, over seeds",
           "sink_tables", below(raised_loss, SAME), seen=[above(paired_seeds, 1)]),
-    Claim("Table 4, seven tasks", "A sink token in training does not lower accuracy on tasks",
+    claim("Table 4, seven tasks", "A sink token in training does not lower accuracy on tasks",
           "sink_tables", needs="--zeroshot, and models that are better than chance"),
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.record import read as read_record
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import ask_for_texts
-from jaxkv.evals.lib.verdict import Claim, Derived, Results, Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
@@ -217,24 +217,24 @@ def label(name: str, sinks: int) -> str:
 
 NOT_IN_PAPERS = "not in the papers"
 CLAIMS = (
-    Claim("Table 3, vanilla",
+    claim("Table 3, vanilla",
           "The published model loses over 0.02 nats with none of its first tokens, and with one",
           "sinks_in_front", above(loss(BASE, 0), by=SAME), above(loss(BASE, 1), by=SAME)),
-    Claim("Table 3, learnable sink",
+    claim("Table 3, learnable sink",
           "With all weights trained on, a sink token is needed and enough; without it more first "
           "tokens are needed", "sinks_in_front",
           above(gap("all_token", 0, "all_token", FOUR), by=SAME),
           within(gap("all_token", 1, "all_token", FOUR), by=SAME),
           above(gap("all_none", 1, "all_none", FOUR), by=SAME)),
-    Claim(f"{NOT_IN_PAPERS}; PrefixQuant (Chen et al. 2024, arXiv 2410.05265)",
+    claim(f"{NOT_IN_PAPERS}; PrefixQuant (Chen et al. 2024, arXiv 2410.05265)",
           "One constant token in front of every stream loses under 0.02 nats to four first tokens",
           "sinks_in_front", below(loss("constant", 1), SAME)),
-    Claim(NOT_IN_PAPERS, "One trained vector in front of a frozen model loses nothing to four "
+    claim(NOT_IN_PAPERS, "One trained vector in front of a frozen model loses nothing to four "
           "first tokens", "sinks_in_front", below(loss("frozen_token", 1))),
-    Claim(NOT_IN_PAPERS, "Logits per head, trained in a frozen model, lower the loss without first "
+    claim(NOT_IN_PAPERS, "Logits per head, trained in a frozen model, lower the loss without first "
           "tokens by over 0.3 nats, to under 0.02 nats above four first tokens", "sinks_distilled",
           below(gap("text", 0, BASE, 0), by=0.3), below(loss("text", 0), SAME)),
-    Claim(NOT_IN_PAPERS, "Logits distilled from the model lose over 0.02 nats less than logits "
+    claim(NOT_IN_PAPERS, "Logits distilled from the model lose over 0.02 nats less than logits "
           "trained on text", "sinks_distilled", below(gap("distilled", 0, "text", 0), by=SAME)),
 )  # fmt: skip
 ROWS = (  # of the table: record, variant, and how the model was changed

@@ -11,10 +11,11 @@ from jaxkv.evals.lib.verdict import (
     NOT,
     PART,
     UNSEEN,
-    Claim,
+    Statement,
     Value,
     above,
     below,
+    claim,
     decide,
     measured,
     summary,
@@ -80,19 +81,29 @@ def test_pairs_are_compared_as_pairs():
     assert not outcome.holds
 
 
-@pytest.mark.parametrize(
-    "values, expected", [((1, 1), HOLDS), ((1, -1), PART), ((-1, -1), NOT), ((), UNSEEN)]
-)
+@pytest.mark.parametrize("values, expected", [((1, 1), HOLDS), ((1, -1), PART), ((-1, -1), NOT)])
 def test_a_claim_holds_in_all_cases_in_some_or_in_none(values, expected):
     results = {"cases": {f"case {n}": x for n, x in enumerate(values)}}
-    assert decide(Claim("", "", "", above("cases/{name}")), results)[1] == expected
+    assert decide(claim("", "", "", above("cases/{name}")), results)[1] == expected
+    assert decide(claim("", "", "", above(lambda _: {})), results)[1] == UNSEEN
 
 
 def test_an_effect_that_did_not_occur_tells_nothing():
-    claim = Claim("", "", "", above("x"), seen=[above("gate", 0.9)])
-    assert decide(claim, {"x": 1, "gate": 0.5})[1] == UNSEEN
-    assert decide(claim, {"x": 1, "gate": 0.95})[1] == HOLDS
-    assert decide(claim, {"x": 1})[1] == UNSEEN
+    gated = claim("", "", "", above("x"), seen=[above("gate", 0.9)])
+    assert decide(gated, {"x": 1, "gate": 0.5})[1] == UNSEEN
+    assert decide(gated, {"x": 1, "gate": 0.95})[1] == HOLDS
+
+
+@pytest.mark.parametrize("comparison", [above("y"), above("x", "y"), above("x/{case}/z")])
+def test_a_path_that_matches_nothing_is_an_error(comparison):
+    """In a claim, in its base, in the effect that must occur, and in a statement."""
+    for decided in (
+        claim("", "", "", comparison),
+        claim("", "", "", above("x/a"), seen=[comparison]),
+        Statement("", "", "", [comparison]),
+    ):
+        with pytest.raises(ValueError, match="matches none"):
+            decide(decided, {"x": {"a": 1}})
 
 
 def test_many_cases_are_summarised():
