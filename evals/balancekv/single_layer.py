@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -20,28 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
-from jaxkv.contract import Chunk, Policy, Spec, State
-from jaxkv.driver import step
-from jaxkv.evals.lib.record import (
-    Record,
-    make_parser,
-    read,
-    run_command,
-    spread,
-    standard_error,
-)
+from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.evals.lib.record import read, spread, standard_error
+from jaxkv.evals.lib.run import DEFAULT as OURS
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import stretches_of
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
-from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder, Weights
+from jaxkv.evals.magicpig import heads
+from jaxkv.evals.magicpig.heads import QUERIES
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policy_spec import parse_policy
 from jaxkv.typing import Bool, Float32
 
-ENDS, QUERIES, CHUNK = 64, 64, 64  # tokens at each end, test queries, tokens per prefill chunk
+ENDS = 64  # tokens at each end
 BLOCK = 256  # tokens that `balance` halves together
 WINDOW = 32  # of SnapKV: the queries whose attention it uses
 METHODS = {  # names in tables and plots; `rounds` is added
@@ -55,104 +45,45 @@ METHODS = {  # names in tables and plots; `rounds` is added
 }
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.balancekv.single_layer", __doc__)
-    parser.add_argument("--model", default=None, help="a model folder or Hub id (default: ours)")
-    parser.add_argument("--text", required=True, type=Path, nargs="+",
-                        help="texts, or a folder of books, which is one text")  # fmt: skip
-    parser.add_argument("--tokens", type=int, help="in the cache (default: the model's context)")
-    parser.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3, 4], help="T")
-    parser.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--name", default="single_layer", help="name of the record")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    *heads.FLAGS,
+    flag("--rounds", (1, 2, 3, 4), "T"),
+    flag("--seeds", 10, minimum=1),
+)
 
-    llm = models.load(*([options.model] if options.model else []))
-    tokens = options.tokens or llm.config.context - QUERIES
-    length = tokens + QUERIES
-    if tokens < 2 * ENDS + BLOCK:
-        parser.error(f"--tokens must be at least {2 * ENDS + BLOCK}, got {tokens}")
-    ids, files = stretches_of(llm, options.text, options.stretches, length)
-    last = llm.config.layers - 1
-    layers = options.layers or sorted({0, last // 2, last})
-    if not 0 <= min(layers) <= max(layers) <= last:
-        parser.error(f"--layers must be from 0 to {last}, got {layers}")
-    seeds = list(range(options.seeds))
-    record = Record(options.name, [*llm.files, *files], seeds, quick=options.quick)
-    results: dict[str, Any] = {
-        "model": llm.name, "tokens": tokens, "stretches": options.stretches,
-        "texts": len(options.text),
-        "context": llm.config.context, "ends": ENDS, "rounds": options.rounds,
-    }  # fmt: skip
-    errors_by_stretch = []
-    for number in range(options.stretches):
-        seen = capture(llm, ids[number * length : (number + 1) * length])
-        errors_by_stretch.append({
-            str(layer): errors(
-                llm.spec, *seen[layer], options.rounds,
+
+def measure(run: Run) -> dict[str, Any]:
+    """The errors of every method in some layers."""
+    llm, options = run.llm, run.options
+    captured = heads.captured_layers(run, after=QUERIES, minimum=2 * ENDS + BLOCK)
+    tokens = next(iter(captured.values())).k.shape[1] - QUERIES
+    errors_by_stretch = [
+        {
+            str(number): errors(
+                llm.spec, *(a[stretch] for a in layer), options.rounds,
                 # Every layer and stretch has its own seeds.
-                [seed + options.seeds * (layer + len(seen) * number) for seed in seeds],
-                f"stretch {number + 1} of {options.stretches}, layer {layer}",
+                [seed + options.seeds * (number + llm.config.layers * stretch)
+                 for seed in range(options.seeds)],
+                f"stretch {stretch + 1} of {options.stretches}, layer {number}",
             )
-            for layer in layers
-        })  # fmt: skip
-    results["layers"] = jax.tree.map(
+            for number, layer in captured.items()
+        }
+        for stretch in range(options.stretches)
+    ]  # fmt: skip
+    layers = jax.tree.map(
         lambda *by_stretch: np.mean(by_stretch, axis=0).tolist(),
         *errors_by_stretch,
         is_leaf=lambda x: isinstance(x, list),
     )
-    results["summary"] = summary(results["layers"], options.rounds)
-    results["by_stretch"] = by_stretch(errors_by_stretch, options.rounds)
-    results["saturated"] = {
-        mode: np.mean([layer["saturated"][mode] for layer in results["layers"].values()])
-        for mode in ("walk", "pairs")
-    }
-    show(results)
-    record.finish(results)
-
-
-def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """q, k, v [T,*,H] of every layer, before rotation."""
-    # Beyond the trained context, full attention fails; a streaming cache does not.
-    half = llm.config.context // 2
-    policies = llm.policies(
-        f"full:max={len(ids)}"
-        if len(ids) <= llm.config.context
-        else f"streaming:sinks=4,window={half - 4}"
-    )
-    states = [p.init(llm.spec, 1, jax.random.key(0)) for p in policies]
-    states = [policies[0].reserve(llm.spec, state, len(ids)) for state in states]
-    parts = []
-    for first in range(0, len(ids), CHUNK):
-        tokens = jnp.asarray([ids[first : first + CHUNK]], jnp.int32)
-        captured_layers = _captured(
-            llm.config, policies, llm.weights, tokens, jnp.uint32(first), states
-        )
-        states, seen = zip(*((state, seen) for state, *seen in captured_layers), strict=True)
-        parts.append([[np.asarray(a) for a in layer] for layer in seen])
-    return [
-        tuple(np.concatenate([part[layer][i] for part in parts]) for i in range(3))
-        for layer in range(llm.config.layers)
-    ]
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _captured(
-    config: Config, policies: tuple[Policy, ...], weights: Weights, tokens: jax.Array,
-    first: jax.Array, states: Sequence[State],
-) -> Sequence[tuple[State, jax.Array, jax.Array, jax.Array]]:  # fmt: skip
-    """The state of every layer after the tokens, and their q, k, v [T,*,H]."""
-
-    def watch(policy, spec, state, q, k, v, *rest):
-        out, state = step(policy, spec, state[0], q, k, v, *rest)
-        return out, (state, q[0], k[0], v[0])
-
-    positions = (first + jnp.arange(tokens.shape[1], dtype=jnp.uint32))[None]
-    decoder = Decoder(config, weights, run=watch)
-    valid = jnp.ones(tokens.shape, bool)
-    return decoder(tokens, positions, valid, policies, [(state,) for state in states])[1]
+    return {
+        "model": llm.name, "tokens": tokens, "stretches": options.stretches,
+        "texts": len(options.text), "context": llm.config.context, "ends": ENDS,
+        "rounds": options.rounds, "layers": layers,
+        "summary": summary(layers, options.rounds),
+        "by_stretch": by_stretch(errors_by_stretch, options.rounds),
+        "saturated": {mode: np.mean([layer["saturated"][mode] for layer in layers.values()])
+                      for mode in ("walk", "pairs")},
+    }  # fmt: skip
 
 
 def errors(
@@ -267,15 +198,7 @@ def methods(layers: dict[str, Any]) -> list[str]:
     return [name for name in next(iter(layers.values())) if name != "saturated"]
 
 
-def show(results: dict[str, Any]) -> None:
-    """The paper's Figure 3 as a table: medians over the seeds; how sure the walks were."""
-    print(f"{'':34}" + "".join(f"{f'T={number}':>10}" for number in results["rounds"]))
-    for name, by_rounds in results["summary"].items():
-        print(f"{name:34}" + "".join(f"{line['median']:10.4f}" for line in by_rounds.values()))
-    for mode, share in results["saturated"].items():
-        print(f"steps of a {mode} that left nothing to chance: {share:.0%}")
-
-
+MEASURE = Measure("single_layer", measure, FLAGS, model=OURS)
 DEFAULT, REAL = "single_layer", "single_layer_135m"  # records: the default model, SmolLM2-135M
 UNBALANCED = ("uniform, weighted", "uniform", "stratified")
 CLAIMS = (
@@ -356,4 +279,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -24,21 +24,23 @@ from jaxkv import models
 from jaxkv.contract import Policy
 from jaxkv.evals.balancekv.contiguous import ContiguousStream
 from jaxkv.evals.lib.paired_losses import (
+    BIN,
     ByText,
     Case,
     bin_means,
     compare,
-    measure,
+    measure_cases,
     record_header,
+    texts_of,
 )
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, read, run_command
+from jaxkv.evals.lib.record import Record, read
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
 from jaxkv.evals.lib.verdict import Statement, above, below, claim, within
 from jaxkv.evals.reservoir import attention_error
-from jaxkv.evals.reservoir.stream_losses import SKIP, mean_cached
+from jaxkv.evals.reservoir.stream_losses import SKIP, cached_tokens
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.merge_reduce import occupancy
@@ -57,27 +59,20 @@ EXPONENTS = (0.0, 1.0)
 HEADS = 32  # whose draws say how often a head has a hole
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.balancekv.tree_slots", __doc__)
-    parser.add_argument("--tokens", type=int, default=10_000, help="of each text, for losses")
-    parser.add_argument("--captured", type=int, default=2_048, help="of each text, for errors")
-    parser.add_argument("--layers", type=int, nargs="+", help="for errors; default: every sixth")
-    parser.add_argument("--seeds", type=int, default=2, help="of the samples, for errors")
-    options = parser.parse_args()
-    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
-    texts = {path.stem: tokens_of(llm, path, options.tokens + 1)[0] for path in options.texts}
-    seeds = list(range(options.seeds))
-    record = Record("tree_slots", [*llm.files, *options.texts], seeds, quick=options.quick)
-    record.finish(run(llm, texts, record, errors(llm, texts, options)))
+FLAGS = (
+    flag("--tokens", 10_000, "of each text, for losses", minimum=BIN),
+    flag("--captured", 2_048, "of each text, for errors"),
+    flag("--layers", None, "for errors; default: every sixth", type=int, nargs="+"),
+    flag("--seeds", 2, "of the samples, for errors", minimum=1),
+)
 
 
-def run(
-    llm: Llm, texts: Mapping[str, Sequence[int]], record: Record, errors: dict[str, Any]
-) -> dict[str, Any]:
-    caches = cases(llm)
-    with jax.default_device(jax.devices("cpu")[0]):  # steps too small for an accelerator
-        cached = {name: mean_cached(parse_policy(case.policy)) for name, case in caches.items()}
-    by_text = measure(llm, texts, caches, BASE, record)
+def measure(run: Run) -> dict[str, Any]:
+    """Cached tokens, errors, losses and holes of all trees."""
+    llm, record, texts = run.llm, run.record, texts_of(run)
+    attention_errors, caches = errors(llm, texts, run.options), cases(llm)
+    cached = cached_tokens(caches)
+    by_text = measure_cases(llm, texts, caches, BASE, record)
     compared = compare(by_text, list(caches), BASE, SKIP)
     rows = {
         name: row
@@ -94,7 +89,7 @@ def run(
         "rows": rows,
         "equal_tokens": compare(by_text, fewer, FEWER, SKIP)["rows"],
         "trees": {named(size): about(size) for size in TREES},
-        "errors": errors,
+        "errors": attention_errors,
         "holes": holes(llm, texts, by_text, record),
     }
 
@@ -151,7 +146,6 @@ def errors(
     llm: Llm, texts: Mapping[str, Sequence[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """The error of attention under streaming and under each tree of equal slots."""
-    layers = options.layers or range(0, llm.config.layers, 6)
     sizes = {named(size): parse_policy(tree(size, SLOTS)) for size in TREES}
     caches: dict[str, Policy] = {BASE: Streaming(SINKS, SLOTS - SINKS, "absolute")}
     for name, policy in sizes.items():
@@ -161,7 +155,8 @@ def errors(
                 positions="absolute", exponent=exponent,
             )  # fmt: skip
     beginnings = {name: ids[: options.captured] for name, ids in texts.items()}
-    return attention_error.run(llm, beginnings, list(layers), range(options.seeds), caches)
+    layers = attention_error.layers_of(llm, options.layers or range(0, llm.config.layers, 6))
+    return attention_error.all_errors(llm, beginnings, layers, range(options.seeds), caches)
 
 
 def holes(
@@ -200,6 +195,7 @@ def positions_without_token(size: TreeSize, num_evicted: jax.Array, rng: jax.Arr
     return counted - filled.sum(axis=-1)
 
 
+MEASURE = Measure("tree_slots", measure, FLAGS, model=SMOLLM2, texts=1)
 THREE, TWO = named(FIRST), "2 x 64"  # levels x block; the second is the default
 CLAIMS = (
     claim("not claimed",
@@ -251,4 +247,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     llm = models.load(options.model)
     longest = max(options.prompts) + options.scored + 1
-    texts = first_tokens(parser, llm, options.texts, longest)
+    texts = first_tokens(llm, options.texts, longest)
     record = Record("peers", [*llm.files, *options.texts], quick=options.quick)
     record.finish(run(llm, texts, options, record))
 

@@ -37,7 +37,7 @@ from jaxkv.evals.lib.timing import (
     time_rounds,
     timed,
 )
-from jaxkv.evals.lib.verdict import claim, above, below
+from jaxkv.evals.lib.verdict import above, below, claim
 from jaxkv.models.generation.decoding import BLOCK, compiled_decode_block
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached

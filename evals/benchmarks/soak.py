@@ -34,7 +34,7 @@ from jaxkv.evals.benchmarks.servers import RunningServer
 from jaxkv.evals.benchmarks.serving import BOOKS, passages
 from jaxkv.evals.lib.record import Record, make_parser, run_command
 from jaxkv.evals.lib.timing import bar
-from jaxkv.evals.lib.verdict import Claim, within
+from jaxkv.evals.lib.verdict import claim, within
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
 BATCHES = {"fixed": ("--fixed-batch",), "growing": ()}  # flags of the server, by kind of batch

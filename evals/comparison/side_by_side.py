@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,24 +22,23 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cli.progress import show_progress
-from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.driver import step
+from jaxkv.contract import Policy
 from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.paired_losses import excess
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import DEFAULT, Measure, Run, run
 from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.tasks import budgets
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder
 from jaxkv.models.network.device import cores
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import SparsePolicy
-from jaxkv.typing import Array, Float
+from jaxkv.typing import Float
 
 SINKS, WINDOW, LEFT = 4, 61, 63  # ends of a prompt; tokens cached or attended between them
 BUDGET = SINKS + WINDOW + LEFT
-SAMPLED = "sinks=4,window=60"  # of streaming policies, with a sample of 64 tokens
+MASS = 0.9  # of topp
 SHORT, LONG = 2, 6  # halvings of the tokens between a prompt's ends, down to LEFT
 # K and L with which magicpig attends to LEFT tokens (evals/magicpig/matched_budgets.py).
 TABLES = {SHORT: (6, 47), LONG: (10, 57)}
@@ -64,44 +62,13 @@ class PromptedText(NamedTuple):
 def settings(rounds: int, room: int = 0) -> dict[str, str]:
     """Every policy, with a budget of BUDGET tokens for this prompt.
 
-    more: tokens after the prompt, for which growing caches reserve room.
+    room: tokens after the prompt. Caches that grow have as many slots as tokens, so that bytes and
+    times have no empty slots.
     """
-    slots, share = prompt_of(rounds) + room, 0.5**rounds
-    ends = f"sinks={SINKS},window={WINDOW}"
-    compress = f"{ends},rounds={rounds}"
-    snap = f"capacity={BUDGET},window={WINDOW}"
-    bits, tables = TABLES[rounds]
-    best = share / 2
-    drawn = (share - best) / (1 - best)
-    grow = {
-        "full": "",
-        "balance": compress,
-        "uniform": compress,
-        "snapkv": snap,
-        "pyramidkv": snap,
-        "expected-attention": f"capacity={BUDGET},sinks={SINKS}",
-        "keydiff": f"capacity={BUDGET}",
-        "magicpig": f"K={bits},L={tables},{ends}",
-        "topk": f"share={share:g},{ends}",
-        "topp": f"mass=0.9,{ends}",
-        "oracle": f"share={share:g},{ends}",
-        "quest": f"share={share:g},page=4,fewest=1,{ends}",
-        # With these bounds it draws the set share and no more.
-        "vattention": f"top={best:g},base={drawn:.3g},epsilon=0.99,delta=0.99,sides=one,{ends}",
-    }
-    policies = {
-        "window": f"window:window={BUDGET}",
-        "streaming": f"streaming:sinks={SINKS},window={BUDGET - SINKS}",
-        "h2o": f"h2o:heavy={BUDGET // 2},window={BUDGET // 2}",
-        "reservoir": f"reservoir:{SAMPLED},sample=64",
-        "stratified": f"stratified:{SAMPLED},sample=64",
-        "balance-stream": f"balance-stream:{SAMPLED},levels=3,block=32",
-    } | {
-        # As many slots as tokens, so that bytes and times have no empty slots.
-        name: f"{name}:{','.join(filter(None, (setting, f'start={slots}')))}"
-        for name, setting in grow.items()
-    }
-    return {name: policies[name] for name in POLICIES}
+    slots, ends = prompt_of(rounds) + room, budgets.Between(SINKS, WINDOW, 0.5**rounds)
+    tuned = budgets.Tuned(*TABLES[rounds], MASS)
+    policies = budgets.at_budget(BUDGET, ends, rounds, slots, WINDOW, tuned)
+    return {name: policies.get(name, f"{name}:start={slots}") for name in POLICIES}
 
 
 def prompt_of(rounds: int) -> int:
@@ -109,23 +76,11 @@ def prompt_of(rounds: int) -> int:
     return SINKS + WINDOW + (LEFT << rounds)
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.comparison.side_by_side", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    options = parser.parse_args()
-    llm = models.load()
-    record = Record("side_by_side", [PASSAGE, *llm.files],
-                    range(2 if options.quick else SEEDS), quick=options.quick)  # fmt: skip
-    print("wrote", record.save(measure(llm, options.quick)))
-    if not options.quick:
-        from jaxkv.evals.lib.figures import main as draw
-
-        draw()
-
-
-def measure(llm: Llm, quick: bool = False) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """All measurements, by policy."""
+    llm, quick = run.llm, run.options.quick
     ids = passage(llm, 3_000 if quick else 15_000)
+    run.record.about["seeds"] = list(range(2 if quick else SEEDS))
     prompt, long, seeds = prompt_of(SHORT), prompt_of(2 if quick else LONG), 2 if quick else SEEDS
     size = prompt + SCORED + 1
     stretches = [
@@ -267,7 +222,7 @@ def attended(stream: models.Stream) -> dict[str, float]:
         stream.reserve(1)
         stream.lengths = lengths
         between = int(lengths[0]) + 1 - SINKS - WINDOW
-        read = attended_shares(
+        read = matched_budgets.attended_shares(
             llm.config, stream.policies, llm.weights, stream.decoding.states,
             jnp.argmax(stream.decoding.logits, axis=-1)[:, None].astype(jnp.int32),
             stream.decoding.position[:, None], jnp.int32(lengths[0]),
@@ -282,20 +237,7 @@ def attended(stream: models.Stream) -> dict[str, float]:
     return {"mean": float(counts.mean()), "min": float(counts.min()), "max": float(counts.max())}
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def attended_shares(
-    config: Config, policies: tuple[Policy, ...], weights: Any, states: Any, token: Array,
-    position: Array, number: Array,
-) -> Float[Array, " L"]:  # fmt: skip
-    """The share of the keys between the ends that one token attends to, by layer."""
-
-    def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
-        out, _ = step(policy, spec, state, *new)
-        return out, matched_budgets.attended_share(policy, spec, state, Chunk(*new[:5]), number)
-
-    decoder = Decoder(config, weights, run=watch)
-    return jnp.stack(decoder(token, position, jnp.ones((1, 1), bool), policies, states)[1])
-
+MEASURE = Measure("side_by_side", measure, model=DEFAULT, data=lambda _: [PASSAGE])
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command
+from jaxkv.evals.lib.record import ROOT
+from jaxkv.evals.lib.run import Measure, Run, run
 from jaxkv.evals.lib.timing import bar
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
@@ -30,11 +31,10 @@ TESTS = {
 }
 
 
-def main() -> None:
-    make_parser("jaxkv.evals.correctness.agreement", __doc__).parse_args()
-    record = Record("agreement", [STORIES], seeds=[0])
+def measure(_: Run) -> dict[str, Any]:
+    """What the tests report, and the bars."""
     results = reported_by(TESTS, "--must-run=parity,tpu_check")
-    record.finish(results | {"bars": bars(results)})
+    return results | {"bars": bars(results)}
 
 
 def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any]]:
@@ -81,5 +81,7 @@ def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     }
 
 
+MEASURE = Measure("agreement", measure, data=lambda _: [STORIES])
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

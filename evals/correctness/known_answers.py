@@ -7,8 +7,11 @@ error of merge-and-reduce decreases with its size. If a test fails, nothing is w
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxkv.evals.correctness.agreement import reported_by
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.run import Measure, Run, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
 
@@ -20,14 +23,14 @@ TESTS = {
 }
 
 
-def main() -> None:
-    make_parser("jaxkv.evals.correctness.known_answers", __doc__).parse_args()
-    record = Record("known_answers", seeds=[0])
+def measure(_: Run) -> dict[str, Any]:
+    """What the tests report."""
     results = reported_by(TESTS)
     results["levels"] |= results.pop("theorem")
-    record.finish(results)
+    return results
 
 
+MEASURE = Measure("known_answers", measure)
 ACCEPTED = 119.9  # 99.99th percentile of chi-square with 63 degrees of freedom
 PAPERS = ("walk", "theory")  # constants of the walk: practical ones, the theorem's
 
@@ -105,4 +108,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -7,7 +7,6 @@ one layer can find it: models this small did not learn facts of two tokens in 14
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cache
 from heapq import heappop, heappush
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv.models.training import corpus, data
+from jaxkv.evals.lib import symbols
+from jaxkv.models.training import data
 
 NAMES, VALUES, LETTERS = 128, 8, 4
 FIRST_NAME, FIRST_LETTER = NAMES * VALUES, NAMES * VALUES + NAMES  # facts are the first tokens
@@ -81,16 +81,5 @@ def question(
 
 
 def write(folder: Path, documents: int = DOCUMENTS, length: int = LENGTH) -> data.DataFolder:
-    """The streams as a data folder, the last two held out; an existing folder is reused."""
-    if (folder / "tokens").exists():
-        return data.read(folder / "tokens")
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{number:02}.txt" for number in range(documents)]
-    for number, path in enumerate(paths):
-        path.write_text("".join(SYMBOLS[i] for i in stream(length, number)), "utf-8")
-    vocab = {symbol: number for number, symbol in enumerate(SYMBOLS)}
-    symbols = {"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}}
-    (folder / "symbols.json").write_text(json.dumps(symbols | {"decoder": {"type": "Fuse"}}))
-    return corpus.prepare(
-        paths[:-2], folder / "tokens", tokenizer=folder / "symbols.json", valid=paths[-2:]
-    )
+    """The streams as a data folder; an existing folder is reused."""
+    return symbols.write(folder, SYMBOLS, (stream(length, n) for n in range(documents)))

@@ -20,12 +20,14 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, plain, read, standard_error
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.run import Run, flag
+from jaxkv.evals.lib.text import beginnings
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import recompute
 
 BIN = 256  # tokens per mean
+TOKENS = flag("--tokens", 20_000, "read of each text, at most", minimum=BIN)
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,12 @@ class Case:
 ByText = dict[str, dict[str, Any]]
 
 
-def begin(
-    module: str, record: str, about: str | None
-) -> tuple[Llm, dict[str, Sequence[int]], Record]:
-    """The model, the texts and the record of an experiment, as its command line says.
-
-    module: its full name. record: the record's name. about: the help text.
-    """
-    parser = ask_for_texts(module, about)
-    parser.add_argument("--tokens", type=int, default=20_000, help="read of each text, at most")
-    options = parser.parse_args()
-    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
-    texts = {path.stem: tokens_of(llm, path, options.tokens + 1)[0] for path in options.texts}
-    return llm, texts, Record(record, [*llm.files, *options.texts], [0], quick=options.quick)
+def texts_of(run: Run) -> dict[str, list[int]]:
+    """The beginnings of the texts of an experiment, with the flag TOKENS."""
+    return beginnings(run.llm, run.options.texts, run.options.tokens + 1)
 
 
-def measure(
+def measure_cases(
     llm: Llm,
     texts: Mapping[str, Sequence[int]],
     cases: Mapping[str, Case],

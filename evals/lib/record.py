@@ -7,6 +7,7 @@ writes the record at the end, in one step. Records contain no paths of a machine
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.cli import Parser
 from jaxkv.errors import UserError
-from jaxkv.models.tools.run_metadata import ROOT, load, run_metadata
+from jaxkv.models.tools.run_metadata import ROOT, load, portable, run_metadata, sha256
 
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
@@ -49,6 +50,10 @@ class Record:
                 "JAXKV_COMMIT"
             )
 
+    def add(self, files: Iterable[Path]) -> None:
+        """Name more files that the run reads."""
+        self.about["data"] |= {portable(file): sha256(file) for file in files}
+
     def save(self, results: dict[str, Any]) -> Path:
         """Write the record atomically: a reader sees the old file or the new one."""
         self.about["cpu"]["load_at_end"] = load()
@@ -68,13 +73,33 @@ class Record:
             draw(self.file.stem)
 
 
+class FlagParser(Parser):
+    """A parser that tells the nearest known flag or choice where one is unknown."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        self.check_flags(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, unknown(value, action.choices))
+
+
+def unknown(name: object, names: Iterable[object]) -> str:
+    """The message for an unknown name: the known ones, and the nearest of them."""
+    known_names = list(map(str, names))
+    nearest = difflib.get_close_matches(str(name), known_names, n=1, cutoff=0.5)
+    remedy = f"did you mean {nearest[0]}?" if nearest else "choose one"
+    return f"must be one of {', '.join(known_names)}, got {name}; {remedy}"
+
+
 def make_parser(module: str, about: str | None, rounds: int = 0) -> Parser:
     """The parser of an experiment's command line.
 
     module: its full name. about: the help text, which keeps its line breaks. rounds: the default of
     --rounds, for an experiment that has this argument and --quick.
     """
-    parser = Parser(
+    parser = FlagParser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -50,20 +50,22 @@ def tokens_of(
     return (ids or llm.tokenizer.encode("\n\n".join(text)))[:count], files
 
 
-def first_tokens(
-    parser: argparse.ArgumentParser, llm: Llm, texts: Sequence[Path], count: int
-) -> dict[str, list[int]]:
+def beginnings(llm: Llm, texts: Sequence[Path], count: int) -> dict[str, list[int]]:
+    """The first `count` tokens of each text, or all, by its name."""
+    return {path.stem: tokens_of(llm, path, count)[0] for path in texts}
+
+
+def first_tokens(llm: Llm, texts: Sequence[Path], count: int) -> dict[str, list[int]]:
     """The first `count` tokens of each text, by its name.
 
-    Exits with code 2 if a text has fewer, and if two have one name.
+    Raises UserError if a text has fewer.
     """
-    names = [path.stem for path in texts]
-    if len(set(names)) < len(names):
-        parser.error(f"--texts must have names of their own, got {', '.join(names)}; rename one")
-    by_name = {path.stem: tokens_of(llm, path, count)[0] for path in texts}
+    by_name = beginnings(llm, texts, count)
     short = [name for name, ids in by_name.items() if len(ids) < count]
     if short:
-        parser.error(f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others")
+        raise UserError(
+            f"--texts must have {count} tokens, {', '.join(short)} has fewer; give others"
+        )
     return by_name
 
 

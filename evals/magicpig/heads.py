@@ -6,10 +6,9 @@ to a selection of the keys between. MagicPIG takes the tokens before the queries
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -18,17 +17,31 @@ import numpy as np
 
 from jaxkv import contract
 from jaxkv.attention import blend, scores
+from jaxkv.cli.progress import show_progress
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.balancekv.single_layer import QUERIES, capture
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import standard_error
+from jaxkv.evals.lib.run import Run, flag
+from jaxkv.evals.lib.text import stretches_of
+from jaxkv.models.generation.decoding import embed
+from jaxkv.models.generation.shared_prompt import run_recorded
+from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import layer_weights
 from jaxkv.policies import MagicPIG, TopK
 from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.sparse_attention.base import Candidates
 
 Item = TypeVar("Item")
-INTERVAL = 10  # seconds between two lines of progress
+QUERIES, CHUNK = 64, 256  # last tokens of a stretch, tokens that are read at a time
+FLAGS = (
+    flag("--text", type=Path, required=True, nargs="+",
+         about="texts, or a folder of books, which is one text"),
+    flag("--tokens", type=int, about="of a stretch (default: the model's context)"),
+    flag("--layers", type=int, nargs="+", about="default: first, middle, last"),
+    flag("--stretches", 8, "of all texts, as many of each; an interval is over them", minimum=2),
+)  # fmt: skip
 
 
 class CapturedLayer(NamedTuple):
@@ -46,16 +59,65 @@ class Estimate(NamedTuple):
     share: jax.Array
 
 
+def captured_layers(
+    run: Run, chosen: Sequence[int] = (), after: int = 0, minimum: int = 0
+) -> dict[int, CapturedLayer]:
+    """Some layers of the model, by number, on the stretches that FLAGS describe.
+
+    chosen: layers where --layers is absent; none: the first, the middle and the last. after: tokens
+    of a stretch besides --tokens. minimum: of --tokens. Adds the texts to the record.
+    Raises UserError where the model has no such layer, or too short a context.
+    """
+    options, config = run.options, run.llm.config
+    last, tokens = config.layers - 1, options.tokens or config.context - after
+    if not minimum <= tokens <= config.context - after:
+        raise UserError(
+            f"--tokens must be at least {minimum} and at most {config.context - after}, which the "
+            f"trained context of {run.llm.name} allows, got {tokens}; give another"
+        )
+    numbers = sorted(set(options.layers or chosen or (0, last // 2, last)))
+    if not 0 <= numbers[0] <= numbers[-1] <= last:
+        raise UserError(f"--layers must be from 0 to {last}, got {numbers}; give others")
+    ids, files = stretches_of(run.llm, options.text, options.stretches, tokens + after)
+    run.record.add(files)
+    return dict(zip(numbers, layers_of(run.llm, ids, options.stretches, numbers), strict=True))
+
+
 def layers_of(
-    llm: Llm, ids: Sequence[int], stretches: int, chosen: Sequence[int] | None = None
+    llm: Llm, ids: Sequence[int], stretches: int, chosen: Sequence[int]
 ) -> list[CapturedLayer]:
-    """Every layer, or those chosen, recorded while the model read each stretch separately."""
-    length, chosen = len(ids) // stretches, range(llm.config.layers) if chosen is None else chosen
+    """The chosen layers, recorded while the model read each stretch separately."""
+    length = len(ids) // stretches
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
     every = (capture(llm, cut) for cut in progress(cuts, "reading stretches"))
     seen = [[captured[layer] for layer in chosen] for captured in every]
     stack = lambda *stretches: jnp.asarray(np.stack(stretches), jnp.float32)  # noqa: E731
     return [CapturedLayer(*map(stack, *arrays)) for arrays in zip(*seen, strict=True)]
+
+
+def capture(llm: Llm, ids: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """q, k, v [T,*,H] of every layer, before rotation."""
+    # Beyond the trained context, full attention fails; a streaming cache does not.
+    window = llm.config.context // 2 - 4
+    within = len(ids) <= llm.config.context
+    policy = f"full:max={len(ids)}" if within else f"streaming:sinks=4,window={window}"
+    stream = Stream(llm, policy, tokens=len(ids))
+    stream.reserve(len(ids))
+    positions = jnp.arange(len(ids), dtype=jnp.uint32)[None]
+    valid, tokens = jnp.ones(positions.shape, bool), np.asarray([ids], np.int32)
+    parts = [slice(at, at + CHUNK) for at in range(0, len(ids), CHUNK)]
+    x = [embed(stream.static.of_model, llm.weights, tokens[:, part]) for part in parts]
+    layers = []
+    for number, layer in enumerate(zip(stream.policies, stream.decoding.states, strict=True)):
+        (layer_policy, state), seen = layer, []
+        for place, part in enumerate(parts):
+            x[place], state, attended = run_recorded(
+                llm.config, layer_policy, layer_weights(llm.weights, number), x[place], state,
+                positions[:, part], valid[:, part],
+            )  # fmt: skip
+            seen.append(attended)
+        layers.append(tuple(np.concatenate([a[i][0] for a in seen]) for i in range(3)))
+    return layers
 
 
 def rotate_queries_and_keys(spec: Spec, layer: CapturedLayer) -> tuple[jax.Array, jax.Array]:
@@ -165,17 +227,12 @@ def interval(values: np.ndarray) -> dict[str, float]:
 
 
 def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
-    """The same items, with count, rate and remaining time on stderr."""
-    items = items if isinstance(items, Sized) else list(items)
-    start = reported = time.perf_counter()
-    for number, item in enumerate(items, 1):
-        yield item
-        now = time.perf_counter()
-        if number == len(items) or now - reported > INTERVAL:
-            reported, rate = now, number / (now - start)
-            seconds_left = (len(items) - number) / rate
-            print(f"{title}: {number} of {len(items)}, {rate:.2g} a second, {seconds_left:.0f} s "
-                  "left", file=sys.stderr, flush=True)  # fmt: skip
+    """The same items, with a line of progress on stderr."""
+    items = list(items)
+    with show_progress(title, len(items), "parts") as report:
+        for number, item in enumerate(items, 1):
+            yield item
+            report(number)
 
 
 def exact_attention(spec: Spec, layer: CapturedLayer, title: str) -> jax.Array:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Spec
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import above, claim
 from jaxkv.policies import MagicPIG
@@ -42,36 +43,29 @@ class Form(NamedTuple):
     arrays: tuple[Any, ...]
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.magicpig.lookup", __doc__)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=sorted(FASTER), help="of the prompt"
-    )
-    parser.add_argument("--rounds", type=int, default=31, help="of each time")
-    parser.add_argument("--quick", action="store_true", help="4,096 tokens, into out/")
-    options = parser.parse_args()
-    if min(options.tokens) < 256 or options.rounds < 1:
-        parser.error("--tokens must be at least 256 and --rounds 1, got "
-                     f"{min(options.tokens)} and {options.rounds}")  # fmt: skip
-    sizes = [4096] if options.quick else options.tokens
-    record = Record("lookup", seeds=[0], quick=options.quick)
-    results: dict[str, Any] = {
+FLAGS = (
+    flag("--tokens", tuple(sorted(FASTER)), "of the prompt", minimum=256),
+    flag("--rounds", 31, "of each time", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Times and bytes of all sizes, and their bars; 4,096 tokens if --quick is given."""
+    lengths = [4096] if run.options.quick else run.options.tokens
+    sizes = {tokens: measure_size(tokens, run.options.rounds) for tokens in lengths}
+    bars = [
+        (bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
+             row["times_faster"], ">=", FASTER[tokens]),
+         bar(f"bytes read per token over dense, {tokens:,} tokens", row["share_read"], "<=", READ))
+        for tokens, row in sizes.items() if tokens in FASTER
+    ]  # fmt: skip
+    return {
         "policy": {"K": POLICY.K, "L": POLICY.L, "budget": POLICY.budget}, "group": GROUP,
-        "head_dim": DIM, "sizes": {}, "bars": [],
+        "head_dim": DIM, "sizes": sizes, "bars": [line for pair in bars for line in pair],
     }  # fmt: skip
-    for tokens in sizes:
-        row = results["sizes"][tokens] = measure(tokens, options.rounds)
-        if tokens in FASTER:
-            results["bars"] += [
-                bar(f"attention by tables: times faster than dense, {tokens:,} tokens",
-                    row["times_faster"], ">=", FASTER[tokens]),
-                bar(f"bytes read per token over dense, {tokens:,} tokens", row["share_read"],
-                    "<=", READ),
-            ]  # fmt: skip
-    record.finish(results)
 
 
-def measure(tokens: int, count: int) -> dict[str, Any]:
+def measure_size(tokens: int, count: int) -> dict[str, Any]:
     """Times and bytes of one size."""
     prompt, queries = draw(tokens)
     reading = absorb(POLICY.reserve(SPEC, begin(), tokens), prompt)
@@ -224,6 +218,7 @@ def bytes_read(
     }
 
 
+MEASURE = Measure("lookup", measure, FLAGS)
 CLAIMS = (
     claim("1.5 to 5 times the throughput, caches on a CPU",
           "Attention of one KV head by hash tables is over 1.5 times as fast as the best dense "
@@ -233,4 +228,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

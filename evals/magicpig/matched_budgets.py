@@ -19,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.balancekv.single_layer import capture
+from jaxkv.driver import step
 from jaxkv.evals.magicpig.inclusion import u
-from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policies import MagicPIG, Oracle, Quest, TopK, TopP, VAttention
 from jaxkv.policies.magicpig import index
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policies.magicpig.lsh import MOST_TABLES
 from jaxkv.policies.sparse_attention import base as sparse_attention
 from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
-from jaxkv.typing import Array, Float32
+from jaxkv.typing import Array, Float32, Int32, UInt32
 
 PAGE = 4  # keys per page of Quest; with 16, a page of a short prompt exceeds the smallest share
 ASKED = 16  # queries per stretch on which shares are measured
@@ -201,6 +202,16 @@ def attended_by_tables(
     return jax.lax.map(query_share, (jnp.moveaxis(q, 1, 0), asking.positions.T, numbers))
 
 
-def captured(llm: Llm, stretches: Iterable[Sequence[int]]) -> list[Seen]:
-    """Queries, keys and values of stretches, recorded with exact attention."""
-    return [capture(llm, tokens) for tokens in stretches]
+@partial(jax.jit, static_argnums=(0, 1))
+def attended_shares(
+    config: Config, policies: tuple[Policy, ...], weights: Weights, states: Any,
+    token: Int32[Array, "1 1"], position: UInt32[Array, "1 1"], number: Int32[Array, ""],
+) -> Float32[Array, " L"]:  # fmt: skip
+    """The share of the keys between the ends that one token attends to, by layer."""
+
+    def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Array]:
+        out, _ = step(policy, spec, state, *new)
+        return out, attended_share(policy, spec, state, Chunk(*new[:5]), number)
+
+    decoder = Decoder(config, weights, run=watch)
+    return jnp.stack(decoder(token, position, jnp.ones((1, 1), bool), policies, states)[1])

@@ -14,9 +14,8 @@ exact attention and averaged over query heads; intervals are over the stretches.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -24,12 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
 from jaxkv.contract import Policy, Spec
-from jaxkv.evals.balancekv.single_layer import QUERIES
 from jaxkv.evals.lib.measured_on import REAL, SYNTHETIC
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
-from jaxkv.evals.lib.text import stretches_of
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
 from jaxkv.evals.lib.verdict import (
     Derived,
     Results,
@@ -39,19 +36,18 @@ from jaxkv.evals.lib.verdict import (
     decisions,
     within,
 )
-from jaxkv.evals.magicpig import inclusion, matched_budgets, synthetic
+from jaxkv.evals.magicpig import heads, inclusion, matched_budgets, synthetic
 from jaxkv.evals.magicpig.geometry import geometry, long_tail
 from jaxkv.evals.magicpig.heads import (
+    QUERIES,
     CapturedLayer,
     errors,
     estimate,
     exact_attention,
     interval,
-    layers_of,
     progress,
 )
 from jaxkv.evals.magicpig.published_tables import DIMS, TABLE_7, table_7, table_8, zoo
-from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import Oracle, TopK
 from jaxkv.policies.magicpig import lsh
 from jaxkv.policies.magicpig.lsh import Hashing
@@ -67,77 +63,27 @@ COUNTED = ((8, 75), (9, 120), (10, 150))  # K and L whose shares are counted on 
 KEYS, ASKING = 20_000, 64  # number of these keys, and of queries
 
 
-def main() -> None:
-    parser = arguments("jaxkv.evals.magicpig.sampling", __doc__)
-    options = smaller(parser.parse_args())
-    read = [tokens_for(parser, options, model) for model in options.model or [None]]
-    seeds = list(range(options.seeds))
-    data = [file for llm, _, files in read for file in (*llm.files, *files)]
-    record = Record("sampling", dict.fromkeys(data), seeds, quick=options.quick)
-    results: dict[str, Any] = {
+def measure(run: Run) -> dict[str, Any]:
+    """Everything of a model, tables by formula, and synthetic attention."""
+    options = smaller(run.options)
+    layers = heads.captured_layers(run, minimum=SINKS + 2 * WINDOW + QUERIES)
+    return {
         "stretches": options.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
-        "tables": tables(seeds),
+        "tables": tables(range(options.seeds)),
         "drawn": {
             f"{sigma:g}": synthetic.by_budget(sigma, options.budgets, range(options.drawings))
             for sigma in SIGMAS
         },
-        "models": {},
+        "models": {run.llm.name: of_model(run.llm.spec, layers, options, run.llm.name)},
     }  # fmt: skip
-    for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, options.stretches), llm.name
-        layers = {n: every[n] for n in options.layers or pick_layers(len(every), options.quick)}
-        results["models"][name] = of_model(llm.spec, layers, options, name)
-        jax.clear_caches()  # the programs of several models exceed the memory maps of a process
-    show(results)
-    record.finish(results)
-
-
-def arguments(module: str, about: str | None) -> argparse.ArgumentParser:
-    """Arguments of experiments on captured layers."""
-    parser = make_parser(module, about)
-    parser.add_argument("--model", action="append", help="default: ours; may be given again")
-    parser.add_argument("--text", required=True, type=Path, nargs="+",
-                        help="texts, or a folder of books, which is one text")  # fmt: skip
-    parser.add_argument("--tokens", type=int, help="of a stretch (default: the model's context)")
-    parser.add_argument("--layers", type=int, nargs="+", help="default: first, middle, last")
-    parser.add_argument("--stretches", type=int, default=8, help="of all texts, as many of each")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    return parser
 
 
 def smaller(options: argparse.Namespace) -> argparse.Namespace:
-    """Reduce all sizes if --quick is given."""
+    """The options with all sizes; smaller ones if --quick is given."""
     options.shares, options.budgets, options.drawings = SHARES, BUDGETS, DRAWINGS
     if options.quick:
         options.shares, options.budgets, options.drawings = SHARES[::2], BUDGETS[2::2], 4
-        options.stretches, options.seeds = min(options.stretches, 3), min(options.seeds, 1)
     return options
-
-
-def tokens_for(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, model: str | None
-) -> tuple[Llm, list[int], list[Path]]:
-    """A model, its tokens and their files; exits with one line if an argument is wrong."""
-    if options.stretches < 2 or options.seeds < 1:
-        parser.error("an interval is over stretches: give --stretches 2 or more and --seeds 1 or "
-                     f"more, got {options.stretches} and {options.seeds}")  # fmt: skip
-    llm = models.load(*([model] if model else []))
-    length = llm.config.context if options.tokens is None else options.tokens
-    min_tokens = SINKS + 2 * WINDOW + QUERIES
-    if not min_tokens <= length <= llm.config.context:
-        parser.error(f"--tokens must be at least {min_tokens} and at most the trained context of "
-                     f"{llm.name}, {llm.config.context}; got {length}")  # fmt: skip
-    last = llm.config.layers - 1
-    if options.layers and not 0 <= min(options.layers) <= max(options.layers) <= last:
-        parser.error(f"--layers must be from 0 to {last}, got {options.layers}")
-    return llm, *stretches_of(llm, options.text, options.stretches, length)
-
-
-def pick_layers(layers: int, quick: bool = False) -> list[int]:
-    """The first, the middle and the last layer, or the middle one alone."""
-    middle = (layers - 1) // 2
-    return [middle] if quick else sorted({0, middle, layers - 1})
 
 
 def of_model(
@@ -216,7 +162,7 @@ def add_ratios_to_topk(captured: dict[str, Any]) -> None:
             line["over_topk"] = interval(over)
 
 
-def tables(seeds: list[int]) -> dict[str, Any]:
+def tables(seeds: Sequence[int]) -> dict[str, Any]:
     """The published tables by formula, and shares that are counted on random keys."""
     seven = [
         {"model": model, "K": K, "L": L, "thousand_tokens": n,
@@ -248,22 +194,8 @@ def counted_share(how: Hashing, seed: int, keys: int = KEYS) -> float:
     return float(jnp.mean(jax.lax.map(share, keys_by_block)))
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print errors by share, with the share that was read in parentheses."""
-    for name, model in results["models"].items():
-        shares = (f"{100 * float(share):g} %" for share in model["hashed"])
-        print(f"{name:26}" + "".join(f"{share:>18}" for share in shares))
-        for kind, lines in model["captured"].items():
-            cells = (f"{x['error']['mean']:.4f} ({x['share']:.1%})" for x in lines.values())
-            print(f"{kind:26}" + "".join(f"{cell:>18}" for cell in cells))
-    for sigma, by_method in results["drawn"].items():
-        for line in by_method["by_tables"]:
-            kinds = ("magicpig", "topk", "oracle", "uniform")
-            reported = ", ".join(f"{kind} {line[kind]['error']['median']:.3f}" for kind in kinds)
-            print(f"drawn, sigma {sigma}, K={line['K']}, L={line['L']}, "
-                  f"{line['magicpig']['share']:.1%} read: {reported}")  # fmt: skip
-
-
+FLAGS = (*heads.FLAGS, flag("--seeds", 3, minimum=1))
+MEASURE = Measure("sampling", measure, FLAGS, model=DEFAULT)
 SINK = 0.3  # share of the attention; a layer whose first token gets more has a sink
 
 
@@ -400,4 +332,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -23,12 +23,15 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Chunk, Policy
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command, spread
-from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.record import Record, spread
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.lib.text import first_tokens
 from jaxkv.evals.lib.verdict import Results, above, below, claim
 from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.magicpig.matched_budgets import (
     ASKED,
     DRAWING,
@@ -55,36 +58,25 @@ TIMED = 4  # tokens of a text that are read one by one, for the time
 COLUMNS = ("loss", "kl", "agreement", "read", "bytes", "seconds")  # of a method, by text
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.magicpig.sparse_losses", __doc__)
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
-    parser.add_argument("--scored", type=int, default=SCORED, help="tokens after the prompt")
-    parser.add_argument("--name", default="sparse_135m", help="name of the record")
-    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument("--seeds", type=int, default=1, help="of methods that draw")
-    options = parser.parse_args()
-    if len(options.texts) < 2:
-        parser.error(f"--texts must name at least 2 files, got {len(options.texts)}; intervals are "
-                     "over texts")  # fmt: skip
-    if not all(0 < share <= 1 for share in options.shares):
-        parser.error(f"--shares must be above 0 and at most 1, got {options.shares}; try 0.05")
-    for name, min_value in (("prompt", SINKS + WINDOW + 1), ("scored", ASKED + 1), ("seeds", 1)):
-        if getattr(options, name) < min_value:
-            parser.error(
-                f"--{name} must be at least {min_value}, got {getattr(options, name)}; give more"
-            )
-    llm = models.load(options.model, "float32")
+FLAGS = (
+    flag("--prompt", PROMPT, "tokens", minimum=SINKS + WINDOW + 1),
+    flag("--scored", SCORED, "tokens after the prompt", minimum=ASKED + 1),
+    flag("--shares", SHARES, minimum=1e-9),
+    flag("--seeds", 1, "of methods that draw", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The losses of all methods on the beginnings of texts."""
+    llm, options = run.llm, run.options
+    if max(options.shares) > 1:
+        raise UserError(f"--shares must be at most 1, got {options.shares}; try 0.05")
     size = options.prompt + options.scored + 1
-    read = first_tokens(parser, llm, options.texts, 2 * size)
-    texts = [RecordedText(llm, ids[:size], options.prompt) for ids in read.values()]
-    after = [RecordedText(llm, ids[size:], options.prompt) for ids in read.values()]
-    record = Record(
-        options.name, [*llm.files, *options.texts], list(range(options.seeds)), options.quick
-    )
-    methods = MethodLosses(llm, texts, after[:ANGLES], options.seeds, record).all(options.shares)
-    record.finish(
-        {"texts": [path.stem for path in options.texts], "perplexity": {llm.name: methods}}
-    )
+    novels = first_tokens(llm, options.texts, 2 * size)
+    texts = [RecordedText(llm, ids[:size], options.prompt) for ids in novels.values()]
+    after = [RecordedText(llm, ids[size:], options.prompt) for ids in novels.values()]
+    methods = MethodLosses(llm, texts, after[:ANGLES], options.seeds, run.record)
+    return {"texts": list(novels), "perplexity": {llm.name: methods.all(options.shares)}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +93,7 @@ class RecordedText:
     @cached_property
     def seen(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Queries, keys and values [T,*,H] of every layer under full attention."""
-        (layers,) = matched_budgets.captured(self.llm, [self.tokens[:-1]])
-        return layers
+        return capture(self.llm, self.tokens[:-1])
 
     def free_seen(self) -> None:
         """Free `seen`: a gigabyte after a prompt of 8,000 tokens."""
@@ -300,6 +291,7 @@ def cost(by_column: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
+MEASURE = Measure("sparse_135m", measure, FLAGS, model=SMOLLM2, texts=2)
 RECORDS = {"sparse_135m": "2,048", "sparse_135m_4096": "4,096", "sparse_135m_7680": "7,680"}
 TASKS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # tokens of prompts
 LOSS = 0.1  # of all answers; a smaller difference counts as none
@@ -352,4 +344,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -19,18 +19,17 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.driver import step
-from jaxkv.errors import check_int
+from jaxkv.contract import Policy, Spec
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import prefilled_bytes
 from jaxkv.evals.lib.timing import Variant, generate_greedy, rate, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Results, above, claim
-from jaxkv.evals.magicpig.matched_budgets import attended_by_tables
+from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.decoder import Decoder
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import batch
@@ -42,26 +41,27 @@ BUDGET = 8192  # keys per query head; more than it attends to, so that none is d
 MEMORY = 12 * 2**30  # bytes for the caches of both
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.magicpig.sparse_tokens", __doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of the prompts")
-    parser.add_argument("--written", type=int, default=16, help="tokens that are timed")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a small model, into out/")
-    options = parser.parse_args()
-    for size in options.sizes:
-        check_int("--sizes", size, 256)
-    for name in ("written", "rounds"):
-        check_int(f"--{name}", getattr(options, name))
-    if (options.rounds + 2) * options.written > ROOM:
-        parser.error(f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got "
-                     f"{(options.rounds + 2) * options.written}; give fewer")  # fmt: skip
+FLAGS = (
+    flag("--sizes", SIZES, "of the prompts", minimum=256),
+    flag("--written", 16, "tokens that are timed", minimum=1),
+    flag("--rounds", 5, minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """All lengths; with a small model if --quick is given."""
+    options = run.options
+    tokens = (options.rounds + 2) * options.written
+    if tokens > ROOM:
+        raise UserError(
+            f"--rounds plus 2, times --written, must be at most {ROOM} tokens, got {tokens}; give "
+            "fewer"
+        )
     shape = SMALL if options.quick else LARGE
-    record = Record("sparse_tokens", quick=options.quick)
-    record.finish({str(size): measure(shape, size, options) for size in options.sizes})
+    return {str(size): measure_size(shape, size, options) for size in options.sizes}
 
 
-def measure(shape: dict[str, int], size: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure_size(shape: dict[str, int], size: int, options: argparse.Namespace) -> dict[str, Any]:
     """One length; both policies alternate."""
     policies = {"full": Full(max=size + ROOM, start=1),
                 "magicpig": MagicPIG(budget=BUDGET, tail=ROOM, start=1)}  # fmt: skip
@@ -76,7 +76,7 @@ def measure(shape: dict[str, int], size: int, options: argparse.Namespace) -> di
         streams[name] = filled(llm, policies[name], size)
         if name == "magicpig":
             results["seconds_to_index"] = time_finish_prefill(streams[name])
-    results["share_attended"] = attended_share(llm, policies["magicpig"], streams["magicpig"], size)
+    results["share_attended"] = attended_share(llm, streams["magicpig"], size)
     results["compile_seconds"] = {}
     variants: dict[str, Variant] = {}
     for name, stream in streams.items():
@@ -142,24 +142,12 @@ def time_finish_prefill(stream: models.Stream) -> float:
     return perf_counter() - start - (clock().seconds - compiled)
 
 
-def attended_share(
-    llm: Llm, chosen: MagicPIG, stream: models.Stream, size: int
-) -> dict[str, float]:
+def attended_share(llm: Llm, stream: models.Stream, size: int) -> dict[str, float]:
     """The share of the keys between that one token attends to: mean, min and max over layers."""
-
-    def watch(policy: Policy, spec: Spec, state: Any, *new: Array) -> tuple[Array, Any]:
-        out, _ = step(policy, spec, state, *new)
-        asking = Chunk(*new[:5])
-        return out, jnp.mean(attended_by_tables(chosen, spec, state, asking, jnp.int32(size)))
-
-    @jax.jit
-    def measure_layers(weights: Any, states: Any) -> Any:
-        decoder = Decoder(llm.config, weights, run=watch)
-        token, valid = jnp.full((1, 1), 3, jnp.int32), jnp.ones((1, 1), bool)
-        at = jnp.full((1, 1), size, jnp.uint32)
-        return decoder(token, at, valid, stream.policies, states)[1]
-
-    layers = np.array(jax.device_get(measure_layers(llm.weights, stream.decoding.states)))
+    layers = np.asarray(matched_budgets.attended_shares(
+        llm.config, stream.policies, llm.weights, stream.decoding.states,
+        jnp.full((1, 1), 3, jnp.int32), jnp.full((1, 1), size, jnp.uint32), jnp.int32(size),
+    ))  # fmt: skip
     return {"mean": float(layers.mean()), "min": float(layers.min()), "max": float(layers.max())}
 
 
@@ -171,6 +159,7 @@ def bytes_over_full(results: Results) -> dict[str, float]:
     }
 
 
+MEASURE = Measure("sparse_tokens", measure, FLAGS)
 CLAIMS = (
     claim("not claimed", "With its tables, the cache of `magicpig` is larger than that of `full`",
           "sparse_tokens", above(bytes_over_full, 1), unit="times"),
@@ -181,4 +170,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Spec
-from jaxkv.evals.balancekv.single_layer import QUERIES
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
 from jaxkv.evals.lib.verdict import Results, below, claim
+from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import (
+    QUERIES,
     CapturedLayer,
     Estimate,
     attend,
@@ -34,10 +35,9 @@ from jaxkv.evals.magicpig.heads import (
     exact_attention,
     interval,
     last_queries,
-    layers_of,
     progress,
 )
-from jaxkv.evals.magicpig.sampling import SINKS, WINDOW, arguments, pick_layers, tokens_for
+from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
@@ -50,50 +50,32 @@ TABLES = (10, 20, 40, 75, 100, 150, 200, 300)
 TARGET = 0.1
 
 
-def main() -> None:
-    parser = arguments("jaxkv.evals.magicpig.tune_lsh", __doc__)
-    parser.add_argument("--bits", type=int, nargs="+", default=BITS, help="K to try")
-    parser.add_argument("--tables", type=int, nargs="+", default=TABLES, help="L to try")
-    parser.add_argument("--target", type=float, default=TARGET, help="the largest acceptable error")
-    parser.add_argument("--keys", type=int, help="hashed keys of which table bytes are computed "
-                        "(default: those of a stretch)")  # fmt: skip
-    options = smaller(parser.parse_args())
-    check(parser, options)
-    read = [tokens_for(parser, options, model) for model in options.model or [None]]
-    data = [file for llm, _, files in read for file in (*llm.files, *files)]
-    record = Record(
-        "tune_lsh", dict.fromkeys(data), list(range(options.seeds)), quick=options.quick
-    )
-    results: dict[str, Any] = {
-        "stretches": options.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
-        "target": options.target, "models": {},
-    }  # fmt: skip
-    for llm, ids, _ in read:
-        every, name = layers_of(llm, ids, options.stretches), llm.name
-        layers = {n: every[n] for n in options.layers or pick_layers(len(every), options.quick)}
-        model = results["models"][name] = of_model(llm.spec, layers, options, name)
-        show(name, model, options.target)
-    record.finish(results)
+FLAGS = (
+    *heads.FLAGS,
+    flag("--seeds", 3, minimum=1),
+    flag("--bits", BITS, "K to try", minimum=1),
+    flag("--tables", TABLES, "L to try", minimum=2),
+    flag("--target", TARGET, "the largest acceptable error", minimum=1e-6),
+    flag("--keys", type=int, about="hashed keys of which table bytes are computed (default: those "
+         "of a stretch)", minimum=1),
+)  # fmt: skip
 
 
-def smaller(options: argparse.Namespace) -> argparse.Namespace:
-    """Reduce all sizes if --quick is given."""
-    if options.quick:
-        options.stretches, options.seeds = min(options.stretches, 2), min(options.seeds, 1)
-        options.bits = options.bits[::2]
+def measure(run: Run) -> dict[str, Any]:
+    """The errors of every K and L, and the recommended ones, which are printed."""
+    options, name = run.options, run.llm.name
     options.bits, options.tables = sorted(set(options.bits)), sorted(set(options.tables))
-    return options
-
-
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with one line if an argument is wrong."""
-    if not options.target > 0:
-        parser.error(f"--target must be above 0, got {options.target}; try {TARGET}")
-    if options.keys is not None and options.keys < 1:
-        parser.error(f"--keys must be at least 1, got {options.keys}")
-    for bits in options.bits:
-        for tables in options.tables:
-            Hashing(bits, tables)
+    if options.quick:
+        options.bits = options.bits[::2]
+    for bits, tables in product(options.bits, options.tables):
+        Hashing(bits, tables)  # raises UserError for an unknown one
+    layers = heads.captured_layers(run, minimum=SINKS + 2 * WINDOW + QUERIES)
+    model = of_model(run.llm.spec, layers, options, name)
+    show(name, model, options.target)
+    return {
+        "stretches": options.stretches, "queries": QUERIES, "ends": [SINKS, WINDOW],
+        "target": options.target, "models": {name: model},
+    }  # fmt: skip
 
 
 def policy_of(point: Mapping[str, Any]) -> str:
@@ -216,6 +198,7 @@ def show(name: str, model: Mapping[str, Any], target: float) -> None:
         print("use", model["policy"])
 
 
+MEASURE = Measure("tune_lsh", measure, FLAGS, model=DEFAULT)
 # The record has a cross-polytope hash too, which commit 5679766 measured; a new record has none.
 RECORDED = (SIMHASH, "crosspolytope")
 READ, TARGETS = (0.1, 0.2, 0.4), (0.05, 0.1, 0.2)  # shares of the keys, and errors
@@ -264,4 +247,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

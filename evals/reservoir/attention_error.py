@@ -9,7 +9,7 @@ and over heads. Intervals are over texts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.balancekv.single_layer import capture
-from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.record import read, standard_error
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.text import beginnings
 from jaxkv.evals.lib.verdict import Statement, below
+from jaxkv.evals.magicpig.heads import capture
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.policies.merge_reduce.balance_stream import BalanceStream
@@ -43,22 +44,30 @@ STREAMING = Streaming(sinks=4, window=252, positions="absolute")
 SKIP = 512
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.reservoir.attention_error", __doc__)
-    parser.add_argument("--tokens", type=int, default=2_048, help="read of each text")
-    parser.add_argument("--layers", type=int, nargs="+", help="default: every third")
-    parser.add_argument("--seeds", type=int, default=3, help="of the samples")
-    options = parser.parse_args()
-    if options.tokens <= SKIP:
-        parser.error(f"--tokens must be above {SKIP}, got {options.tokens}")
-    llm = models.load(options.model, "float32")
-    texts = {path.stem: tokens_of(llm, path, options.tokens)[0] for path in options.texts}
-    layers = sorted(set(options.layers or range(0, llm.config.layers, 3)))
-    if not 0 <= layers[0] <= layers[-1] < llm.config.layers:
-        parser.error(f"--layers must be from 0 to {llm.config.layers - 1}, got {options.layers}")
-    seeds = list(range(options.seeds))
-    record = Record("attention_error", [*llm.files, *options.texts], seeds, quick=options.quick)
-    record.finish(run(llm, texts, layers, seeds, policies()))
+FLAGS = (
+    flag("--tokens", 2_048, "read of each text", minimum=SKIP + 1),
+    flag("--layers", None, "default: every third", type=int, nargs="+"),
+    flag("--seeds", 3, "of the samples", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The errors of every cache in some layers."""
+    llm, options = run.llm, run.options
+    texts = beginnings(llm, options.texts, options.tokens)
+    layers = layers_of(llm, options.layers or range(0, llm.config.layers, 3))
+    return all_errors(llm, texts, layers, range(options.seeds), policies())
+
+
+def layers_of(llm: Llm, numbers: Iterable[int]) -> list[int]:
+    """The numbers of --layers in ascending order.
+
+    Raises UserError where the model has no such layer.
+    """
+    layers, last = sorted(set(numbers)), llm.config.layers - 1
+    if not 0 <= layers[0] <= layers[-1] <= last:
+        raise UserError(f"--layers must be from 0 to {last}, got {layers}; give others")
+    return layers
 
 
 def policies() -> dict[str, Policy]:
@@ -70,7 +79,7 @@ def policies() -> dict[str, Policy]:
     }
 
 
-def run(
+def all_errors(
     llm: Llm,
     texts: Mapping[str, Sequence[int]],
     layers: Sequence[int],
@@ -148,6 +157,7 @@ def table() -> str:
     return page_table(lines)
 
 
+MEASURE = Measure("attention_error", measure, FLAGS, model=SMOLLM2, texts=1)
 TABLES = {"attention_error": table}
 STATEMENTS = tuple(
     Statement(page, "lower the error of attention", "attention_error",
@@ -157,4 +167,4 @@ STATEMENTS = tuple(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

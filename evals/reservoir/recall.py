@@ -23,7 +23,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
@@ -67,43 +68,46 @@ COMPRESSED = {
 }
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.reservoir.recall", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
-    parser.add_argument("--rows", type=int, default=100, help="questions at each distance")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--seeds", (0, 1, 2, 3, 4), "of training"),
+    flag("--rows", 100, "questions at each distance", minimum=1),
+    flag("--steps", 600, minimum=1),
+    flag("--runs", type=Path, about="folder for data and runs (default: temporary)"),
+)
 
-    record = Record("recall", [], options.seeds, quick=options.quick)
-    results: dict[str, Any] = {
-        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": options.rows,
-        "policies": POLICIES, "compressed": COMPRESSED, "seeds": {},
-    }  # fmt: skip
+
+def measure(run: Run) -> dict[str, Any]:
+    """Train a model per seed, and ask all of them under every policy."""
+    options, trained, by_seed = run.options, {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         runs = options.runs or Path(scratch)
         tokens = write(runs / "data")
-        trained = {}
         for seed in options.seeds:
             recipe = recipe_of(seed, options.steps)
             trained[seed] = models.load(pretrain(recipe, tokens, runs / str(seed), tell=print))
-            full = accuracy(trained[seed], {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
-            if (lowest := min(full["full"]["right"].values())) < LEARNT:
-                raise SystemExit(
-                    f"full attention answers {lowest:.0%} at some distance, so the model has not "
-                    f"learnt the task and nothing is written; give more than {options.steps} "
-                    "--steps"
-                )
+            check_learnt(trained[seed], seed, options.steps)
         for seed, llm in trained.items():
-            read = partial(accuracy, llm, rows=options.rows, seed=seed)
-            results["seeds"][str(seed)] = {
-                "within": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN),
-                "needle": read(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN, facts=False),
-                "beyond": read(endless(llm), FAR, FAR[-1] + 64),
+            ask = partial(accuracy, llm, rows=options.rows, seed=seed)
+            by_seed[str(seed)] = {
+                "within": ask(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN),
+                "needle": ask(POLICIES | COMPRESSED, DISTANCES, LENGTH_WITHIN, facts=False),
+                "beyond": ask(endless(llm), FAR, FAR[-1] + 64),
             }
-    results["recipe"] = dataclasses.asdict(recipe)
-    record.finish(results)
+    return {
+        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": options.rows,
+        "policies": POLICIES, "compressed": COMPRESSED, "seeds": by_seed,
+        "recipe": dataclasses.asdict(recipe),
+    }  # fmt: skip
+
+
+def check_learnt(llm: Llm, seed: int, steps: int) -> None:
+    """Exit where full attention does not answer: no result would be meaningful."""
+    full = accuracy(llm, {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
+    if (lowest := min(full["full"]["right"].values())) < LEARNT:
+        raise SystemExit(
+            f"full attention answers {lowest:.0%} at some distance, so the model has not learnt "
+            f"the task and nothing is written; give more than {steps} --steps"
+        )
 
 
 def recipe_of(seed: int, steps: int) -> Recipe:
@@ -161,6 +165,7 @@ def endless(llm: Llm) -> dict[str, str]:
     }
 
 
+MEASURE = Measure("recall", measure, FLAGS)
 NEARER = (16, 48)  # tokens back: in every window
 BETWEEN = (64, 96)  # in streaming's window only
 EVICTED = (SLOTS + 1, CONTEXT)  # beyond every window
@@ -318,4 +323,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

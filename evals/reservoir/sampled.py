@@ -1,8 +1,7 @@
 """Time of sampled caches.
 
-Two experiments, by their names for --only:
-  "token"        time per token over that of `streaming` at equal slots, with all halving included
-  "compression"  compressing a long prompt, against prefill (a Llama of 110 million random weights)
+token: time per token over that of `streaming` at equal slots, with all halving included.
+compression: compressing a long prompt, against prefill (a Llama of 110 million random weights).
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.errors import check_int
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import below, claim
@@ -41,26 +40,20 @@ LONG = "balance:rounds=2"
 DEARER, SHARE = 1.3, 0.1  # upper bars
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.reservoir.sampled", __doc__)
-    parser.add_argument("--written", type=int, default=10_000, help="timed tokens")
-    parser.add_argument(
-        "--prompt", type=int, default=32_768, help="length of the compressed prompt"
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="rounds per measurement")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    options = parser.parse_args()
-    for name in ("written", "prompt", "rounds"):
-        check_int(f"--{name}", getattr(options, name))
-    llm = models.load()
-    quick = options.quick or set(options.only) != set(PARTS)  # a part is not the record
-    record = Record("sampled", llm.files, [0], quick)
-    results: dict[str, Any] = {"bars": []}
-    for part in options.only:
-        results[part] = PARTS[part](llm, options)
-        results["bars"] += results[part].pop("bars")
-    record.finish(results)
+FLAGS = (
+    flag("--written", 10_000, "timed tokens", minimum=1),
+    flag("--prompt", 32_768, "length of the compressed prompt", minimum=1),
+    flag("--rounds", 7, "rounds per measurement", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Both times, with their bars."""
+    results = {
+        "token": token(run.llm, run.options),
+        "compression": time_compression(run.llm, run.options),
+    }
+    return {"bars": [line for part in results.values() for line in part.pop("bars")], **results}
 
 
 def token(llm: Llm, options: argparse.Namespace) -> dict[str, Any]:
@@ -119,8 +112,7 @@ def time_compression(llm: Llm, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"token": token, "compression": time_compression}
-
+MEASURE = Measure("sampled", measure, FLAGS, model=DEFAULT)
 CLAIMS = (
     claim("section 7, no figure: efficiency does not decline",
           "A token under reservoir sampling takes at most 1.05 times as long as under StreamingLLM",
@@ -139,4 +131,4 @@ def table() -> str:
 TABLES = {"sampled": table}
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -9,7 +9,7 @@ cached tokens is a mean over steps, because a merge-and-reduce tree fills and em
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Chunk, Policy, Spec
-from jaxkv.evals.lib.paired_losses import BIN, Case, begin, compare, measure, record_header
-from jaxkv.evals.lib.record import Record, read, run_command
+from jaxkv.evals.lib.paired_losses import (
+    BIN,
+    TOKENS,
+    Case,
+    compare,
+    measure_cases,
+    record_header,
+    texts_of,
+)
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, within
@@ -60,17 +69,12 @@ def cases(llm: Llm) -> dict[str, Case]:
     return by_name | {"h2o": Case(f"h2o:heavy={half},window={half}", tokens=H2O)}
 
 
-def main() -> None:
-    llm, texts, record = begin("jaxkv.evals.reservoir.stream_losses", "stream_losses", __doc__)
-    record.finish(run(llm, texts, record))
-
-
-def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """All caches on all texts: losses beyond the size of the cache, bytes and cached tokens."""
+    llm = run.llm
     caches = cases(llm)
-    with jax.default_device(jax.devices("cpu")[0]):  # steps too small for an accelerator
-        cached = {name: mean_cached(parse_policy(case.policy)) for name, case in caches.items()}
-    by_text = measure(llm, texts, caches, BASE, record)
+    cached = cached_tokens(caches)
+    by_text = measure_cases(llm, texts_of(run), caches, BASE, run.record)
     rows = {}
     for name, case in caches.items():
         compared = compare(by_text, [BASE, name], BASE, SKIP)  # read to the same end
@@ -81,6 +85,12 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, 
             "cached": cached[name],
         }
     return record_header(llm, caches, by_text) | {"rows": rows}
+
+
+def cached_tokens(caches: Mapping[str, Case]) -> dict[str, float]:
+    """The mean number of cached tokens of each cache."""
+    with jax.default_device(jax.devices("cpu")[0]):  # steps too small for an accelerator
+        return {name: mean_cached(parse_policy(case.policy)) for name, case in caches.items()}
 
 
 def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:
@@ -106,6 +116,7 @@ def mean_cached(policy: Policy, tokens: int = 16_384, chunk: int = 64) -> float:
     return float(np.mean(counts[len(counts) // 2 :]))
 
 
+MEASURE = Measure("stream_losses", measure, [TOKENS], model=SMOLLM2, texts=1)
 WEIGHTED = ("reservoir", "stratified", "balance-stream")  # with every variant
 SAME = 0.02  # nats: a smaller difference counts as none
 
@@ -181,4 +192,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

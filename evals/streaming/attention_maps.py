@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import models
-from jaxkv.evals.lib.record import Record, run_command
-from jaxkv.evals.lib.text import ask_for_texts, tokens_of
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.lib.text import beginnings
 from jaxkv.evals.lib.verdict import Results, above, claim
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
@@ -31,21 +30,13 @@ METRIC, METRICS = 64, 100  # the same, as Gu et al. do
 LONG, SKIP = 512, 64  # tokens of a longer stretch; queries of it that have too few keys
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.streaming.attention_maps", __doc__)
-    parser.add_argument("--stretches", type=int, default=2, help="longer stretches per text")
-    options = parser.parse_args()
-
-    llm = models.load(options.model)
-    texts = {path.stem: tokens_of(llm, path, 50_000)[0] for path in options.texts}
-    record = Record("attention_maps", [*llm.files, *options.texts], quick=options.quick)
-    record.finish(run(llm, texts, options.stretches))
-
-
-def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """All measurements of one model."""
+    llm = run.llm
+    texts = beginnings(llm, run.options.texts, 50_000)
     by_text = {
-        name: first_token(llm, samples([ids], LONG, stretches)) for name, ids in texts.items()
+        name: first_token(llm, samples([ids], LONG, run.options.stretches))
+        for name, ids in texts.items()
     }
     by_head = np.mean(list(by_text.values()), axis=0)
     metric = np.mean(
@@ -57,7 +48,7 @@ def run(llm: Llm, texts: dict[str, Sequence[int]], stretches: int) -> dict[str, 
     seen = maps(llm.config, llm.weights, samples(list(texts.values()), MAP, MAPS))
     return {
         "model": llm.name,
-        "texts": {name: list(map(float, mass.mean(1))) for name, mass in by_text.items()},
+        "texts": {name: mass.mean(1).tolist() for name, mass in by_text.items()},
         "even_attention": float(np.mean(1 / np.arange(SKIP + 1, LONG + 1))),
         "first_token": {
             "by_layer": by_head.mean(1).tolist(),
@@ -110,6 +101,10 @@ def shares_over_even(results: Results) -> dict[str, float]:
     }
 
 
+MEASURE = Measure(
+    "attention_maps", measure, [flag("--stretches", 2, "longer stretches per text")],
+    model=SMOLLM2, texts=1,
+)  # fmt: skip
 CLAIMS = (
     claim("Figure 2: over half of the attention, Llama-2-7B",
           "Each layer above the two lowest gives the first token over three times its even share",
@@ -118,4 +113,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

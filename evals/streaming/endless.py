@@ -20,8 +20,10 @@ import jax
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, make_parser, plain, resident, run_command
+from jaxkv.evals.lib.record import plain, resident
+from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import below, claim, within
 from jaxkv.models.loading.llm import Llm
@@ -31,33 +33,38 @@ POLICY = "streaming:sinks=4,window=252"
 BEFORE_WRAP = 2**32 - 50_000
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.streaming.endless", __doc__)
-    parser.add_argument("--model", required=True, help="a model folder or Hub id")
-    parser.add_argument("--texts", required=True, type=Path, help="a folder with manifest.json")
-    parser.add_argument("--tokens", type=int, default=4_000_000)
-    parser.add_argument("--block", type=int, default=100_000, help="tokens in one loss")
-    parser.add_argument("--chunk", type=int, default=200, help="tokens read at a time")
-    parser.add_argument("--policy", default=POLICY)
-    parser.add_argument("--splits", nargs="+", default=["train"], help="of the manifest's books")
-    parser.add_argument("--name", default="endless", help="name of the record")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--texts", type=Path, required=True, about="a folder with manifest.json"),
+    flag("--tokens", 4_000_000, minimum=1),
+    flag("--block", 100_000, "tokens in one loss", minimum=1),
+    flag("--chunk", 200, "tokens read at a time", minimum=1),
+    flag("--policy", POLICY),
+    flag("--splits", ("train",), "of the manifest's books"),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The losses of a text, and a summary, which is printed."""
+    options = run.options
     if options.block % options.chunk or options.tokens % options.block:
-        parser.error("blocks must be whole numbers of chunks, and tokens of blocks: one shape")
-
-    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
-    ids, files = tokens_of(llm, options.texts, options.tokens + 1, options.splits)
+        raise UserError(
+            "--block must be a multiple of --chunk and --tokens one of --block, got "
+            f"{options.block}, {options.chunk} and {options.tokens}: one shape; change one"
+        )
+    ids, files = tokens_of(run.llm, options.texts, options.tokens + 1, options.splits)
     if len(ids) <= options.tokens:
-        parser.error(f"{options.texts} holds only {len(ids):,} tokens; add texts or ask for fewer")
-    record = Record(options.name, [*llm.files, *files], quick=options.quick)
-    parts = Parts(record, 3 * options.tokens // options.block)
-    results = run(llm, ids, options.policy, options.chunk, options.block, parts)
+        raise UserError(
+            f"--texts must have more than {options.tokens:,} tokens, {options.texts} has "
+            f"{len(ids):,}; add texts or ask for fewer"
+        )
+    run.record.add(files)
+    parts = Parts(run.record, 3 * options.tokens // options.block)
+    results = losses(run.llm, ids, options.policy, options.chunk, options.block, parts)
     print(json.dumps(plain(results["summary"]), indent=1))
-    record.finish(results)
+    return results
 
 
-def run(
+def losses(
     llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, parts: Parts | None = None
 ) -> dict[str, Any]:
     """Score one text three times: endless, across the wrap, and with a new cache per block."""
@@ -168,6 +175,7 @@ def compilations() -> Counter:
     return counts
 
 
+MEASURE = Measure("endless", measure, FLAGS, model=DEFAULT)
 RECORDS = {"endless_135m": "400,000", "endless": "4,000,000"}  # and their tokens
 CLAIMS = (
     *(claim("Figure 5: flat perplexity over 4 million tokens, ten models of 2.8B to 70B",
@@ -187,4 +195,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, standard_error
+from jaxkv.evals.lib.record import read, standard_error
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import above, below, claim, within
 from jaxkv.evals.tasks.score import GATE
@@ -37,29 +38,13 @@ BETWEEN = "\n\n"  # questions
 Question = dict[str, Any]
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.streaming.questions", __doc__)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
-    )
-    parser.add_argument("--questions", required=True, type=Path,
-                        help="JSON lines with context, choices and answer")  # fmt: skip
-    parser.add_argument("--count", type=int, default=300, help="questions")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
-    if options.count < 2:
-        parser.error(
-            f"--count must be at least 2, got {options.count}: intervals need two questions"
-        )
-
-    llm = models.load(options.model)
-    lines = options.questions.read_text("utf-8").splitlines()[: options.count]
-    questions = [json.loads(line) for line in lines]
-    record = Record("questions", [*llm.files, options.questions], quick=options.quick)
-    record.finish(run(llm, questions))
+def measure(run: Run) -> dict[str, Any]:
+    """The shares of right answers to a file of questions."""
+    lines = run.options.questions.read_text("utf-8").splitlines()[: run.options.count]
+    return answered(run.llm, list(map(json.loads, lines)))
 
 
-def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
+def answered(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     """The shares of right answers, and the paired differences of each stream from the controls."""
     full = f"full:max={min(MOST, llm.config.context)}"
     alone = [right_in_stream(llm, [question], POLICIES["4+252"])[0] for question in questions]
@@ -70,9 +55,7 @@ def run(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     right["full"], _ = right_in_stream(llm, questions[:fit], full, progress="full")
     last = f"full:max={2 * CACHE}"  # with room for a choice
     right["reread"], _ = right_in_stream(llm, questions, last, WINDOW, progress="reread")
-    by_stream: dict[str, Any] = {
-        name: {"share": answered.mean()} for name, answered in right.items()
-    }
+    by_stream: dict[str, Any] = {name: {"share": x.mean()} for name, x in right.items()}
     for name in POLICIES:
         by_stream[name]["minus"] = {
             base: difference(right[name], right[base]) for base in ("full", "reread", "alone")
@@ -151,6 +134,13 @@ def answers_table() -> str:
     return page_table(lines, caption)
 
 
+MEASURE = Measure(
+    "questions", measure,
+    [flag("--questions", type=Path, required=True,
+          about="JSON lines with context, choices and answer"),
+     flag("--count", 300, "questions; an interval needs two", minimum=2)],
+    model=SMOLLM2, data=lambda options: [options.questions],
+)  # fmt: skip
 TABLES = {"questions": answers_table}
 CLAIMS = (
     claim("Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58",
@@ -164,4 +154,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

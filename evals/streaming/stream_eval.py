@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.record import read, standard_error
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.text import first_tokens
 from jaxkv.evals.lib.verdict import Results, above, below, claim
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
 from jaxkv.evals.tasks.generators import DIGITS, THINGS
@@ -46,25 +48,15 @@ POLICIES = {
 MOST = 8_000  # tokens of a stream: full attention reads it too
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.streaming.stream_eval", __doc__)
-    parser.add_argument("--tokens", type=int, default=6_000, help="of each stream")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if len(options.texts) < 2:
-        parser.error(f"--texts must name at least 2 files, got {len(options.texts)}; intervals are "
-                     "over texts")  # fmt: skip
-    min_tokens = FIRST + EVERY + max(DISTANCES)
-    if not min_tokens <= options.tokens <= MOST:
-        parser.error(
-            f"--tokens must be from {min_tokens} to {MOST}, got {options.tokens}; try 6000"
-        )
-    llm = models.load(options.model, "float32")
-    novels = first_tokens(parser, llm, options.texts, options.tokens)
-    record = Record("stream_eval", [*llm.files, *options.texts], [options.seed], options.quick)
-    streams = [stream_of(llm, ids, [options.seed, n]) for n, ids in enumerate(novels.values())]
-    results = run(llm, streams, Parts(record, len(POLICIES) + 2))
-    record.finish(results | {"texts": list(novels)})
+def measure(run: Run) -> dict[str, Any]:
+    """Shares of right answers in streams that are made from novels."""
+    options = run.options
+    if options.tokens > MOST:
+        raise UserError(f"--tokens must be at most {MOST}, got {options.tokens}; try 6000")
+    novels = first_tokens(run.llm, options.texts, options.tokens)
+    streams = [stream_of(run.llm, ids, [options.seed, n]) for n, ids in enumerate(novels.values())]
+    parts = Parts(run.record, len(POLICIES) + 2)
+    return all_answers(run.llm, streams, parts) | {"texts": list(novels)}
 
 
 class Fact(NamedTuple):
@@ -102,7 +94,7 @@ def stream_of(llm: Llm, novel: Sequence[int], seed: Sequence[int]) -> Streamed:
     return Streamed(tokens, facts)
 
 
-def run(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str, Any]:
+def all_answers(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str, Any]:
     """Shares of right answers by policy and distance, and those of the gate."""
     tokens, count = len(streams[0].tokens), len(streams[0].facts)
     last = (tokens - max(DISTANCES)) // EVERY
@@ -241,6 +233,11 @@ def distances_table() -> str:
     return page_table(lines, caption)
 
 
+MEASURE = Measure(
+    "stream_eval", measure,
+    [flag("--tokens", 6_000, "of each stream", minimum=FIRST + EVERY + max(DISTANCES)),
+     flag("--seed", 0)], model=SMOLLM2, texts=2,
+)  # fmt: skip
 TABLES = {"stream_eval": distances_table}
 CLAIMS = (
     claim("StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300",
@@ -251,4 +248,4 @@ CLAIMS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -9,7 +9,6 @@ and cases that the record lacks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +16,19 @@ import numpy as np
 
 from jaxkv.evals.lib.paired_losses import (
     BIN,
+    TOKENS,
     ByText,
     Case,
-    begin,
     compare,
     loss_over_base,
-    measure,
+    measure_cases,
     record_header,
+    texts_of,
 )
-from jaxkv.evals.lib.record import Record, read, run_command
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, run
 from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
-from jaxkv.models.loading.llm import Llm
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
 SIZES = (256, 1024, 2048)  # of a cache, for Tables 1 and 2
@@ -71,27 +71,22 @@ LARGER = {  # compared with the streaming cache of this size
 CURVES = ("full", label(0, SIZE), label(1, SIZE), BASE, "re-computation")
 
 
-def main() -> None:
-    llm, texts, record = begin("jaxkv.evals.streaming.tables", "streaming_tables", __doc__)
-    record.finish(run(llm, texts, record))
-
-
-def run(llm: Llm, texts: dict[str, Sequence[int]], record: Record) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """All cases on all texts."""
-    cases = RINGS | TABLE_6 | OTHERS
-    by_text = measure(llm, texts, cases, BASE, record)
-    for text, entry in measure(llm, texts, LARGER, LARGE_BASE, record).items():
+    cases, texts = RINGS | TABLE_6 | OTHERS, texts_of(run)
+    by_text = measure_cases(run.llm, texts, cases, BASE, run.record)
+    for text, entry in measure_cases(run.llm, texts, LARGER, LARGE_BASE, run.record).items():
         by_text[text]["bins"] |= entry["bins"]
     tables = {
         str(size): compare(by_text, [label(n, size) for n in COUNTS], label(SINKS, size), size)
         for size in SIZES
     }
-    return record_header(llm, cases | LARGER, by_text) | {
+    return record_header(run.llm, cases | LARGER, by_text) | {
         "tables": tables,
         "larger": compare(by_text, [*LARGER], LARGE_BASE, 1024),
         "others": compare(by_text, [BASE, *OTHERS], BASE, SIZE),
-        "within_context": compare(by_text, [BASE, *OTHERS], BASE, SIZE, llm.config.context),
-        "beyond_context": compare(by_text, [BASE, *OTHERS], BASE, llm.config.context),
+        "within_context": compare(by_text, [BASE, *OTHERS], BASE, SIZE, run.llm.config.context),
+        "beyond_context": compare(by_text, [BASE, *OTHERS], BASE, run.llm.config.context),
         "table_6": compare(by_text, [*TABLE_6], BASE, max(CACHES)),
         "curve": curve(by_text),
     }
@@ -119,6 +114,7 @@ def curve(by_text: ByText) -> dict[str, list[float]]:
     }
 
 
+MEASURE = Measure("streaming_tables", measure, [TOKENS], model=SMOLLM2, texts=1)
 SAME = 0.02  # nats: a smaller difference counts as none
 LOSES = 0.1  # nats: a larger one is told as a loss
 
@@ -238,4 +234,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

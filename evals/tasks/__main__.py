@@ -15,91 +15,50 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv import models
-from jaxkv.errors import UserError, check_int
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks import budgets, score, tuning
+from jaxkv.evals.tasks.budgets import NAMES, RATIOS
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
 from jaxkv.models.loading.llm import Llm
 
+FLAGS = (
+    flag("--tasks", tuple(TASKS), choices=list(TASKS)),
+    flag("--lengths", (1024, 2048, 4096), "tokens of a context", minimum=1),
+    flag("--ratios", (0.25, 0.5), "budgets, as shares of the context", choices=list(RATIOS)),
+    flag("--policies", NAMES, "by default all", choices=NAMES),
+    flag("--samples", 20, "of a task and length", minimum=1),
+    flag("--batch", 4, "samples read at a time", minimum=1),
+    flag("--seed", 0, minimum=0),
+    flag("--gates", False, "measure full attention alone"),
+    flag("--query-aware", False, "put the question into the prefill"),
+)
 
-def main(words: list[str] | None = None) -> None:
-    parser = make_parser("jaxkv.evals.tasks", __doc__)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
-    )
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096],
-                        help="tokens of a context")  # fmt: skip
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5],
-                        help="budgets, as shares of the context")  # fmt: skip
-    parser.add_argument("--policies", nargs="+", help="by default all")
-    parser.add_argument("--samples", type=int, default=20, help="of a task and length")
-    parser.add_argument("--batch", type=int, default=4, help="samples read at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gates", action="store_true", help="measure full attention alone")
-    parser.add_argument(
-        "--query-aware", action="store_true", help="put the question into the prefill"
-    )
-    parser.add_argument("--name", help="of the record (default: of what is measured)")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args(words)
-    for name in ("samples", "batch"):
-        check_int(f"--{name}", getattr(options, name))
-    check_int("--seed", options.seed, 0, 2**31)
+
+def record_name(options: argparse.Namespace) -> str:
+    if options.gates:
+        return "task_gates"
+    return "tasks_query_aware" if options.query_aware else "tasks"
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """All tasks, one length after the other."""
+    llm, options = run.llm, run.options
     if options.gates and options.query_aware:
         raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
                         "one out")  # fmt: skip
-    llm = models.load(options.model, "float32")  # on a GPU the default is bfloat16
     plan = plan_of(llm, options)
-    measured = "tasks_query_aware" if options.query_aware else "tasks"
-    name = options.name or ("task_gates" if options.gates else measured)
-    record = Record(name, [*llm.files, PASSAGE], [options.seed], quick=options.quick)
-    record.finish(run(llm, options, plan, record))
-
-
-def plan_of(llm: Llm, options: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
-    """The policy strings by length and ratio; raises UserError before anything is measured."""
-    plan: dict[int, dict[float, dict[str, str]]] = {}
-    ratios = [] if options.gates else list(map(budgets.check_ratio, options.ratios))
-    tune = budgets.need_tuning(options.policies) and not options.gates
-    for length in options.lengths:
-        check_int("--lengths", length)
-        for task in options.tasks:
-            prompts(llm, task, length, 1, options.seed, options.query_aware)
-        settings = tuning.tuned(llm, length, ratios) if tune else {}
-        plan[length] = {
-            ratio: budgets.chosen(
-                options.policies, length, ratio, slots_of(length), settings.get(ratio)
-            )
-            for ratio in ratios
-        }
-        for policy in {text for by_name in plan[length].values() for text in by_name.values()}:
-            llm.policies(policy)
-    return plan
-
-
-def slots_of(length: int) -> int:
-    """Slots of growing caches: a padded context, perhaps with its question, and an answer."""
-    return -(-length // WIDTH) * WIDTH + 2 * ROOM
-
-
-def run(
-    llm: Llm, options: argparse.Namespace, plan: dict[int, dict[float, dict[str, str]]],
-    record: Record,
-) -> dict[str, Any]:  # fmt: skip
-    """All tasks, one length after the other."""
     batches = -(-options.samples // options.batch)
     policies = sum(1 + sum(map(len, by_ratio.values())) for by_ratio in plan.values())
-    parts = Parts(record, batches * len(options.tasks) * policies)
+    parts = Parts(run.record, batches * len(options.tasks) * policies)
     tasks: dict[str, dict[str, Any]] = {task: {} for task in options.tasks}
     for length, by_ratio in plan.items():
         for task in options.tasks:
-            tasks[task][str(length)] = measure(llm, options, task, length, by_ratio, parts)
+            tasks[task][str(length)] = measure_task(llm, options, task, length, by_ratio, parts)
     return {
         "model": llm.name,
         "context": llm.config.context,
@@ -112,7 +71,31 @@ def run(
     }
 
 
-def measure(
+def plan_of(llm: Llm, options: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
+    """The policy strings by length and ratio; raises UserError before anything is measured."""
+    plan: dict[int, dict[float, dict[str, str]]] = {}
+    ratios = [] if options.gates else options.ratios
+    tune = not options.gates and not {*budgets.TUNED}.isdisjoint(options.policies)
+    for length in options.lengths:
+        for task in options.tasks:
+            prompts(llm, task, length, 1, options.seed, options.query_aware)
+        settings = tuning.tuned(llm, length, ratios) if tune else {}
+        plan[length] = {
+            ratio: {name: specs[name] for name in options.policies}
+            for ratio in ratios
+            for specs in [budgets.settings(length, ratio, slots_of(length), settings.get(ratio))]
+        }
+        for policy in {text for by_name in plan[length].values() for text in by_name.values()}:
+            llm.policies(policy)
+    return plan
+
+
+def slots_of(length: int) -> int:
+    """Slots of growing caches: a padded context, perhaps with its question, and an answer."""
+    return -(-length // WIDTH) * WIDTH + 2 * ROOM
+
+
+def measure_task(
     llm: Llm, options: argparse.Namespace, task: str, length: int,
     by_ratio: dict[float, dict[str, str]], parts: Parts,
 ) -> dict[str, Any]:  # fmt: skip
@@ -165,5 +148,7 @@ def row(by_column: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str
     return entry | {"state_bytes": by_column["state_bytes"].mean()}
 
 
+MEASURE = Measure(record_name, measure, FLAGS, model=SMOLLM2, data=lambda _: [PASSAGE])
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

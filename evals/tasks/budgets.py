@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxkv.errors import UserError, check_choice
-
 SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
 PAGE = 4  # of quest
@@ -40,19 +38,9 @@ class Tuned(NamedTuple):
 
 def between(length: int, ratio: float) -> Between:
     """The ends of contexts of `length` tokens for policies that sample, halve or select."""
-    share = 0.5 ** RATIOS[check_ratio(ratio)]
+    share = 0.5 ** RATIOS[ratio]
     window = round((budget_of(length, ratio) - share * length) / (1 - share)) - SINKS
     return Between(SINKS, window, share)
-
-
-def check_ratio(ratio: float) -> float:
-    """The ratio. Raises UserError for one without a number of halvings."""
-    if ratio not in RATIOS:
-        raise UserError(
-            f"--ratios must be among {', '.join(f'{r:g}' for r in RATIOS)}, got {ratio:g}: prompt "
-            "compression halves; use one of these"
-        )
-    return ratio
 
 
 def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) -> dict[str, str]:
@@ -61,14 +49,24 @@ def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) 
     slots: slots of growing caches; at least the tokens of a context with its question and answer.
     tuned: None leaves out the policies that need it.
     """
-    sinks, window, share = between(length, ratio)
-    budget, ends = budget_of(length, ratio), f"sinks={sinks},window={window}"
-    best = share / 2
+    budget = budget_of(length, ratio)
+    return at_budget(budget, between(length, ratio), RATIOS[ratio], slots, WINDOW, tuned)
+
+
+def at_budget(
+    budget: int, ends: Between, rounds: int, slots: int, queries: int, tuned: Tuned | None = None
+) -> dict[str, str]:
+    """The string of every policy with a budget of tokens per KV head.
+
+    rounds: how often the tokens between the ends are halved. slots: of growing caches. queries:
+    last ones by which snapkv and pyramidkv select. tuned: as in `settings`.
+    """
+    exact, share, best = f"sinks={ends.sinks},window={ends.window}", ends.share, ends.share / 2
     half = 1 << ((budget // 4).bit_length() - 1)  # a block of balance-stream
     sampled = f"sinks={SINKS},window={budget - SINKS - 2 * half}"
-    snap = f"capacity={budget},window={WINDOW},start={slots}"
-    halved = f"{ends},rounds={RATIOS[ratio]},start={slots}"
-    sparse = f"{ends},start={slots}"
+    start = f"start={slots}"
+    capacity = f"capacity={budget}"
+    halved, sparse = f"{exact},rounds={rounds},{start}", f"{exact},{start}"
     specs = {
         "window": f"window:window={budget}",
         "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
@@ -78,10 +76,10 @@ def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) 
         "balance-stream": f"balance-stream:{sampled},levels=3,block={half}",
         "uniform": f"uniform:{halved}",
         "balance": f"balance:{halved}",
-        "snapkv": f"snapkv:{snap}",
-        "pyramidkv": f"pyramidkv:{snap}",
-        "expected-attention": f"expected-attention:capacity={budget},start={slots}",
-        "keydiff": f"keydiff:capacity={budget},start={slots}",
+        "snapkv": f"snapkv:{capacity},window={queries},{start}",
+        "pyramidkv": f"pyramidkv:{capacity},window={queries},{start}",
+        "expected-attention": f"expected-attention:{capacity},{start}",
+        "keydiff": f"keydiff:{capacity},{start}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
         "oracle": f"oracle:share={share:g},{sparse}",
@@ -93,21 +91,6 @@ def settings(length: int, ratio: float, slots: int, tuned: Tuned | None = None) 
         specs["magicpig"] = f"magicpig:K={tuned.bits},L={tuned.tables},{sparse}"
         specs["topp"] = f"topp:mass={tuned.mass:g},{sparse}"
     return specs
-
-
-def chosen(
-    names: list[str] | None, length: int, ratio: float, slots: int, tuned: Tuned | None = None
-) -> dict[str, str]:
-    """The settings of the named policies; None: of all."""
-    specs = settings(length, ratio, slots, tuned)
-    return {name: specs[name] for name in names or specs}
-
-
-def need_tuning(names: list[str] | None) -> bool:
-    """Whether one of these policies needs `tuned`; None: all. Raises UserError for unknown ones."""
-    for name in names or ():
-        check_choice("--policies", name, NAMES)
-    return bool(set(TUNED) & set(NAMES if names is None else names))
 
 
 def budget_of(length: int, ratio: float) -> int:

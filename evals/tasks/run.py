@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import models
-from jaxkv.contract import Chunk, Partial, Policy, Spec, State
-from jaxkv.driver import step
+from jaxkv.contract import Policy, State
 from jaxkv.evals.tasks import score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
+from jaxkv.models.generation.shared_prompt import Attended, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder, Layer, Weights, layer_weights
-from jaxkv.typing import Array, Bool, Float, Float32, UInt32
+from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
+from jaxkv.typing import Array, Float, Float32
 
 WIDTH = 64  # tokens of every compiled program, so that each policy compiles one
 COLUMNS = ("score", "kl", "agreement", "tokens", "state_bytes")  # of a result, per sample
@@ -88,6 +88,10 @@ class Batch:
     def full_policy(self) -> str:
         return f"full:start={self.slots},max={self.slots}"
 
+    @property
+    def full_policies(self) -> tuple[Policy, ...]:
+        return self.llm.policies(self.full_policy)
+
     @cached_property
     def full(self) -> Followed:
         """The answers of full attention."""
@@ -121,7 +125,7 @@ class Batch:
         return stream
 
     @cached_property
-    def recorded(self) -> tuple[tuple[State, ...], list[Chunk]]:
+    def recorded(self) -> tuple[tuple[State, ...], list[Attended]]:
         """The states of full attention after the contexts, and what each layer attended with."""
         stream = models.Stream(self.llm, self.full_policy, batch=len(self.prompts))
         contexts = [prompt.context for prompt in self.prompts]
@@ -158,61 +162,33 @@ class Batch:
     def read(
         self, policies: tuple[Policy, ...], states: tuple[State, ...], start: np.ndarray,
         ids: Sequence[Sequence[int]],
-    ) -> tuple[Array, tuple[State, ...], list[Chunk]]:  # fmt: skip
+    ) -> tuple[Array, tuple[State, ...], list[Attended]]:  # fmt: skip
         """Hidden states and states after more tokens, and what each layer attended with.
 
         start: position of the first token of each sequence. Only full attention is recorded.
         """
-        record = policies == self.llm.policies(self.full_policy)
         size = -(-max(map(len, ids)) // WIDTH) * WIDTH
         tokens, valid = np.zeros((2, len(ids), size), np.int32)
         for row, real, sequence in zip(tokens, valid, ids, strict=True):
             row[: len(sequence)], real[: len(sequence)] = sequence, 1
         positions = (start[:, None] + np.arange(size)).astype(np.uint32)
-        decoder, hidden, seen = Decoder(self.llm.config, self.llm.weights), [], []
+        llm, hidden, seen = self.llm, [], []
+        states = jax.tree.map(jnp.copy, states)  # `run_recorded` takes them
+        decoder, recording = Decoder(llm.config, llm.weights), policies == self.full_policies
         for at in range(0, size, WIDTH):
             part, *where = (a[:, at : at + WIDTH] for a in (tokens, positions, valid.astype(bool)))
             x, new, chunks = decoder.embedded(part), [], []
             for layer, (policy, state) in enumerate(zip(policies, states, strict=True)):
-                weights = layer_weights(self.llm.weights, layer)
-                x, state, chunk = _read(self.llm.config, policy, record, weights, x, state, *where)
-                new, chunks = [*new, state], [*chunks, *chunk]
+                weights = layer_weights(llm.weights, layer)
+                x, state, attended = run_recorded(llm.config, policy, weights, x, state, *where)
+                new, chunks = [*new, state], [*chunks, attended] if recording else chunks
             states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
-        layers = [jax.tree.map(_concatenate, *chunks) for chunks in zip(*seen, strict=True)]
+        layers = [Attended(*map(_concatenate, *chunks)) for chunks in zip(*seen, strict=True)]
         return jnp.concatenate(hidden, axis=2), states, layers
 
 
 def _concatenate(*parts: Array) -> Array:
     return jnp.concatenate(parts, axis=1)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(
-    config: Config,
-    policy: Policy,
-    record: bool,
-    weights: Weights,
-    x: Float[Array, "D B T"],
-    state: State,
-    positions: UInt32[Array, "B T"],
-    valid: Bool[Array, "B T"],
-) -> tuple[Float[Array, "D B T"], State, list[Chunk]]:
-    """One layer, so that equal layers are compiled once, and what it attended with."""
-    seen = []
-
-    def run(policy: Policy, spec: Spec, state: State, *new: Any) -> tuple[Partial, State]:
-        if record:
-            seen.append(Chunk(*new[:5]))
-        return step(policy, spec, state, *new)
-
-    x, state = Layer(config, weights)(x, policy, state, positions, valid, run)
-    return x, state, seen
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def absorb(policy: Policy, spec: Spec, state: State, chunk: Chunk) -> State:
-    """The state of one layer after recorded queries, keys and values."""
-    return policy.update(spec, state, chunk)[1]
 
 
 @partial(jax.jit, static_argnums=0)

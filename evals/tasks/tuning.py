@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks.budgets import Tuned, between
 from jaxkv.models.loading.llm import Llm
 
@@ -24,7 +25,7 @@ def tuned(llm: Llm, length: int, ratios: Sequence[float]) -> dict[float, Tuned]:
             f"magicpig and topp are tuned on a novel of {len(ids)} tokens, and --lengths {length} "
             f"needs {length + QUERIES}; name other --policies"
         )
-    seen, by_ratio = matched_budgets.captured(llm, [ids]), {}
+    seen, by_ratio = [capture(llm, ids)], {}
     for ratio in ratios:
         sinks, window, share = between(length, ratio)
         arguments = llm.spec, seen, length, sinks, window, EVERY

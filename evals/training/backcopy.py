@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
@@ -41,48 +42,47 @@ TRIES = {  # of plain softmax
 }
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.backcopy", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
-    parser.add_argument("--tries", nargs="*", default=TRIES, choices=TRIES)
-    parser.add_argument("--tokens", type=int, default=100_000, help="held-out letters to score")
-    parser.add_argument("--runs", type=Path, help="folder for data and runs (default: temporary)")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--seeds", (0, 1, 2)),
+    flag("--variants", VARIANTS, choices=VARIANTS),
+    flag("--tries", tuple(TRIES), nargs="*", choices=TRIES),
+    flag("--tokens", 100_000, "held-out letters to score", minimum=1),
+    flag("--runs", type=Path, about="folder for data and runs (default: temporary)"),
+)
 
-    record = Record("backcopy", [], options.seeds, quick=options.quick)
+
+def measure(run: Run) -> dict[str, Any]:
+    """Train and score every variant with every seed, and the other recipes of plain softmax."""
+    options, chain = run.options, LetterChain(0)
     with tempfile.TemporaryDirectory() as scratch:
         runs = options.runs or Path(scratch)
-        chain = LetterChain(0)
         tokens = write(chain, runs / "data")
         ids = tokens.run("valid", 0, options.tokens).tolist()
         variants: dict[str, Any] = {}
         for variant in options.variants:
             by_seed = [
-                run(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
+                train(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
                 for seed in options.seeds
             ]
             variants[variant] = {"seeds": by_seed, "summary": summary(by_seed)}
         tries = {}
         for name in options.tries:
             recipe = dataclasses.replace(recipe_of("none", options.seeds[0]), **TRIES[name])
-            trial = run(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
+            trial = train(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
             tries[name] = {"changed": TRIES[name], **trial}
-    results = {
+    return {
         "recipe": dataclasses.asdict(PRESETS["backcopy"]),
         "floor": chain.floor(chain.letters(10**6, 99)),
         "variants": variants,
         "tries": tries,
     }
-    record.finish(results)
 
 
 def recipe_of(variant: str, seed: int) -> Recipe:
     return dataclasses.replace(PRESETS["backcopy"], sinks=variant, seed=seed)
 
 
-def run(
+def train(
     recipe: Recipe,
     chain: LetterChain,
     tokens: DataFolder,
@@ -127,17 +127,14 @@ def dormant(llm: Llm, chain: LetterChain, ids: Sequence[int], skip: int) -> Floa
 def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians and ranges over the seeds."""
     return {
-        "first_token": spread([seed["first_token"] for seed in seeds]),
-        "first_token_most": spread([seed["first_token_most"] for seed in seeds]),
-        "sink_letters": spread([seed["sink_letters"] for seed in seeds]),
-        "loss": {
-            name: spread([seed["loss"][name]["loss"] for seed in seeds])
-            for name in seeds[0]["loss"]
-        },
-        "loss_over_base": {
-            name: spread([seed["loss"][name]["loss_over_base"] for seed in seeds])
-            for name in seeds[0]["loss"]
-        },
+        name: spread([seed[name] for seed in seeds])
+        for name in ("first_token", "first_token_most", "sink_letters")
+    } | {
+        measure: {
+            cache: spread([seed["loss"][cache][measure] for seed in seeds])
+            for cache in seeds[0]["loss"]
+        }
+        for measure in ("loss", "loss_over_base")
     }
 
 
@@ -149,6 +146,7 @@ def over_four(kind: str, *sizes: str) -> Derived:
     }
 
 
+MEASURE = Measure("backcopy", measure, FLAGS)
 CLAIMS = (
     claim("Table 3; stream of Guo et al. 2024 (arXiv 2410.13835)",
           "With a mostly idle head, a trained sink token is needed and enough; plain softmax needs "
@@ -207,4 +205,4 @@ STATEMENTS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -13,7 +13,7 @@ The first command removes marks of emphasis and lines of a repeated punctuation 
 small model degenerates into them. The project's other books are not all novels; a model trained on
 all books ended in lists.
 The model scores held-out books and generates texts, both far beyond its context under its streaming
-policy, and gets its model card. `--check` only checks that the card is current.
+policy, and gets its model card.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import re
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from jaxkv import models
 from jaxkv.cli.files import read_text
 from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import RESULTS, TRIALS, Record, make_parser, plain, read, run_command
+from jaxkv.evals.lib.record import RESULTS, TRIALS, plain, read
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
 from jaxkv.evals.training.recorded_recipe import recipe_of_record
@@ -110,40 +112,35 @@ prejudices of their time, and neither the books nor the model were filtered.
 """
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.default_model", __doc__)
-    parser.add_argument("--run", type=Path, help="folder of a finished run (default: the model of "
-                        "the package)")  # fmt: skip
-    parser.add_argument("--data", type=Path, help="the data folder that it was trained on")
-    parser.add_argument("--texts", type=Path, help="folder of held-out books, *.txt")
-    parser.add_argument(
-        "--tokens", type=int, default=100_000, help="tokens to score, and to generate per text"
-    )
-    parser.add_argument("--block", type=int, default=10_000, help="tokens per block")
-    parser.add_argument("--check", action="store_true", help="only check that the card is current")
-    parser.add_argument("--quick", action="store_true", help="write only to out/")
-    options = parser.parse_args()
-    if options.check:
-        if (DEFAULT / CARD).read_text("utf-8") != card(read("default_model")):
-            raise SystemExit(
-                "the model card is stale; run python -m jaxkv.evals.training.default_model --texts "
-                "books/test"
-            )
-        return
-    if not options.texts or bool(options.run) != bool(options.data):
-        parser.error("--texts must name books to score, and --run and --data stand together; give "
-                     "the missing one")  # fmt: skip
-    if options.block % CHUNK or options.tokens % options.block:
-        parser.error(f"blocks must be whole numbers of {CHUNK} tokens, and tokens of blocks")
+FLAGS = (
+    flag("--run", type=Path, about="folder of a finished run (default: the model of the package)"),
+    flag("--data", type=Path, about="the data folder that it was trained on"),
+    flag("--texts", type=Path, required=True, about="folder of held-out books, *.txt"),
+    flag("--tokens", 100_000, "tokens to score, and to generate per text", minimum=1),
+    flag("--block", 10_000, "tokens per block", minimum=CHUNK),
+)
 
-    files = sorted(options.texts.glob("*.txt"))
-    if len(files) < 2 or options.tokens % len(files):
-        parser.error(f"--texts must be two books or more that divide --tokens, got {len(files)}")
-    record = Record("default_model", files, [0], options.quick)
+
+def measure(run: Run) -> dict[str, Any]:
+    """Measure a model, and write it with its card: to the package, or to out/."""
+    options, record = run.options, run.record
+    if bool(options.run) != bool(options.data):
+        raise UserError("--run and --data stand together, got one; give the missing one")
+    if options.block % CHUNK or options.tokens % options.block:
+        raise UserError(
+            f"--block must be a multiple of {CHUNK} and --tokens one of --block, got "
+            f"{options.block} and {options.tokens}; change one"
+        )
+    books = books_of(options)
+    if len(books) < 2 or options.tokens % len(books):
+        raise UserError(
+            f"--texts must be two books or more that divide --tokens, got {len(books)}; give others"
+        )
     reported = (
-        training(options.run, options.data) if options.run
+        training(options.run, options.data)
+        if options.run
         else read("default_model", RESULTS)["results"]["training"]
-    )  # fmt: skip
+    )
     folder = TRIALS / "default" if options.quick else DEFAULT
     with tempfile.TemporaryDirectory() as scratch:
         stored = Path(scratch)
@@ -151,14 +148,18 @@ def main() -> None:
             store(options.run, stored)
         else:
             shutil.copytree(DEFAULT, stored, dirs_exist_ok=True)
-        results = measure(models.load(stored), files, options.tokens, options.block)
+        results = measures_of(models.load(stored), books, options.tokens, options.block)
         weights = stored / "model.safetensors"
         record.about["data"][f"models/default/{weights.name}"] = sha256(weights)
         results = {"training": reported, **results}
         text = card(json.loads(json.dumps(plain(record.about | {"results": results}))))
         (stored / CARD).write_text(text, "utf-8")
         shutil.copytree(stored, folder, dirs_exist_ok=True)
-    print("wrote", record.save(results), "and", folder.name)
+    return results
+
+
+def books_of(options: Namespace) -> list[Path]:
+    return sorted(options.texts.glob("*.txt"))
 
 
 def store(run: Path, folder: Path) -> None:
@@ -191,7 +192,7 @@ def training(run: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
+def measures_of(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[str, Any]:
     """The model's size, its losses on a stream of books in equal parts, and its generated texts."""
     texts = [read_text(str(file), "book") for file in files]
     book_tokens = tokens // len(files)
@@ -201,23 +202,19 @@ def measure(llm: Llm, files: Sequence[Path], tokens: int, block: int) -> dict[st
             f"of each book {book_tokens:,} tokens are read, one has fewer; ask for fewer"
         )
     ids = [*llm.tokenizer.front, *(i for book in books for i in book[:book_tokens])]
-    results = {"model": model(llm)}
-    results["reading"] = endless.run(llm, ids[: tokens + 1], POLICY, CHUNK, block)
-    results["writing"] = writing(llm, texts, tokens, block)
-    results["bars"] = bars(results)
-    for line in results["bars"]:
-        print(f"{line['bar']}: {line['value']:.4f} ({line['ask']})")
-    return results
-
-
-def model(llm: Llm) -> dict[str, Any]:
-    return {
+    model = {
         "weights": sum(weight.size for weight in llm.weights.values()),
         "bytes": sum(file.stat().st_size for file in llm.files),
         "vocab": llm.config.vocab,
         "context": llm.config.context,
         "sink_tokens": len(llm.tokenizer.front),
     }
+    results = {
+        "model": model,
+        "reading": endless.losses(llm, ids[: tokens + 1], POLICY, CHUNK, block),
+        "writing": writing(llm, texts, tokens, block),
+    }
+    return results | {"bars": bars(results)}
 
 
 def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str, Any]:
@@ -226,15 +223,17 @@ def writing(llm: Llm, texts: Sequence[str], tokens: int, block: int) -> dict[str
     vocabularies = [set().union(*every[:i], *every[i + 1 :]) for i in range(len(texts))]
     results: dict[str, Any] = {"policy": POLICY, "prompt": PROMPT, "tokens": tokens, "seeds": SEEDS}
     for temperature in (TEMPERATURE, COLDER):
-        run = Generation(
+        generation = Generation(
             llm, encode(llm, [PROMPT] * len(SEEDS)), POLICY, tokens,
             knobs={"temperature": temperature}, seed=SEEDS, ignore_eos=True,
         )  # fmt: skip
         total = tokens * len(SEEDS)
         with Progress(f"writing at {temperature:g}", total) as progress:
-            for _ in run.blocks():
-                progress.at(sum(output.count for output in run.outputs))
-        written = [blocks_of(llm, output.tokens, block, vocabularies) for output in run.outputs]
+            for _ in generation.blocks():
+                progress.at(sum(output.count for output in generation.outputs))
+        written = [
+            blocks_of(llm, output.tokens, block, vocabularies) for output in generation.outputs
+        ]
         results[f"{temperature:g}"] = written
     size = int(np.median([part["letters"] for text in written for part in text["blocks"]]))
     results["books"] = [
@@ -308,13 +307,13 @@ def card(record: dict[str, Any]) -> str:
     results = record["results"]
     training, writing = results["training"], results["writing"]
     recipe, summary = recipe_of_record(training["recipe"]), results["reading"]["summary"]
-    run = ("tokens", "tokens_there", "device", "dtype", "loss", "jax", "first_token")
+    trained = ("tokens", "tokens_there", "device", "dtype", "loss", "jax", "first_token")
     reported = ("steps", "batch_size", "context", "seed", "dtype")
     texts, colder = writing[f"{TEMPERATURE:g}"], writing[f"{COLDER:g}"]
     known_shares = [[100 * text["blocks"][at]["known"] for text in texts] for at in (0, -1)]
     of_books = [100 * book["known"] for book in writing["books"]]
     return PAGE.format(
-        **{key: training[key] for key in run},
+        **{key: training[key] for key in trained},
         **{key: results["model"][key] for key in ("weights", "vocab")},
         **{key: recipe[key] for key in ("steps", "batch_size", "context", "seed")},
         documents=len(training["documents"]["train"]),
@@ -352,5 +351,7 @@ def quoted(text: str) -> str:
     return " ".join(text.split())
 
 
+MEASURE = Measure("default_model", measure, FLAGS, data=books_of)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -25,7 +25,9 @@ import numpy as np
 import optax
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import make_parser, run_command
+from jaxkv.evals.lib.run import SMOLLM2, flag
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models.loading import sinks
 from jaxkv.models.loading.published import open_published
@@ -41,44 +43,38 @@ EVERY = 5  # steps between two lines
 FINAL_LR_RATIO = 0.05  # the final learning rate over the first
 
 
+FLAGS = (
+    flag("--model", SMOLLM2, "a model folder, GGUF file or Hub id"),
+    flag("--texts", type=Path, required=True, nargs="+", about="text files"),
+    flag("--out", type=Path, required=True, about="folder of the file of sinks"),
+    flag("--window", 256, "tokens that a query sees", minimum=1),
+    flag("--context", 512, "tokens of a sample"),
+    flag("--rows", 1, "samples a step", minimum=1),
+    flag("--steps", 160, minimum=1),
+    flag("--lr", 0.1, minimum=1e-9),
+    flag("--seed", 0, "the order of the samples", minimum=0),
+)
+
+
 def main() -> None:
     parser = make_parser("jaxkv.evals.training.distilled_logits", __doc__)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
-    )
-    parser.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the file of sinks")
-    parser.add_argument("--window", type=int, default=256, help="tokens that a query sees")
-    parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
-    parser.add_argument("--rows", type=int, default=1, help="samples a step")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0, help="the order of the samples")
+    for name, settings in FLAGS:
+        parser.add_argument(name, **settings)
     options = parser.parse_args()
-    if not 0 < options.window < options.context:
-        parser.error(f"--window must be from 1 to less than --context {options.context}, got "
-                     f"{options.window}; give another")  # fmt: skip
-    if (
-        min(options.rows, options.steps) < 1
-        or options.seed < 0
-        or not 0 < options.lr < float("inf")
-    ):
-        parser.error(f"--rows and --steps must be at least 1, --seed at least 0 and --lr above 0, "
-                     f"got {options.rows}, {options.steps}, {options.seed} "
-                     f"and {options.lr}")  # fmt: skip
-    if not all(path.is_file() for path in options.texts):
-        parser.error(
-            f"--texts must be files, got {', '.join(map(str, options.texts))}; name others"
+    if options.window >= options.context:
+        raise UserError(
+            f"--window must be less than --context {options.context}, got {options.window}; give "
+            "another"
         )
     if (options.out / sinks.FILE).exists():
-        parser.error(
+        raise UserError(
             f"--out must be a new folder, and {options.out} has {sinks.FILE}; name another"
         )
     options.out.mkdir(parents=True, exist_ok=True)  # fails before minutes of training
     llm = models.load(options.model, "float32")
     about = run_metadata("distilled_logits", [*llm.files, *options.texts], [options.seed])
     needed = -(-options.steps * options.rows // len(options.texts))  # samples of each text
-    texts = first_tokens(parser, llm, options.texts, needed * options.context)
+    texts = first_tokens(llm, options.texts, needed * options.context)
     samples = np.concatenate([np.reshape(ids, (needed, -1)) for ids in texts.values()])
     samples = np.random.default_rng(options.seed).permutation(samples)[
         : options.steps * options.rows

@@ -9,24 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import evaluations, settings
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.emergence", __doc__)
-    parser.add_argument("--runs", required=True, type=Path, nargs="+", metavar="SIZE/SINKS",
-                        help="folders of runs")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
-    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in options.runs}
-    record = Record("emergence", quick=options.quick)
-    # The measurements are those of the runs, not of the machine that reads their logs.
-    record.about["device"] = ", ".join(sorted({run["device"] for run in runs.values()}))
-    record.finish({"runs": runs})
+def measure(run: Run) -> dict[str, Any]:
+    """The curves of all runs; the record's device is that of the runs."""
+    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in run.options.runs}
+    run.record.about["device"] = ", ".join(sorted({trained["device"] for trained in runs.values()}))
+    return {"runs": runs}
 
 
 def curve(folder: Path) -> dict[str, Any]:
@@ -34,17 +29,12 @@ def curve(folder: Path) -> dict[str, Any]:
     about, looks = settings(folder), evaluations(folder)
     recipe = about["recipe"]
     million = recipe["batch_size"] * recipe["context"] / 1e6
+    measured = ("valid_loss", "first_token", "first_token_most", "sink_heads")
     return {
-        "recipe": recipe,
-        "data": about["data"],
-        "dtype": about["dtype"],
-        "device": looks[-1]["device"],
-        "jax": looks[-1]["jax"],
+        **{field: about[field] for field in ("recipe", "data", "dtype")},
+        **{field: looks[-1][field] for field in ("device", "jax")},
         "million_tokens": [million * x["step"] for x in looks],
-        "valid_loss": [x["valid_loss"] for x in looks],
-        "first_token": [x["first_token"] for x in looks],
-        "first_token_most": [x["first_token_most"] for x in looks],
-        "sink_heads": [x["sink_heads"] for x in looks],
+        **{field: [x[field] for x in looks] for field in measured},
     }
 
 
@@ -72,14 +62,21 @@ def table() -> str:
         "preset", "trained with", "million tokens", "validation loss",
         "largest attention of a head",
     )  # fmt: skip
-    for name, run in read("emergence")["results"]["runs"].items():
-        tokens, loss = run["million_tokens"][-1], run["valid_loss"][-1]
-        cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{run['first_token_most'][-1]:.3f}")
-        lines.append(table_row(f"`{name.split()[0]}`", KINDS[run["recipe"]["sinks"]], *cells))
+    for name, trained in read("emergence")["results"]["runs"].items():
+        tokens, loss, attention = (
+            trained[field][-1] for field in ("million_tokens", "valid_loss", "first_token_most")
+        )
+        cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{attention:.3f}")
+        lines.append(table_row(f"`{name.split()[0]}`", KINDS[trained["recipe"]["sinks"]], *cells))
     caption = "One run of each, at its end. Attention: on the first token."
     return page_table(lines, caption)
 
 
+MEASURE = Measure(
+    "emergence", measure,
+    [flag("--runs", type=Path, required=True, nargs="+", metavar="SIZE/SINKS",
+          about="folders of runs")],
+)  # fmt: skip
 TABLES = {"emergence": table}
 NEGATIVE = "evals/NEGATIVE.md"
 STATEMENTS = (
@@ -96,4 +93,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

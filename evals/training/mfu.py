@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import Variant, bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models.network import device
@@ -32,33 +34,35 @@ SINKS = ("none", "token", "zero", "logit")
 SIDE = 2048  # side of the matrices whose product measures a CPU's peak
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.mfu", __doc__)
-    parser.add_argument("--preset", choices=list(PRESETS), help="default: by platform")
-    parser.add_argument("--rows", type=int, help="samples a step (default: the preset's)")
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="add the time of a step by GPU kernel, with sinks=token",
-    )
-    options = parser.parse_args()
+FLAGS = (
+    flag("--preset", None, "default: by platform", choices=list(PRESETS)),
+    flag("--rows", type=int, about="samples a step (default: the preset's)", minimum=1),
+    flag("--vocab", 4096, minimum=4),
+    flag("--rounds", 15, minimum=1),
+    flag("--trace", False, "add the time of a step by GPU kernel, with sinks=token"),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The shares of the peak; with --trace also the times of kernels."""
+    options = run.options
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[options.preset or preset]
     if options.rows:
         recipe = dataclasses.replace(recipe, batch_size=options.rows, grad_accum_steps=1)
-    name = "mfu" if jax.default_backend() == "cpu" else f"mfu_{jax.default_backend()}"
-    record = Record(name, [], [0], quick=options.quick)
     results = {"preset": options.preset or preset, "vocab": options.vocab}
-    results |= measure(recipe, options.vocab, options.rounds, share)
+    results |= shares_of_peak(recipe, options.vocab, options.rounds, share)
     if options.trace:
         results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), options.vocab)
-    record.finish(results)
+    return results
 
 
-def measure(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
+def record_name(_: Namespace) -> str:
+    platform = jax.default_backend()
+    return "mfu" if platform == "cpu" else f"mfu_{platform}"
+
+
+def shares_of_peak(recipe: Recipe, vocab: int, count: int, share: float) -> dict[str, Any]:
     """The step of every variant and the peak, alternating."""
     on_cpu = jax.default_backend() == "cpu"
     variants: dict[str, Variant] = {}
@@ -124,6 +128,7 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
     return timed(step)
 
 
+MEASURE = Measure(record_name, measure, FLAGS)
 STATEMENTS = (
     Statement("ACCELERATOR.md", "meet the target of 0.45 of the peak without sinks and with a sink "
               "token, and miss it with the zero sink and with sink logits", "mfu_gpu",
@@ -137,4 +142,4 @@ STATEMENTS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

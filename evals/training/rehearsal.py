@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
-from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading import compilation
@@ -46,34 +47,34 @@ SINKS = 4  # first tokens in the cache of that stream
 PAUSE = 0.02  # seconds between two looks at the memory of the run
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.rehearsal", __doc__)
-    parser.add_argument("--preset", default="160m")
-    parser.add_argument("--data", required=True, type=Path, help="output folder of `jaxkv data`")
-    parser.add_argument("--set", action="append", default=[], dest="settings",
-                        metavar="FIELD=VALUE",
-                        help="a field of the recipe, such as batch_size or steps")  # fmt: skip
-    parser.add_argument("--kill", type=int, default=10, help="kill the run after this step")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--preset", "160m"),
+    flag("--data", type=Path, required=True, about="output folder of `jaxkv data`"),
+    flag("--set", [], "a field of the recipe, such as batch_size or steps", action="append",
+         type=str, dest="settings", metavar="FIELD=VALUE"),
+    flag("--kill", 10, "kill the run after this step"),
+)  # fmt: skip
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The rehearsal of a run in a temporary folder."""
+    options = run.options
     settings = [*options.settings, "log_every=1"]
     recipe, tokens = read_recipe(options.preset, settings), data.read(options.data)
     every = (recipe.save_every, recipe.eval_every)
     if not min(every) < options.kill < recipe.steps or not all(options.kill % n for n in every):
-        parser.error(
+        raise UserError(
             "--kill must be between the first and the last checkpoint, and not at one (every "
             f"{every[0]} and {every[1]} of {recipe.steps} steps), got {options.kill}; give "
             "another, or --set save_every"
         )
     data.batch(tokens, "valid", 0, 0, 1, CONTEXTS * recipe.context)  # what is read at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run ends with this process
-    record = Record(
-        "rehearsal", [options.data / "manifest.json"], [recipe.seed], quick=options.quick
-    )
+    run.record.about["seeds"] = [recipe.seed]
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--preset={options.preset}", f"--data={options.data}", f"--out={folder}/run"]
         words += [word for setting in settings for word in ("--set", setting)]
-        record.finish(rehearse(recipe, tokens, words, Path(folder) / "run", options.kill))
+        return rehearse(recipe, tokens, words, Path(folder) / "run", options.kill)
 
 
 def rehearse(
@@ -193,5 +194,9 @@ def read_exported(recipe: Recipe, tokens: DataFolder, folder: Path) -> dict[str,
     }
 
 
+MEASURE = Measure(
+    "rehearsal", measure, FLAGS, data=lambda options: [options.data / "manifest.json"]
+)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

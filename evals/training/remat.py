@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Results, Statement, within
 from jaxkv.evals.training.mfu import stepping
@@ -29,22 +30,24 @@ CHIPS, VOCAB = "v5e:2x4", 16384
 PARTS = (8, 4, 2)  # of a batch of 160m
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.remat", __doc__)
-    parser.add_argument("--preset", choices=list(PRESETS), default="tiny")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--parts", type=int, nargs="*", default=PARTS, help="none: skip the TPU")
-    parser.add_argument("--quick", action="store_true", help="write to out/")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--preset", "tiny", choices=list(PRESETS)),
+    flag("--rounds", 15, minimum=1),
+    flag("--parts", PARTS, "none: skip the TPU", nargs="*"),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Both forms on this machine, and for TPU chips."""
+    options = run.options
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
-    record = Record("remat", [], [0], quick=options.quick)
-    results = measure(PRESETS[options.preset], options.rounds) | {"preset": options.preset}
+    results = both_forms(PRESETS[options.preset], options.rounds) | {"preset": options.preset}
     if options.parts:
         results["v5e"] = {str(parts): on_tpu(parts) for parts in options.parts}
-    record.finish(results)
+    return results
 
 
-def measure(recipe: Recipe, rounds: int) -> dict[str, Any]:
+def both_forms(recipe: Recipe, rounds: int) -> dict[str, Any]:
     """The step of both forms, alternating, and its program."""
     recipes = {form: dataclasses.replace(recipe, remat=form) for form in FORMS}
     programs = {form: compiled(form_recipe) for form, form_recipe in recipes.items()}
@@ -97,6 +100,7 @@ def memory_ratio(results: Results) -> dict[str, float]:
     return {"layers": programs["layers"]["temporaries"] / programs["none"]["temporaries"]}
 
 
+MEASURE = Measure("remat", measure, FLAGS)
 STATEMENTS = (
     Statement("docs/training.md", "A step of `tiny` on a CPU then has about a third of the "
               "temporaries, at about the same speed", "remat",
@@ -104,4 +108,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -21,17 +21,8 @@ import numpy as np
 
 from jaxkv import files, models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import (
-    RESULTS,
-    TRIALS,
-    Record,
-    dumps,
-    make_parser,
-    plain,
-    read,
-    run_command,
-    standard_error,
-)
+from jaxkv.evals.lib.record import TRIALS, dumps, plain, read, standard_error
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
@@ -44,6 +35,7 @@ from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools import pictures
+from jaxkv.models.tools.run_metadata import sha256
 from jaxkv.typing import Array, Bool, Float32, Int32
 
 SINKS = (0, 1, 2, 4)
@@ -55,54 +47,57 @@ SAMPLES = 64  # samples per attention map
 ROWS = 32  # choices scored at a time
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.training.sink_tables", __doc__)
-    parser.add_argument("--runs", required=True, type=Path, nargs="+", help="folders of runs")
-    parser.add_argument("--texts", required=True, type=Path, nargs="+",
-                        help="held-out text files, or folders of *.txt")  # fmt: skip
-    parser.add_argument(
-        "--zeroshot", type=Path, help="a folder of TASK.jsonl (default: no Table 4)"
-    )
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, default=1_000, help="maximal rows per task")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--runs", type=Path, required=True, nargs="+", about="folders of runs"),
+    flag("--texts", type=Path, required=True, nargs="+",
+         about="held-out text files, or folders of *.txt"),
+    flag("--zeroshot", type=Path, about="a folder of TASK.jsonl (default: no Table 4)"),
+    flag("--tokens", 100_000, minimum=2),
+    flag("--rows", 1_000, "maximal rows per task", minimum=1),
+)  # fmt: skip
 
+
+def measure(run: Run) -> dict[str, Any]:
+    """The tables of every variant, whose runs are folders, and their attention as pictures."""
+    options, record = run.options, run.record
     runs = list(map(settings, options.runs))
-    names = [f"{run['recipe']['sinks']}-{run['recipe']['seed']}" for run in runs]
+    names = [f"{about['recipe']['sinks']}-{about['recipe']['seed']}" for about in runs]
     check(names, runs)
-    first = models.load(options.runs[0] / "hf")
-    texts, data = {}, []
-    for path in options.texts:
+    texts, files_read = texts_of(options.texts, options.tokens, options.runs[0])
+    tasks = read_tasks(options.zeroshot, options.rows) if options.zeroshot else {}
+    record.add([*files_read, *(options.zeroshot / f"{task}.jsonl" for task in tasks)])
+    variants: dict[str, Any] = {}
+    case = [options.tokens, options.rows, record.about["data"]]
+    for folder, about, variant in zip(options.runs, runs, names, strict=True):
+        llm = models.load(folder / "hf")
+        weights = sha256(folder / "hf" / "model.safetensors")
+        key = hashlib.sha256(json.dumps([weights, *case]).encode()).hexdigest()[:16]
+        stored = TRIALS / "sink_tables.parts" / f"{variant}-{key}.json"
+        if not stored.exists():
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            files.write({stored: dumps(plain(tables(llm, texts, tasks, variant))).encode()})
+        variants[variant] = trained(folder, about, llm) | json.loads(stored.read_text("utf-8"))
+        picture = record.file.with_name(f"sink_tables_{variant}.png")
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_bytes(draw(llm, texts, variant))
+    record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
+    return {"variants": variants}
+
+
+def texts_of(
+    paths: Sequence[Path], tokens: int, run: Path
+) -> tuple[dict[str, list[int]], list[Path]]:
+    """The beginnings of texts by name, without front tokens, which differ by variant; the files."""
+    first, texts, files_read = models.load(run / "hf"), {}, []
+    for path in paths:
         if path.stem in texts or (path / "manifest.json").exists():
             raise UserError(
                 f"texts need names of their own, and no split for training, got {path}; name others"
             )
-        ids, read = tokens_of(first, path, options.tokens + 1)
-        # The front tokens differ by variant.
+        ids, read_now = tokens_of(first, path, tokens + 1)
         texts[path.stem] = ids[len(first.tokenizer.front) :]
-        data += read
-    tasks = read_tasks(options.zeroshot, options.rows) if options.zeroshot else {}
-    data += [options.zeroshot / f"{task}.jsonl" for task in tasks]
-    record = Record("sink_tables", data, quick=options.quick)
-    variants: dict[str, Any] = {}
-    case = [options.tokens, options.rows, record.about["data"]]
-    for folder, run, variant in zip(options.runs, runs, names, strict=True):
-        llm = models.load(folder / "hf")
-        weights = hashlib.sha256((folder / "hf" / "model.safetensors").read_bytes()).hexdigest()
-        key = hashlib.sha256(json.dumps([weights, *case]).encode()).hexdigest()[:16]
-        stored = TRIALS / "sink_tables.parts" / f"{variant}-{key}.json"
-        if not stored.exists():
-            results = plain(measure(llm, texts, tasks, variant))
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            files.write({stored: dumps(results).encode()})
-        results = json.loads(stored.read_text("utf-8"))
-        variants[variant] = trained(folder, run, llm) | results
-        where = TRIALS if options.quick else RESULTS
-        where.mkdir(parents=True, exist_ok=True)
-        (where / f"sink_tables_{variant}.png").write_bytes(draw(llm, texts, variant))
-    record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
-    record.finish({"variants": variants})
+        files_read += read_now
+    return texts, files_read
 
 
 def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
@@ -111,9 +106,9 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
         raise UserError(
             f"runs must be variants and seeds of their own, got {', '.join(names)}; leave one out"
         )
-    for run in runs[1:]:
+    for about in runs[1:]:
         mine, first = (
-            {**r, **r["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for r in (run, runs[0])
+            {**x, **x["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for x in (about, runs[0])
         )
         differ = [key for key in mine if mine[key] != first.get(key)]
         if differ:
@@ -122,15 +117,15 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def trained(folder: Path, run: dict[str, Any], llm: Llm) -> dict[str, Any]:
+def trained(folder: Path, about: dict[str, Any], llm: Llm) -> dict[str, Any]:
     """The settings of a run, and its loss curve (Figure 6)."""
     log = logged(folder)
     looks = evaluations(folder)
-    recipe = run["recipe"]
+    recipe = about["recipe"]
     return {
         "recipe": recipe,
-        "data": run["data"],
-        "dtype": run["dtype"],
+        "data": about["data"],
+        "dtype": about["dtype"],
         "weights": sum(weight.size for weight in llm.weights.values()),
         "tokens": recipe["steps"] * recipe["batch_size"] * recipe["context"],
         "seconds": log[-1]["seconds"],
@@ -155,7 +150,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-def measure(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
+def tables(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
     """All measurements of one variant's model."""
     cache = llm.config.context // 2
     results: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
@@ -346,6 +341,7 @@ def paired_seeds(results: Results) -> dict[str, int]:
     return {name: len(differences) for name, differences in raised_loss(results).items()}
 
 
+MEASURE = Measure("sink_tables", measure, FLAGS)
 NEEDED = above(losses("none", 0), by=SAME)  # plain softmax depends on its first tokens
 CLAIMS = (
     claim("Table 3, 160M, 0/1/2/4 of 1024: 27.87/18.49/18.05/18.05",
@@ -395,4 +391,4 @@ STATEMENTS = (
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -23,10 +23,9 @@ from jaxkv import models
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, run_command
 from jaxkv.evals.lib.record import read as read_record
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import ask_for_texts
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
@@ -43,30 +42,26 @@ FOUR = 4  # sinks of the plain cache that others are compared with, as in the pa
 LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache with four
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.training.sinks_in_front", __doc__)
-    parser.add_argument("--variants", nargs="*", default=[], metavar="NAME=RUN",
-                        help="folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
-                        "zero: untrained")  # fmt: skip
-    parser.add_argument("--windows", type=int, nargs="+", default=[256, 1024], help="cache sizes")
-    parser.add_argument(
-        "--sinks", type=int, nargs="+", default=list(SINKS), help="numbers of sinks"
-    )
-    parser.add_argument("--starts", type=int, default=3, help="stretches of each text")
-    parser.add_argument("--tokens", type=int, default=8_000, help="tokens of a stretch")
-    parser.add_argument(
-        "--constant", default="constant", help="the constant sink, as --sinks has it"
-    )
-    parser.add_argument("--name", default="sinks_in_front", help="name of the record")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--variants", (), "folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
+         "zero: untrained", nargs="*", metavar="NAME=RUN"),
+    flag("--windows", (256, 1024), "cache sizes", minimum=2),
+    flag("--sinks", SINKS, "numbers of sinks", minimum=0),
+    flag("--starts", 3, "stretches of each text", minimum=1),
+    flag("--tokens", 8_000, "tokens of a stretch", minimum=2),
+    flag("--constant", "constant", "the constant sink, as --sinks has it"),
+)  # fmt: skip
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The losses of every variant with every number of sinks."""
+    options, plain = run.options, run.llm
     runs = dict(variant.partition("=")[::2] for variant in options.variants)
-    plain = models.load(options.model, "float32")  # on a GPU the default is bfloat16
-    record = Record(options.name, [*plain.files, *options.texts], quick=options.quick)
     stretches = cut(plain, options.texts, options.starts, options.tokens)
     counts = {name: options.sinks for name in ("constant", *runs)}
     counts[BASE] = sorted({FOUR, *options.sinks})  # all are compared with four
     cases = len(options.windows) * sum(map(len, counts.values()))
-    parts = Parts(record, cases * len(stretches))
+    parts = Parts(run.record, cases * len(stretches))
     losses: dict[str, dict[str, Any]] = {}
     for name in [BASE, "constant", *runs]:
         llm, hash_ = variant(name, plain, options, runs), hash_of(runs.get(name))
@@ -83,13 +78,13 @@ def main() -> None:
         for size, by_stretch in losses[name].items():
             mean = np.mean(np.concatenate(list(by_stretch.values())))
             print(f"{name}: {size}: {mean:.4f} nats", flush=True)
-    record.finish({
+    return {
         "runs": {name: described(Path(folder)) for name, folder in runs.items() if folder},
         "stretches": {at: len(ids) for at, ids in stretches.items()},
         "first_tokens": {at: plain.tokenizer.decode(ids[:1]) for at, ids in stretches.items()},
         "variants": tables(losses),
         "bars": bars(losses, options.windows),
-    })  # fmt: skip
+    }
 
 
 def cut(llm: Llm, texts: Sequence[Path], starts: int, tokens: int) -> dict[str, list[int]]:
@@ -215,6 +210,7 @@ def label(name: str, sinks: int) -> str:
     return f"{name} {sinks}+{SIZE - sinks}"
 
 
+MEASURE = Measure("sinks_in_front", measure, FLAGS, model=SMOLLM2, texts=1)
 NOT_IN_PAPERS = "not in the papers"
 CLAIMS = (
     claim("Table 3, vanilla",
@@ -324,4 +320,4 @@ STATEMENTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -9,6 +9,7 @@ from jaxkv import models
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
 from jaxkv.evals.lib.text import tokens_of
+from jaxkv.evals.magicpig import heads
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 from tests.core import oracle
@@ -90,7 +91,7 @@ def test_captured_keys_and_values_are_those_of_the_first_layer(shared, length):
     weights = {name: np.asarray(w, np.float64) for name, w in llm.weights.items()}
     x = weights["embed"][ids]
     x *= weights["layers.0.attn_norm"] / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5)
-    seen = single_layer.capture(llm, ids)
+    seen = heads.capture(llm, ids)
     assert len(seen) == llm.config.layers
     for captured, name in zip(seen[0], "qkv", strict=True):
         expected = (x @ weights[f"layers.0.{name}"].T).reshape(length, -1, llm.config.head_dim)

@@ -1,28 +1,18 @@
 """Trees of equal slots: slots in use, cases, holes in cache-relative positions, a small run."""
 
-from argparse import Namespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import models
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.balancekv.contiguous import ContiguousStream
-from jaxkv.evals.lib import parts, record
 from jaxkv.evals.lib.state_sizes import sequence_bytes
 from jaxkv.evals.reservoir.stream_losses import mean_cached
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
-from tests.tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("trees") / "model"))
 
 
 @pytest.mark.parametrize("levels, block", [(1, 16), (2, 8), (4, 4)])
@@ -101,24 +91,3 @@ def test_contiguous_positions_are_ranks_of_the_cached_tokens(levels, rng):
             weights = np.exp(logits - np.max(logits))
             expected = weights @ values[cached_at, head // 2] / weights.sum()
             np.testing.assert_allclose(out[head], expected, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_a_run_measures_every_tree(llm, rng, tmp_path, monkeypatch):
-    """With small trees. Positions without holes change the losses."""
-    sizes = TreeSize(3, 4), TreeSize(2, 4)
-    for name, value in (
-        ("SLOTS", 24), ("FIRST", sizes[0]), ("TREES", sizes), ("AT_EQUAL_TOKENS", sizes[1:]),
-        ("mean_cached", lambda policy: policy.window),
-    ):  # fmt: skip
-        monkeypatch.setattr(tree_slots, name, value)
-    monkeypatch.setattr(parts, "TRIALS", tmp_path)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
-    texts = {name: rng.integers(2, 250, 800).tolist() for name in "ab"}
-    options = Namespace(layers=[0], seeds=1, captured=600)
-    errors = tree_slots.errors(llm, texts, options)
-    assert len(errors["rows"]) == 1 + 2 * len(sizes)
-    results = tree_slots.run(llm, texts, record.Record("tree_slots"), errors)
-    assert results["holes"]["over_holes"]["loss_over_base"] != 0
-    assert {"3 x 4", "2 x 4"} <= set(results["rows"]) & set(results["trees"])

@@ -7,14 +7,8 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib import paired_losses, parts, record, table
 from jaxkv.evals.lib.paired_losses import BIN, Case
-from tests.tiny import write_tiny
 
 CASES = {"base": Case("streaming:sinks=1,window=15"), "few": Case("recompute:window=16", every=64)}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("paired") / "model"))
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def trial(tmp_path, monkeypatch, llm):
 
 
 def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, texts, trial):
-    by_text = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
+    by_text = paired_losses.measure_cases(llm, texts, CASES, "base", trial(a="a", b="b"))
     base = paired_losses.losses_of(llm, texts["a"], CASES["base"])
     losses = paired_losses.losses_of(llm, texts["a"], CASES["few"])
     assert np.isnan(losses).sum() > len(losses) / 2
@@ -57,7 +51,7 @@ def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, text
 
 def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monkeypatch):
     first = trial(a="a")
-    by_text = paired_losses.measure(llm, {"a": texts["a"]}, CASES, "base", first)
+    by_text = paired_losses.measure_cases(llm, {"a": texts["a"]}, CASES, "base", first)
     first.save(paired_losses.record_header(llm, CASES, by_text))
     monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "elsewhere")  # the parts are lost
     measured = []
@@ -67,7 +61,7 @@ def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monk
         "losses_of",
         lambda *arguments: measured.append(arguments[1:]) or losses_of(*arguments),
     )
-    extended = paired_losses.measure(llm, texts, CASES, "base", trial(a="a", b="b"))
+    extended = paired_losses.measure_cases(llm, texts, CASES, "base", trial(a="a", b="b"))
     assert [text for text, _ in measured] == [texts["b"]] * len(CASES)
     np.testing.assert_allclose(
         extended["a"]["bins"]["few"]["loss"], by_text["a"]["bins"]["few"]["loss"]
@@ -75,7 +69,7 @@ def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monk
 
     def cases_again(cases, content):
         measured.clear()
-        paired_losses.measure(llm, {"a": texts["a"]}, cases, "base", trial(a=content))
+        paired_losses.measure_cases(llm, {"a": texts["a"]}, cases, "base", trial(a=content))
         return [case for _, case in measured]
 
     # A case that predicts few tokens stores the losses of the base at them.
@@ -131,15 +125,6 @@ def test_one_text_has_no_interval():
 def test_texts_that_are_too_short_are_refused():
     with pytest.raises(UserError, match="more than 1,024 tokens"):
         paired_losses.compare(by_text([9.0, 2.0]), ["base"], "base", skip=4 * BIN)
-
-
-def test_the_command_line_names_model_and_texts(llm, tmp_path, monkeypatch):
-    (tmp_path / "book.txt").write_text("the cat sat on the mat " * 9)
-    words = ["prog", "--model", str(llm.path), "--texts", str(tmp_path / "book.txt"), "--quick"]
-    monkeypatch.setattr("sys.argv", [*words, "--tokens", "20"])
-    loaded, texts, started = paired_losses.begin("jaxkv.evals.trial", "trial", "About.")
-    assert loaded.name == llm.name and len(texts["book"]) == 21
-    assert started.file == record.TRIALS / "trial.json" and len(started.about["data"]) > 1
 
 
 def test_errors_over_stretches_and_over_seeds():

@@ -8,14 +8,8 @@ from jaxkv.evals.lib import memory_maps, parts, record
 from tests.conftest import check_memory_maps
 
 
-@pytest.fixture
-def trial(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "TRIALS", tmp_path)
-    monkeypatch.setattr(parts, "TRIALS", tmp_path)
-    return record.Record("trial", quick=True)
-
-
-def test_a_part_is_computed_once(trial, capsys):
+def test_a_part_is_computed_once(trials, capsys):
+    trial = record.Record("trial", quick=True)
     trial.about |= {"commit": "first", "dirty": False}
     run = parts.Parts(trial, 2)
     assert run.part("a/b", lambda: np.arange(3)).tolist() == [0, 1, 2]
@@ -27,8 +21,8 @@ def test_a_part_is_computed_once(trial, capsys):
     assert again.commits == {"first": 1, "second+": 1}
 
 
-def test_an_interrupted_part_leaves_nothing(trial):
-    run = parts.Parts(trial, 1)
+def test_an_interrupted_part_leaves_nothing(trials):
+    run = parts.Parts(record.Record("trial", quick=True), 1)
 
     def interrupted():
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from jaxkv.evals.lib import figures, policy_sections
+from jaxkv.evals.lib import policy_sections
 from jaxkv.evals.lib.experiments import TABLES
 from jaxkv.evals.lib.record import read
 from jaxkv.policies import POLICIES
@@ -28,18 +28,6 @@ def test_every_policy_has_a_section_with_its_fields():
     for section, policy in zip(sections, POLICIES.values(), strict=True):
         names = {f.name for f in dataclasses.fields(policy) if f.repr}
         assert set(re.findall(r"`(\w+)=", section.split("**Fields**")[1].split("\n")[0])) == names
-
-
-def test_a_source_links_to_its_paper():
-    assert policy_sections.linked("X, arXiv 2410.16179, Definition 3.1") == (
-        "[X](https://arxiv.org/abs/2410.16179), Definition 3.1"
-    )
-    assert policy_sections.linked("dense attention") == "dense attention"
-
-
-def test_tables_are_filled_in():
-    done = figures.fill("a\n<!--table policies-->\nold\n<!--/table-->\nb\n")
-    assert done == f"a\n<!--table policies-->\n{policy_sections.policies()}<!--/table-->\nb\n"
 
 
 def test_the_record_has_every_policy():

@@ -145,4 +145,4 @@ def test_every_experiment_reports_errors_of_the_user():
     for file in (record.ROOT / "evals").rglob("*.py"):
         text = file.read_text("utf-8")
         if '__name__ == "__main__"' in text and file.stem not in exceptions:
-            assert text.endswith("    run_command(main)\n"), file
+            assert text.endswith(("    run_command(main)\n", "    run(MEASURE)\n")), file

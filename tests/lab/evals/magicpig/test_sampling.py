@@ -3,19 +3,12 @@ bad arguments are refused."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from jaxkv.contract import Spec
 from jaxkv.evals.balancekv import single_layer
-from jaxkv.evals.lib import figures
-from jaxkv.evals.lib.record import plain, run_command
 from jaxkv.evals.magicpig import geometry, heads, inclusion, matched_budgets, sampling, synthetic
 from jaxkv.evals.magicpig.published_tables import DIMS
 from jaxkv.policies import MagicPIG, Oracle, TopK
@@ -165,48 +158,6 @@ def test_errors_are_divided_by_those_of_top_k(layer):
     assert oracle["layers"][0]["share"] == oracle["share"]
 
 
-@pytest.mark.slow
-def test_a_model_has_every_entry_of_the_record(layer):
-    """Every method at every share, with finite numbers."""
-    options = argparse.Namespace(shares=[0.1], budgets=[0.2], seeds=1)
-    entry = plain(sampling.of_model(SPEC, {0: layer}, options, "test"))
-    names = matched_budgets.methods(0.1, (4, 10), sampling.SINKS, sampling.WINDOW, 0.9)
-    assert set(entry["captured"]) == {*names, sampling.UNCENTRED}
-    jax.tree.map(lambda x: x is None or float(x), entry)
-    drawn = {kind: {"0.1": {"error": {"median": 0.1}}} for kind in ("topk", "oracle")}
-    drawn["by_tables"] = [{"magicpig": {"share": 0.1, "error": {"median": 0.1}}}]
-    results = {"models": {"default": entry}, "drawn": {"1": drawn}}
-    for draw, count in ((figures.sampling, len(names) + 1), (figures.sampling_budgets, 5)):
-        axes = Figure().subplots()
-        draw(axes, results)
-        assert len(axes.get_legend_handles_labels()[1]) == count
-
-
 def test_intervals_are_over_stretches():
     values = np.array([[[1.0, 3.0], [3.0, 5.0]]])  # one layer, two seeds, two stretches
     assert heads.interval(values) == {"mean": 3.0, "standard_error": 1.0}
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--text", "nowhere"], "must exist, got nowhere"),
-        (["--text", ".", "--stretches", "1"], "--stretches 2 or more"),
-        (["--text", ".", "--seeds", "0"], "--seeds 1 or more"),
-        (["--text", ".", "--layers", "99"], "--layers must be from 0 to"),
-        (["--text", ".", "--tokens", "100"], "--tokens must be at least"),
-        (["--text", ".", "--tokens", "4096"], "at most the trained context"),
-        (["--text", "README.md", "--stretches", "9999"], "tokens of each text are needed"),
-        (
-            ["--text", "README.md", "--stretches", "2", "--model", "no/such/folder"],
-            "no/such/folder",
-        ),
-    ],
-)
-def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sampling", *words])
-    monkeypatch.setattr(sampling, "Record", None)
-    with pytest.raises(SystemExit) as end:
-        run_command(sampling.main)
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and "error: " in said and says in said

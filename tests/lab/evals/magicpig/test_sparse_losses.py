@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +10,13 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.comparison.side_by_side import PromptedText, after_prompt
 from jaxkv.evals.lib import parts
-from jaxkv.evals.lib.record import Record, run_command
+from jaxkv.evals.lib.record import Record
 from jaxkv.evals.magicpig import (
     matched_budgets,
     report,
     sparse_losses,
 )
+from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.magicpig.matched_budgets import EndsOnly
 from jaxkv.policies import Full, MagicPIG, Oracle, TopK, TopP
 from tests.lab.evals.magicpig.shares import share_read
@@ -56,12 +56,12 @@ def between(stretches):
 
 @pytest.fixture(scope="module")
 def seen(text):
-    return matched_budgets.captured(text.llm, text.tokens)
+    return [capture(text.llm, tokens) for tokens in text.tokens]
 
 
 @pytest.mark.slow
 def test_chosen_tables_select_the_requested_share(text, between, seen):
-    between = matched_budgets.captured(text.llm, between)
+    between = [capture(text.llm, tokens) for tokens in between]
     angles = matched_budgets.angles(text.llm.spec, between, text.prompt, SINKS, WINDOW)
     assert angles.share.sum() == pytest.approx(1)
     for share in (0.05, 0.2):
@@ -82,21 +82,6 @@ def test_each_method_reads_its_share(text, seen):
     # Repeated draws of one key read it once.
     assert 0 < share_read(text.llm, Oracle(0.1, **ENDS), seen, text.prompt, 8)["mean"] < expected
     assert share_read(text.llm, EndsOnly(**ENDS), seen, text.prompt, 8)["mean"] == 0
-
-
-@pytest.mark.parametrize(
-    "texts, reported",
-    [
-        (["README.md"], "at least 2 files, got 1"),
-        (["README.md", "LICENSE"], "README, LICENSE has fewer"),
-    ],
-)
-def test_losses_need_texts_of_some_length(texts, reported, monkeypatch, capsys):
-    words = ["--model", str(models.llm.DEFAULT), "--texts", *texts, "--prompt", "100000"]
-    monkeypatch.setattr(sys, "argv", ["sparse_losses", *words])
-    with pytest.raises(SystemExit) as end:
-        run_command(sparse_losses.main)
-    assert end.value.code == 2 and reported in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 
 from jaxkv.contract import Spec
 from jaxkv.evals.lib import figures
-from jaxkv.evals.lib.record import plain, run_command
+from jaxkv.evals.lib.record import plain
 from jaxkv.evals.magicpig import heads, tune_lsh
 from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
@@ -108,26 +107,6 @@ def test_a_model_has_every_entry_of_the_record(layer, capsys):
     assert [line.get_label() for line in axes.lines[:1]] == ["test, simhash"]
     tune_lsh.show("test", entry, 10.0)
     assert entry["policy"] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--bits", "0"], "K must be from 1"),
-        (["--tables", "1"], "L must be from 2"),
-        (["--target", "0"], "--target must be above 0"),
-        (["--keys", "0"], "--keys must be at least 1"),
-        (["--stretches", "1"], "--stretches 2 or more"),
-        (["--text", "nowhere"], "must exist, got nowhere"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_nothing_is_written(words, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tune_lsh", "--text", ".", *words])
-    monkeypatch.setattr(tune_lsh, "Record", None)
-    with pytest.raises(SystemExit) as end:
-        run_command(tune_lsh.main)
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and "error: " in said and says in said
 
 
 def test_the_error_at_a_share_is_between_the_points_of_a_frontier():

@@ -2,16 +2,9 @@
 
 import pytest
 
-from jaxkv import models
 from jaxkv.evals.lib import state_sizes
 from jaxkv.evals.reservoir import stream_losses
 from jaxkv.policy_spec import parse_policy
-from tests.tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("samples") / "model"))
 
 
 def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):

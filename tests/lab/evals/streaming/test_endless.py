@@ -6,7 +6,6 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib import parts, record
 from jaxkv.evals.streaming import endless
-from tests.tiny import write_tiny
 
 POLICY = "streaming:sinks=1,window=7"
 
@@ -15,15 +14,14 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_stream_continues(tmp_path, monkeypatch):
-    llm = models.load(write_tiny(tmp_path / "model"))
+def test_an_interrupted_stream_continues(llm, tmp_path, monkeypatch):
     ids = [int(x) for x in np.random.default_rng(0).integers(2, 250, 81)]
 
     def run(name):
         for module in (record, parts):
             monkeypatch.setattr(module, "TRIALS", tmp_path / name)
         trial = record.Record("trial", quick=True)
-        return endless.run(llm, ids, POLICY, 10, 20, parts.Parts(trial, 12))
+        return endless.losses(llm, ids, POLICY, 10, 20, parts.Parts(trial, 12))
 
     def losses(results):
         return {

@@ -1,21 +1,14 @@
 """Questions in a stream: scores are those of the whole text."""
 
 import numpy as np
-import pytest
 
 from jaxkv import models
 from jaxkv.evals.streaming import questions
-from tests.tiny import write_tiny
 
 ASKED = [
     {"context": "the cat", "choices": [" sat", " over the hill", " ran"], "answer": 1},
     {"context": "the dog", "choices": [" on a mat", " dog"], "answer": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("questions") / "model"))
 
 
 def test_a_question_follows_the_earlier_ones_and_their_right_answers(llm, monkeypatch):
@@ -60,7 +53,7 @@ def test_the_last_tokens_are_read_again(llm, monkeypatch):
 
 def test_a_run_pairs_each_stream_with_the_controls(llm, monkeypatch):
     monkeypatch.setattr(questions, "MOST", 30)  # the first question alone fits
-    results = questions.run(llm, ASKED * 2)
+    results = questions.answered(llm, ASKED * 2)
     assert results["questions"] == 4 and results["questions_of_full"] == 1
     for name in questions.POLICIES:
         minus = results["right"][name]["minus"]

@@ -5,9 +5,6 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import parts
-from jaxkv.evals.lib.record import Record, run_command
-from jaxkv.evals.lib.verdict import UNSEEN, decide
 from jaxkv.evals.streaming import stream_eval
 from jaxkv.evals.streaming.stream_eval import DISTANCES, EVERY, Fact, Streamed
 from jaxkv.models.network import uncached
@@ -70,36 +67,3 @@ def test_a_question_leaves_the_stream_as_it_was(llm, streams):
     stream_eval.correct(stream, [streamed.facts[0] for streamed in streams])
     jax.tree.map(np.testing.assert_array_equal, before, stream.decoding)
     assert stream.lengths.tolist() == [130, 130]
-
-
-@pytest.mark.slow
-def test_a_record_has_every_policy_distance_and_gate(llm, streams, monkeypatch, tmp_path):
-    monkeypatch.setattr(parts, "TRIALS", tmp_path)
-    monkeypatch.setattr(stream_eval, "POLICIES", {"streaming": "streaming:sinks=4,window=252"})
-    record = Record("stream_eval", quick=True)
-    results = stream_eval.run(llm, streams, parts.Parts(record, 3))
-    assert results["questions"] == 2 and results["gate_questions"] == 1
-    distances = [str(distance) for distance in DISTANCES]
-    for row in (results["gate"], *results["right"].values()):
-        assert list(row) == distances
-        assert all(0 <= share <= 1 for distance in row.values() for share in distance["each"])
-    assert list(results["right"]) == ["streaming", "full"]
-    assert decide(stream_eval.CLAIMS[0], results)[1] == UNSEEN  # this model answers nothing
-
-
-@pytest.mark.parametrize(
-    "words, reported",
-    [
-        (["--texts", "README.md"], "at least 2 files, got 1"),
-        (["--texts", "README.md", "LICENSE", "--tokens", "900"], "--tokens must be from 1800"),
-        (["--texts", "README.md", "{short}", "--tokens", "2000"], "2000 tokens, short has fewer"),
-    ],
-)
-def test_bad_input_is_one_line(llm, words, reported, monkeypatch, capsys, tmp_path):
-    (tmp_path / "short.txt").write_text("A short text.")
-    words = [word.format(short=tmp_path / "short.txt") for word in words]
-    monkeypatch.setattr(models, "load", lambda *_: llm)
-    monkeypatch.setattr("sys.argv", ["stream_eval", *words, "--quick"])
-    with pytest.raises(SystemExit) as stopped:
-        run_command(stream_eval.main)
-    assert stopped.value.code == 2 and reported in capsys.readouterr().err.splitlines()[-1]

@@ -1,18 +1,11 @@
 """StreamingLLM's tables: cases, and means over texts."""
 
 import numpy as np
-import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib import paired_losses
 from jaxkv.evals.lib.paired_losses import Case
 from jaxkv.evals.streaming import tables
-from tests.tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("sinks") / "model"))
 
 
 def test_a_prefix_shifts_no_prediction(llm):

@@ -8,9 +8,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib.run import run
 from jaxkv.evals.lib.text import passage
-from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks import __main__ as tasks
 from jaxkv.evals.tasks import budgets, score, tuning
 from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
@@ -148,13 +148,6 @@ ARGUMENTS = ["--tasks", "passkey", "--lengths", "512", "--samples", "3", "--batc
 ARGUMENTS += ["--policies", "streaming", "snapkv", "--ratios", "0.25", "--model"]
 
 
-@pytest.fixture
-def trials(tmp_path, monkeypatch):
-    for module in (parts, record):
-        monkeypatch.setattr(module, "TRIALS", tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_continues(folder, trials, monkeypatch):
     real, done = Batch.result, []
@@ -167,12 +160,12 @@ def test_an_interrupted_run_continues(folder, trials, monkeypatch):
 
     monkeypatch.setattr(Batch, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tasks.main([*ARGUMENTS, str(folder)])
+        run(tasks.MEASURE, [*ARGUMENTS, str(folder)])
     assert not (trials / "tasks.json").exists()
     monkeypatch.setattr(
         Batch, "result", lambda self, policy: done.append(policy) or real(self, policy)
     )
-    tasks.main([*ARGUMENTS, str(folder)])
+    run(tasks.MEASURE, [*ARGUMENTS, str(folder)])
     assert [policy.split(":")[0] for policy in done] == ["full", "streaming", "snapkv"] * 2
     results = json.loads((trials / "tasks.json").read_text())["results"]
     entry = results["tasks"]["passkey"]["512"]
@@ -180,7 +173,7 @@ def test_an_interrupted_run_continues(folder, trials, monkeypatch):
     for row in entry["ratios"]["0.25"].values():
         assert row["kl"] > 0 and 0 <= row["agreement"] <= 1 and "score" not in row
     monkeypatch.setattr(Batch, "result", lambda *_: pytest.fail("computed again"))
-    tasks.main([*ARGUMENTS, str(folder)])
+    run(tasks.MEASURE, [*ARGUMENTS, str(folder)])
 
 
 def test_a_task_that_full_attention_solves_is_scored(folder, trials, monkeypatch):
@@ -191,38 +184,12 @@ def test_a_task_that_full_attention_solves_is_scored(folder, trials, monkeypatch
         return np.array([row] * len(self.prompts))
 
     monkeypatch.setattr(Batch, "result", result)
-    tasks.main([*ARGUMENTS, str(folder)])
+    run(tasks.MEASURE, [*ARGUMENTS, str(folder)])
     results = json.loads((trials / "tasks.json").read_text())["results"]
     entry = results["tasks"]["passkey"]["512"]
     assert entry["scored"] and entry["full"]["score"] == 1
     scores = {name: row["score"] for name, row in entry["ratios"]["0.25"].items()}
     assert scores == {"streaming": 0, "snapkv": 1}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (["--tasks", "noodle"], "--tasks must be one of needle"),
-        (["--lengths", "2000"], "--lengths must be at most 1792 for tiny"),
-        (["--lengths", "0"], "--lengths must be at least 1"),
-        (["--lengths", "100"], "give a larger --lengths"),
-        (["--samples", "0"], "--samples must be at least 1"),
-        (["--ratios", "0.3"], "--ratios must be among"),
-        (["--policies", "windw"], "--policies must be one of"),
-        (["--gates", "--query-aware"], "--gates must stand without"),
-    ],
-)
-def test_bad_input_is_one_line(folder, trials, change, message):
-    with pytest.raises(UserError, match=message) as refused:
-        tasks.main([*ARGUMENTS, str(folder), *change])
-    assert "\n" not in str(refused.value)
-    assert not list(trials.iterdir())
-
-
-def test_a_model_without_a_chat_template_is_refused(tmp_path, trials):
-    bare = write_tiny(tmp_path / "bare", max_position_embeddings=2048)
-    with pytest.raises(UserError, match="has no chat template"):
-        tasks.main([*ARGUMENTS, str(bare)])
 
 
 def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
@@ -233,9 +200,9 @@ def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
         return np.array([[0.5, 0, 1, 4, 100]] * len(self.prompts))
 
     monkeypatch.setattr(Batch, "result", result)
-    tasks.main([*ARGUMENTS, str(folder), "--gates", "--name", "longer"])
+    run(tasks.MEASURE, [*ARGUMENTS, str(folder), "--gates", "--name", "longer"])
     assert [file.name for file in trials.glob("*.json")] == ["longer.json"]
-    tasks.main([*ARGUMENTS, str(folder), "--gates"])
+    run(tasks.MEASURE, [*ARGUMENTS, str(folder), "--gates"])
     assert set(asked) == {"full"} and not (trials / "tasks.json").exists()
     by_length = json.loads((trials / "task_gates.json").read_text())["results"]["tasks"]["passkey"]
     assert by_length["512"]["scored"] is False and by_length["512"]["ratios"] == {}
@@ -246,7 +213,7 @@ def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
 def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
     tuned = tuning.tuned(llm, 512, [0.25])[0.25]
     sinks, window, share = budgets.between(512, 0.25)
-    seen = matched_budgets.captured(llm, [passage(llm, 512 + tuning.QUERIES)])
+    seen = [capture(llm, passage(llm, 512 + tuning.QUERIES))]
     for name in budgets.TUNED:
         text = budgets.settings(512, 0.25, 640, tuned)[name]
         chosen = parse_policy(text)

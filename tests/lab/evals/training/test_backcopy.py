@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.evals.training.backcopy import recipe_of, run
+from jaxkv.evals.training.backcopy import recipe_of, train
 from jaxkv.models.training import data, letters
 from jaxkv.models.training.letters import LETTERS, LetterChain, write
 
@@ -30,7 +30,7 @@ def test_a_trained_sink_token_is_needed_and_one_is_enough(tmp_path, monkeypatch)
     assert tokens.vocab == len(LETTERS) + len(data.SPECIAL)
     ids = tokens.run("valid", 0, 6_000).tolist()
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        results = run(recipe, chain, tokens, ids, tmp_path / "run")
+        results = train(recipe, chain, tokens, ids, tmp_path / "run")
     loss = {name: line["loss"] for name, line in results["loss"].items()}
     floor = chain.floor(np.array(ids))
     assert loss["0+24"] > loss["1+23"] + 0.05

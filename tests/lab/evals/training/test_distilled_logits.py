@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.training import distilled_logits, sinks_in_front
 from jaxkv.models.network import uncached
 from tests.tiny import write_tiny
@@ -65,40 +64,3 @@ def test_the_file_is_read_as_sinks(folder, tmp_path, monkeypatch):
     assert llm.config.sink_logit == "learned"
     about = sinks_in_front.described(tmp_path / "out")
     assert about["steps"] == 4 == len(about["divergence"]) and about["file_bytes"] > 100
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--window 24 --context 24", "--window must be from 1 to less than --context 24, got 24"),
-        ("--window 0", "--window must be from 1"),
-        ("--steps 0", "--steps must be at least 1"),
-        ("--rows 0", "--rows and --steps must be at least 1"),
-        ("--lr nan", "--lr above 0, got 1, 160, 0 and nan"),
-        ("--seed -1", "--seed at least 0"),
-        ("", "--texts must be files"),
-    ],
-)
-def test_wrong_numbers_are_refused(folder, tmp_path, monkeypatch, capsys, flags, message):
-    words = f"x --model {folder} --texts {tmp_path / 'none'} --out x {flags}"
-    monkeypatch.setattr(sys, "argv", words.split())
-    with pytest.raises(SystemExit):
-        run_command(distilled_logits.main)
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_texts_of_one_name_and_an_old_folder_are_refused(folder, tmp_path, monkeypatch, capsys):
-    for name in ("a", "b", "out"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "text.txt").write_text("the cat sat on a mat. " * 40)
-    (tmp_path / "out" / sinks_in_front.FILE).touch()
-    paths = f"{tmp_path / 'a/text.txt'} {tmp_path / 'b/text.txt'}"
-    words = f"x --model {folder} --window 8 --context 24 --steps 2 --texts"
-    for texts, out, message in (
-        (paths, "new", "names of their own, got text, text"),
-        (tmp_path / "a/text.txt", "out", "--out must be a new folder"),
-    ):
-        monkeypatch.setattr(sys, "argv", f"{words} {texts} --out {tmp_path / out}".split())
-        with pytest.raises(SystemExit):
-            run_command(distilled_logits.main)
-        assert message in " ".join(capsys.readouterr().err.split())

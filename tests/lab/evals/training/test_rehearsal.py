@@ -1,10 +1,7 @@
 """A run that is killed, resumed, exported and read, at a small size."""
 
-import sys
-
 import pytest
 
-from jaxkv.evals.lib.record import run_command
 from jaxkv.evals.training import rehearsal
 from tests.models.training_data import SMALL, small, write_tokens
 
@@ -39,13 +36,3 @@ def test_a_failed_run_ends_the_rehearsal(tokens, tmp_path):
     wrong = words(tokens, tmp_path / "run", "batch_size=3", "grad_accum_steps=2")
     with pytest.raises(SystemExit, match="ended with 2"):
         rehearsal.rehearse(small(*SETTINGS), tokens, wrong, tmp_path / "run", kill=30)
-
-
-@pytest.mark.parametrize("kill", ["5", "40", "400"])
-def test_a_kill_must_lose_steps(tokens, kill, monkeypatch, capsys):
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    argv = ["x", "--preset", "tiny", "--data", str(tokens.folder), "--kill", kill, *settings]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit):
-        run_command(rehearsal.main)
-    assert "--kill must be between the first and the last checkpoint" in capsys.readouterr().err

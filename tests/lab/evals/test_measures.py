@@ -1,0 +1,90 @@
+"""Every experiment runs at small size and writes a record; wrong words are one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib.run import run
+from tests.tiny import write_tiny
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+CONTEXT = 2_048
+# By module: constants that make it small.
+SMALLER = {
+    "reservoir.attention_error": {"SKIP": 300, "EXPONENTS": (0.0, 1.0)},
+    "reservoir.stream_losses": {"mean_cached": lambda policy: 1.0, "H2O": 600},
+    "balancekv.tree_slots": {"cached_tokens": lambda caches: dict.fromkeys(caches, 1.0)},
+    "balancekv.single_layer": {"METHODS": {"balance, walk": "balance:mode=walk"}, "BLOCK": 32},
+    "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),)},
+    "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
+    "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATED": 9},
+    "reservoir.recall": {"LEARNT": 0.0, "POLICIES": {"full": "full", "window": "window:window=8"},
+                         "COMPRESSED": {}, "FAR": (64,)},
+    "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
+}  # fmt: skip
+# Words that each experiment runs with, besides --quick. {text} and {more} are files, {model} is
+# a model with a chat template.
+MODEL = "--model {model}"
+TEXTS = f"{MODEL} --texts {{text}} {{more}}"
+TEXT = f"{MODEL} --text {{text}} --stretches 2 --layers 0"
+WORDS = {
+    "streaming.attention_maps": f"{TEXTS} --stretches 1",
+    "streaming.endless": f"{MODEL} --texts {{text}} --tokens 80 --block 40 --chunk 20",
+    "streaming.questions": f"{MODEL} --questions {{questions}}",
+    "streaming.stream_eval": f"{TEXTS} --tokens 1800",
+    "streaming.tables": f"{TEXTS} --tokens 4000",
+    "reservoir.attention_error": f"{TEXTS} --tokens 400 --layers 0 --seeds 1",
+    "reservoir.stream_losses": f"{TEXTS} --tokens 900",
+    "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
+    "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
+    "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
+    "balancekv.tree_slots": f"{TEXTS} --tokens 900 --captured 600 --layers 0 --seeds 1",
+    "magicpig.sampling": f"{TEXT} --tokens 300 --seeds 1",
+    "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
+    "magicpig.lookup": "--rounds 1",
+    "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
+    "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
+    "training.mfu": "--preset backcopy --rows 1 --rounds 1",
+    "training.remat": "--preset backcopy --rounds 1 --parts",
+    "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",
+    "comparison.side_by_side": "",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What the words name."""
+    folder = tmp_path_factory.mktemp("measures")
+    model = write_tiny(folder / "model", max_position_embeddings=CONTEXT)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    question = {"context": "the cat", "choices": [" sat", " ran"], "answer": 0}
+    (folder / "questions").write_text(f"{json.dumps(question)}\n" * 3)
+    random = np.random.default_rng(0)
+    for name in ("text", "more"):
+        (folder / name).write_text("".join(map(chr, random.integers(97, 122, 9_000))))
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def trials(tmp_path, monkeypatch):
+    for module in (parts, record):
+        monkeypatch.setattr(module, "TRIALS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optax_promotes_dtypes")
+@pytest.mark.parametrize("name", WORDS)
+def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
+    module = importlib.import_module(f"jaxkv.evals.{name}")
+    for constant, value in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(module, constant, value)
+    run(module.MEASURE, [*WORDS[name].format(**files).split(), "--quick"])
+    (file,) = trials.glob("*.json")
+    about = json.loads(file.read_text())
+    assert about["results"] and about["name"] == file.stem
