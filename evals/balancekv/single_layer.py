@@ -23,7 +23,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.evals.lib.record import read, spread, standard_error
 from jaxkv.evals.lib.run import DEFAULT as OURS
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
 from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import QUERIES
@@ -226,20 +226,17 @@ def layers_below_uniform(results: Results) -> dict[str, float]:
     }
 
 
-def table(record: str) -> str:
+def errors_table(record: str) -> str:
     """The error by the share of the tokens that is cached, with two standard errors."""
     results = read(record)["results"]
-    rounds = [str(number) for number in results["rounds"]]
-    lines = table_head("method", *(f"one of {2 ** int(number)}" for number in rounds))
-    for name, errors in results["by_stretch"].items():
-        lines.append(table_row(name, *(
-            f"{mean(errors[number]):.3f} ± {2 * standard_error(errors[number]):.3f}"
-            for number in rounds
-        )))  # fmt: skip
-    return page_table(lines)
+    heads = ("method", *(f"one of {2**number}" for number in results["rounds"]))
+    return table(heads, (
+        (name, *(f"{mean(x):.3f} ± {2 * standard_error(x):.3f}" for x in by_rounds.values()))
+        for name, by_rounds in results["by_stretch"].items()
+    ))  # fmt: skip
 
 
-TABLES = {f"balance_error{name.removeprefix(DEFAULT)}": partial(table, name)
+TABLES = {f"balance_error{name.removeprefix(DEFAULT)}": partial(errors_table, name)
           for name in (DEFAULT, REAL)}  # fmt: skip
 
 

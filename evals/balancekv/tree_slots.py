@@ -37,7 +37,7 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import Record, read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
-from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
+from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.lib.verdict import Statement, above, below, claim, within
 from jaxkv.evals.reservoir import attention_error
 from jaxkv.evals.reservoir.stream_losses import SKIP, cached_tokens
@@ -210,30 +210,28 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def table() -> str:
+def trees_table() -> str:
     """Slots, losses and errors of each tree."""
     results = read("tree_slots")["results"]
     rows, equal, errors = results["rows"], results["equal_tokens"], results["errors"]["rows"]
-    lines = table_head(
-        "levels x block", "tree's slots in use", "tokens cached", "loss minus streaming's",
-        "at equal tokens", "error of attention", "error, weighted",
-    )  # fmt: skip
-    error = errors[BASE]["error"]
-    lines.append(table_row("`streaming`", "", f"{rows[BASE]['cached']:.0f}", "0", "0",
-                           f"{error:.3f}", ""))  # fmt: skip
-    lines.append(table_row("`reservoir`", "", f"{rows[FULL]['cached']:.0f}", over_base(rows[FULL]),
-                           *3 * [""]))  # fmt: skip
+    heads = ("levels x block", "tree's slots in use", "tokens cached", "loss minus streaming's",
+             "at equal tokens", "error of attention", "error, weighted")  # fmt: skip
+    cached = {name: f"{row['cached']:.0f}" for name, row in rows.items()}
+    cells = [
+        ("`streaming`", "", cached[BASE], "0", "0", f"{errors[BASE]['error']:.3f}", ""),
+        ("`reservoir`", "", cached[FULL], over_base(rows[FULL]), *3 * [""]),
+    ]
     for name, size in results["trees"].items():
         equal_tokens = equal.get(name if name == THREE else f"{name}, equal tokens")
-        lines.append(table_row(
-            name, f"{size['used']:.0f} of {size['slots']}", f"{rows[name]['cached']:.0f}",
-            over_base(rows[name]), over_base(equal_tokens) if equal_tokens else "",
+        cells.append((
+            name, f"{size['used']:.0f} of {size['slots']}", cached[name], over_base(rows[name]),
+            over_base(equal_tokens) if equal_tokens else "",
             *(f"{errors[f'{name}, {exponent}']['error']:.3f}" for exponent in (0, 1)),
         ))  # fmt: skip
-    return page_table(lines)
+    return table(heads, cells)
 
 
-TABLES = {"tree_slots": table}
+TABLES = {"tree_slots": trees_table}
 STATEMENTS = (
     Statement("docs/policies.md", "Positions without holes do not change the loss of "
               "SmolLM2-135M", "tree_slots", [within("holes/over_holes", by=0.001)]),

@@ -13,8 +13,7 @@ with earlier ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,8 @@ from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks import budgets
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.device import cores
+from jaxkv.models.tools import measurement
+from jaxkv.models.tools.measurement import Stretches
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Float
@@ -49,14 +49,6 @@ DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budg
 WRITTEN = 32  # timed tokens
 # Recorded loss of full attention after the short prompt, by number of stretches; its tolerance.
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001
-
-
-class PromptedText(NamedTuple):
-    """Equally long stretches of a text, each with `prompt` tokens of prompt and others to score."""
-
-    llm: Llm
-    tokens: Sequence[Sequence[int]]
-    prompt: int
 
 
 def settings(rounds: int, room: int = 0) -> dict[str, str]:
@@ -86,14 +78,12 @@ def measure(run: Run) -> dict[str, Any]:
     stretches = [
         [*llm.tokenizer.front, *ids[at : at + size - 1]] for at in range(1, len(ids) - size, size)
     ]
-    text = PromptedText(llm, stretches, prompt)
-    short = settings(SHORT)
-    base = losses(text, short["full"], 1, "full")
-    check(float(base.mean()), len(stretches))
+    text, short = Stretches(np.array(stretches, np.int32), prompt), settings(SHORT)
+    losses = after_prompts(llm, text, short, seeds)
+    check(float(losses["full"].mean()), len(stretches))
     rows: dict[str, Any] = {
-        name: {"policy": setting, "after_prompt": excess(
-            base if name == "full" else losses(text, setting, draws(name, seeds), name),
-            base), "tokens": attended_after(text, setting)}
+        name: {"policy": setting, "after_prompt": excess(losses[name], losses["full"]),
+               "tokens": attended_after(llm, text, setting)}
         for name, setting in short.items()
     }  # fmt: skip
     endless = {
@@ -110,7 +100,7 @@ def measure(run: Run) -> dict[str, Any]:
     return {
         "tokens": len(ids), "stretches": len(stretches), "prompt": prompt, "scored": SCORED,
         "seeds": seeds, "block": BLOCK, "long": long, "budget": BUDGET,
-        "full_loss": float(base.mean()), "rows": rows,
+        "full_loss": float(losses["full"].mean()), "rows": rows,
     }  # fmt: skip
 
 
@@ -130,33 +120,20 @@ def check(loss: float, stretches: int) -> None:
         )
 
 
-def losses(text: PromptedText, setting: str, seeds: int, title: str) -> Float[np.ndarray, "X N"]:
-    """The mean loss after the prompt of each stretch, by seed."""
-    count = len(text.tokens)
-
-    def mean(number: int) -> float:
-        seed, stretch = divmod(number, count)
-        return after_prompt(text, setting, stretch, seed + seeds * stretch)  # seeds of its own
-
-    means = [mean(0)]  # compiles
-    progress = show_progress(title, seeds * count, "stretches")
-    with progress as report, ThreadPoolExecutor(cores()) as pool:
-        for mean_loss in pool.map(mean, range(1, seeds * count)):
-            means.append(mean_loss)
-            report(len(means))
+def after_prompts(
+    llm: Llm, text: Stretches, policies: Mapping[str, str | Policy], seeds: int
+) -> dict[str, Float[np.ndarray, "X N"]]:
+    """By policy, the mean loss after the prompt of each stretch, by seed."""
+    means: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+    for seed in range(seeds):
+        names = [name for name in policies if draws(name, seeds) > seed]
+        seeded = [policies[name] for name in names]
+        # Stretch number i has the seed of the first plus i.
+        readings, _ = measurement.measure(llm, text, seeded, seed * len(text.tokens), show_progress)
+        for name, reading in zip(names, readings, strict=True):
+            means[name].append(reading.losses.mean(axis=1))
     jax.clear_caches()  # a process can map only this many compiled programs
-    return np.reshape(means, (seeds, count))
-
-
-def after_prompt(text: PromptedText, policy: str | Policy, stretch: int, seed: int) -> float:
-    """The mean loss of a stretch after its prompt; exits where it is not finite."""
-    tokens, prompt = text.tokens[stretch], text.prompt
-    stream = models.Stream(text.llm, policy, seed=seed, tokens=len(tokens))
-    by_chunk = models.losses(text.llm, tokens, chunk=prompt, stream=stream, prompt=prompt)
-    token_losses = np.concatenate(list(by_chunk))
-    if not np.isfinite(token_losses).all():
-        raise SystemExit(f"{policy} gives losses that are not finite; nothing is written")
-    return float(token_losses.mean(dtype=np.float64))
+    return {name: np.stack(by_seed) for name, by_seed in means.items()}
 
 
 def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.ndarray, "X N"]:
@@ -178,10 +155,10 @@ def blocks(llm: Llm, ids: Sequence[int], setting: str, seeds: int) -> Float[np.n
     return np.stack(by_seed)
 
 
-def attended_after(text: PromptedText, setting: str) -> dict[str, dict[str, float]]:
+def attended_after(llm: Llm, text: Stretches, setting: str) -> dict[str, dict[str, float]]:
     """The number of attended tokens after the first stretch's prompt, and after its last token."""
-    tokens, prompt = text.tokens[0], text.prompt
-    stream = models.Stream(text.llm, setting, tokens=len(tokens))
+    tokens, prompt = text.tokens[0].tolist(), text.prompt
+    stream = models.Stream(llm, setting, tokens=len(tokens))
     stream.prefill([tokens[:prompt]])
     stream.finish_prefill()
     first = attended(stream)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -15,21 +15,21 @@ from jaxkv.state.memory import show
 def predicted() -> str:
     """The loss of the next token by policy."""
     results = read("side_by_side")["results"]
-    lines = [
+    caption = (
         f"{results['stretches']} stretches of {results['prompt']} tokens of prompt and "
         f"{results['scored']} scored ones; {results['tokens']:,} tokens of endless text in blocks "
-        f"of {results['block']}; {results['seeds']} seeds.",
-        "",
-        *table_head("policy", "KV budget (tokens)", "after a prompt: loss minus full's",
-                    "endless text: loss minus streaming's"),
-    ]  # fmt: skip
+        f"of {results['block']}; {results['seeds']} seeds."
+    )
+    heads = ("policy", "KV budget (tokens)", "after a prompt: loss minus full's",
+             "endless text: loss minus streaming's")  # fmt: skip
+    cells = []
     for name, row in results["rows"].items():
         first, last = (row["tokens"][at]["mean"] for at in ("first", "last"))
         grows = f"{first:.0f}" if round(first) == round(last) else f"{first:.0f} to {last:.0f}"
         after = "0" if name == "full" else over(row["after_prompt"])
         endless = "0" if name == "streaming" else over(row.get("endless"))
-        lines.append(table_row(f"`{name}`", grows, after, endless))
-    return page_table(lines)
+        cells.append((f"`{name}`", grows, after, endless))
+    return table(heads, cells, caption)
 
 
 def over(difference: Mapping[str, Any] | None) -> str:
@@ -43,21 +43,18 @@ def cost() -> str:
     """What a token costs after a long prompt, by policy."""
     results = read("side_by_side")["results"]
     time = results["rows"]["full"]["long"]["microseconds"]
-    lines = [
+    caption = (
         f"After {results['long']:,} tokens; medians of {time['n']} rounds with their range. A "
-        f"token of `full` takes {time['median'] / 1000:.1f} ms on two cores.",
-        "",
-        *table_head("policy", "KV budget (tokens)", "memory during prefill",
-                    "memory during decode", "time per token over full's"),
-    ]  # fmt: skip
-    for name, row in results["rows"].items():
-        long = row["long"]
-        lines.append(table_row(
-            f"`{name}`", ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
-            show(long["state_bytes"]),
-            "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"),
-        ))  # fmt: skip
-    return page_table(lines)
+        f"token of `full` takes {time['median'] / 1000:.1f} ms on two cores."
+    )
+    heads = ("policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
+             "time per token over full's")  # fmt: skip
+    return table(heads, (
+        (f"`{name}`", ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
+         show(long["state_bytes"]),
+         "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"))
+        for name, row in results["rows"].items() for long in [row["long"]]
+    ), caption)  # fmt: skip
 
 
 TABLES = {"predicted": predicted, "cost": cost}

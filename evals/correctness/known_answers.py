@@ -12,7 +12,7 @@ from typing import Any
 from jaxkv.evals.correctness.agreement import reported_by
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import Measure, Run, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim
 
 TESTS = {
@@ -88,20 +88,20 @@ BALANCEKV = (
 )  # fmt: skip
 
 
-def table() -> str:
+def halvings() -> str:
     """The error of each way to halve, on vectors of a known distribution."""
     results = read("known_answers")["results"]
     slope = slopes(results)
-    lines = table_head("halving", "vectors in order", "permuted", "slope of the error")
-    for mode, row in ratios(results).items():
-        cells = (f"{row[order]:.2f}" for order in ("ordered", "permuted"))
-        lines.append(table_row(mode, *cells, f"{slope[mode]:.2f}"))
     (uniform,) = {x["slope_of_uniform"] for x in results["levels"].values() if "slope" in x}
-    lines.append(table_row("uniform, weighted", "1", "1", f"{uniform:.2f}"))
-    return page_table(lines)
+    rows = [
+        (mode, *(f"{row[order]:.2f}" for order in ("ordered", "permuted")), f"{slope[mode]:.2f}")
+        for mode, row in ratios(results).items()
+    ]
+    heads = ("halving", "vectors in order", "permuted", "slope of the error")
+    return table(heads, [*rows, ("uniform, weighted", "1", "1", f"{uniform:.2f}")])
 
 
-TABLES = {"known_answers": table}
+TABLES = {"known_answers": halvings}
 STATEMENTS = (
     Statement("docs/results/balancekv.md", "Algorithm 3 loses over half of the denominator",
               "known_answers", [above("levels/{test}/denominator_lost", 0.5)]),

@@ -22,7 +22,7 @@ from jaxkv.evals.benchmarks import (
 from jaxkv.evals.benchmarks import training as training_peers
 from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
-from jaxkv.evals.lib import gallery, policy_sections
+from jaxkv.evals.lib import figures, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
     lookup,
@@ -87,7 +87,7 @@ STATEMENTS: tuple[Statement, ...] = tuple(
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
     "policy_bytes": policy_sections.policy_bytes,
-    "pictures": gallery.page,
+    "pictures": figures.page,
 }
 for experiment in EXPERIMENTS:
     TABLES |= getattr(experiment, "TABLES", {})

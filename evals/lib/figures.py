@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv.evals.benchmarks import kvpress_parity
-from jaxkv.evals.lib.gallery import TITLES
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
 from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
@@ -23,43 +22,37 @@ from jaxkv.evals.training import plots as training_plots
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
-LEGENDS = {
-    "sink_tables": "upper right",
-    **dict.fromkeys(("single_layer", "single_layer_135m"), "outside right upper"),
-    **dict.fromkeys(("recall", "recall_compressed"), "outside right upper"),
-    "sparse": "outside right upper",
-    **dict.fromkeys(("sinks_in_front", "emergence"), "outside right upper"),
-    "backcopy_curves": "center right",
-    "streaming_tables": "upper left",
-    "first_token": "upper left",
-    **dict.fromkeys(("sampling", "sampling_budgets"), "outside right upper"),
-    **dict.fromkeys(("prefix_report", "prefix_snapshots"), "outside right upper"),
-    "peers": "outside right upper",
-    "prefix_items": "lower left",
-    "backcopy": "upper right",
-}
-SHAPES = {  # height in inches, and panels side by side
-    "agents": (3.6, 2),
-    "recall": (3.8, 1),
-    "stream_losses": (5.4, 1),
-    "attention_maps": (2.4, 1),
-}
+OUTSIDE = "outside right upper"
 TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
+
+
+class Picture(NamedTuple):
+    """A plot of a record. draw: fills in the axes; its docstring is the caption.
+
+    legend: its place. height: in inches. columns: panels side by side.
+    """
+
+    record: str
+    draw: Callable[[Any, dict], None]
+    title: str
+    legend: str = "lower left"
+    height: float = 3.5
+    columns: int = 1
 
 
 def main() -> None:
     make_parser("jaxkv.evals.lib.figures", __doc__).parse_args()
-    for name in dict.fromkeys(record for record, _ in FIGURES.values()):
+    for name in dict.fromkeys(picture.record for picture in FIGURES.values()):
         if (RESULTS / f"{name}.json").exists():
             print("drew", *draw(name))
-    for page in pages():
-        page.write_text(fill(page.read_text("utf-8")), "utf-8")
+    for page_file in pages():
+        page_file.write_text(fill(page_file.read_text("utf-8")), "utf-8")
 
 
 def pages() -> list[Path]:
     """The pages with tables."""
     written = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "evals").glob("*.md")]
-    return [page for page in sorted(written) if TABLE.search(page.read_text("utf-8"))]
+    return [file for file in sorted(written) if TABLE.search(file.read_text("utf-8"))]
 
 
 def fill(text: str) -> str:
@@ -71,24 +64,20 @@ def fill(text: str) -> str:
 
 def draw(name: str) -> list[str]:
     """Draw the plots of one record; return their names."""
-    results = read(name)["results"]
-    drawn = {
-        picture: fill_in
-        for picture, (record_name, fill_in) in FIGURES.items()
-        if record_name == name
-    }
-    for picture, fill_in in drawn.items():
-        size, columns = SHAPES.get(picture, (3.5, 1))
-        figure, axes = pictures.begin(6.4, size, columns)
-        fill_in(axes, results)
-        where = LEGENDS.get(picture, "lower left")
-        if "outside" in where:
-            figure.legend(frameon=False, fontsize=8, loc=where)
-        elif columns == 1 and axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8, loc=where)
-        png = pictures.finish(figure, caption_of(fill_in), 110, TITLES.get(picture, ""))
-        (RESULTS / f"{picture}.png").write_bytes(png)
-    return [f"{picture}.png" for picture in drawn]
+    results, drawn = read(name)["results"], []
+    for file, picture in FIGURES.items():
+        if picture.record != name:
+            continue
+        figure, axes = pictures.begin(6.4, picture.height, picture.columns)
+        picture.draw(axes, results)
+        if picture.legend == OUTSIDE:
+            figure.legend(frameon=False, fontsize=8, loc=OUTSIDE)
+        elif picture.columns == 1 and axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, loc=picture.legend)
+        png = pictures.finish(figure, caption_of(picture.draw), 110, picture.title)
+        drawn.append(f"{file}.png")
+        (RESULTS / drawn[-1]).write_bytes(png)
+    return drawn
 
 
 def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
@@ -262,33 +251,87 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
              ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
 
 
-FIGURES: dict[str, tuple[str, Callable[[Any, dict], None]]] = {  # of which record
-    "endless": ("endless", streaming_plots.endless),
-    "endless_135m": ("endless_135m", streaming_plots.endless),
-    "streaming_tables": ("streaming_tables", streaming_plots.tables),
-    "attention_maps": ("attention_maps", streaming_plots.attention_maps),
-    "first_token": ("attention_maps", streaming_plots.first_token),
-    "latency": ("latency", latency),
-    "sink_tables": ("sink_tables", sink_tables),
-    "sinks_in_front": ("sinks_in_front", training_plots.sinks_in_front),
-    "emergence": ("emergence", training_plots.emergence),
-    "backcopy": ("backcopy", backcopy),
-    "backcopy_curves": ("backcopy", backcopy_curves),
-    "single_layer": ("single_layer", single_layer),
-    "single_layer_135m": ("single_layer_135m", single_layer),
-    "stream_losses": ("stream_losses", reservoir_plots.stream_losses),
-    "recall": ("recall", reservoir_plots.recall),
-    "recall_compressed": ("recall", reservoir_plots.recall_compressed),
-    "sampling": ("sampling", sampling),
-    "sampling_budgets": ("sampling", sampling_budgets),
-    "tune_lsh": ("tune_lsh", tune_lsh),
-    "sparse": ("sparse_135m", sparse),
-    "peers": ("peers", kvpress_parity.plot),
-    "prefix_report": ("prefix_replay", plots.report),
-    "prefix_snapshots": ("prefix_replay", plots.snapshots),
-    "prefix_items": ("prefix_engine", plots.items),
-    "agents": ("agents", plots.agents),
-}
+CHAPTERS: dict[str, dict[str, Picture]] = {
+    "Attention sinks": {
+        "streaming_tables": Picture("streaming_tables", streaming_plots.tables,
+                "Sinks keep the loss level beyond the trained context", "upper left"),
+        "first_token": Picture("attention_maps", streaming_plots.first_token,
+                "In later layers the first token gets much of the attention", "upper left"),
+        "attention_maps": Picture("attention_maps", streaming_plots.attention_maps,
+                                  "Attention of the first tokens, by layer", height=2.4),
+        "endless_135m": Picture("endless_135m", streaming_plots.endless,
+                                "One cache for a whole text costs no loss (SmolLM2-135M)"),
+        "endless": Picture("endless", streaming_plots.endless,
+                           "One cache for a whole text costs no loss (small model)"),
+        "latency": Picture("latency", latency,
+                           "Streaming decodes in constant time; re-computation does not"),
+    },
+    "Trained sinks": {
+        "sinks_in_front": Picture("sinks_in_front", training_plots.sinks_in_front,
+                                  "One sink is enough for SmolLM2, whichever it is", OUTSIDE),
+        "emergence": Picture("emergence", training_plots.emergence,
+                             "Small models grow no attention sink", OUTSIDE),
+        "sink_tables": Picture("sink_tables", sink_tables,
+                               "Loss in training, by sink variant", "upper right"),
+        "backcopy": Picture("backcopy", backcopy,
+                            "A trained sink must stay in the cache", "upper right"),
+        "backcopy_curves": Picture("backcopy", backcopy_curves,
+                "Only trained sink tokens attract attention in this task", "center right"),
+    },
+    "Samples of evicted tokens": {
+        "stream_losses": Picture("stream_losses", reservoir_plots.stream_losses,
+                                 "Loss of samples of the past, over streaming", height=5.4),
+        "recall": Picture("recall", reservoir_plots.recall,
+                          "Bounded caches: which facts are still known", OUTSIDE, height=3.8),
+        "recall_compressed": Picture("recall", reservoir_plots.recall_compressed,
+                                     "Compressed prompts: which facts are still known", OUTSIDE),
+    },
+    "Prompt compression": {
+        "peers": Picture("peers", kvpress_parity.plot, "jaxkv and kvpress give the same loss", OUTSIDE),
+        "single_layer_135m": Picture("single_layer_135m", single_layer,
+                                     "Error of one compressed layer (SmolLM2-135M)", OUTSIDE),
+        "single_layer": Picture("single_layer", single_layer,
+                                "Error of one compressed layer (small model)", OUTSIDE),
+    },
+    "Sparse attention": {
+        "sparse": Picture("sparse_135m", sparse,
+                          "Loss by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
+        "sampling": Picture("sampling", sampling,
+                            "Error by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
+        "sampling_budgets": Picture("sampling", sampling_budgets,
+                                    "Where sampling beats top-k: spread-out attention", OUTSIDE),
+        "tune_lsh": Picture("tune_lsh", tune_lsh, "Error of every K and L of the LSH index"),
+    },
+    "Prefix caching": {
+        "prefix_report": Picture("prefix_replay", plots.report,
+                                 "Blocks found in the prefix cache", OUTSIDE),
+        "prefix_items": Picture("prefix_engine", plots.items,
+                                "Throughput with and without the prefix cache", "lower left"),
+        "prefix_snapshots": Picture("prefix_replay", plots.snapshots,
+                                    "Where to store states of evicting caches", OUTSIDE),
+        "agents": Picture("agents", plots.agents,
+                "Evicting caches share prefixes in a fraction of the memory", "", 3.6, 2),
+    },
+}  # fmt: skip
+FIGURES = {name: picture for chapter in CHAPTERS.values() for name, picture in chapter.items()}
+
+
+def page() -> str:
+    """All pictures with title and caption, as Markdown."""
+    lines = []
+    for chapter, pictures_of_chapter in CHAPTERS.items():
+        lines += ["", f"## {chapter}"]
+        for name, (record, draw_axes, title, *_) in pictures_of_chapter.items():
+            if not (RESULTS / f"{record}.json").exists():  # it needs an accelerator
+                continue
+            lines += [
+                f"\n### {title}\n",
+                f"![{title}](../evals/results/{name}.png)\n",
+                f"{caption_of(draw_axes)} ([record](../evals/results/{record}.json))",
+            ]
+            maps = sorted(RESULTS.glob(f"{name}_*-*.png")) if name == "sink_tables" else ()
+            lines += [f"\n![Attention of {m.stem}](../evals/results/{m.name})" for m in maps]
+    return "\n".join(lines) + "\n\n"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 BAR = r"\|"  # a bar inside a cell, where a plain one would start another cell
@@ -21,6 +21,11 @@ def table_row(*cells: object) -> str:
 def page_table(lines: Sequence[str], caption: str = "") -> str:
     """The text of a table in a page, after its caption."""
     return "\n".join([*([caption, ""] if caption else []), *lines]) + "\n"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """The text of a table in a page, after its caption."""
+    return page_table([*table_head(*heads), *(table_row(*cells) for cells in rows)], caption)
 
 
 def over_base(row: Mapping[str, Any]) -> str:

@@ -32,7 +32,6 @@ from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 PAGE = 4  # keys per page of Quest; with 16, a page of a short prompt exceeds the smallest share
-ASKED = 16  # queries per stretch on which shares are measured
 ROOM = 128  # unindexed tokens after a prompt
 _BINS = 4000
 Seen = Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k, v [T,*,H] of every layer
@@ -156,16 +155,6 @@ def tables(histogram: CosineHistogram, share: float) -> tuple[int, int]:
         middle = (low + high) // 2
         low, high = (middle, high) if histogram.attended(bits, middle) < share else (low, middle)
     return bits, min((low, high), key=lambda count: abs(histogram.attended(bits, count) - share))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def share_after(
-    chosen: Policy, spec: Spec, state: Any, middle: Chunk, asking: Chunk, last: int | Array
-) -> Float32[Array, ""]:
-    """`attended_share` of a state that first takes in the tokens of `middle`, if there are any."""
-    if middle.q.shape[1]:
-        state = chosen.update(spec, state, middle)[1]
-    return attended_share(chosen, spec, state, asking, last)
 
 
 def attended_share(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, decisions, matches, within
 from jaxkv.evals.magicpig import tune_lsh
 from jaxkv.evals.magicpig.sampling import UNCENTRED, error_path
@@ -16,28 +16,23 @@ from jaxkv.evals.magicpig.sparse_losses import RECORDS, loss_path
 from jaxkv.state.memory import show
 
 
-def losses(name: str) -> str:
-    """Loss by method and share; name: name of the record."""
-    return losses_of(read(name)["results"]["perplexity"])
-
-
-def losses_of(by_model: dict[str, Any]) -> str:
+def losses(record: str) -> str:
     """One row per method, one column per share; the setting above."""
-    ((name, model),) = by_model.items()
+    ((name, model),) = read(record)["results"]["perplexity"].items()
     full, ends, shares = model["full"], model["ends alone"], model["shares"]
-    lines = [
+    caption = (
         f"{name}, {model['stretches']} texts, a prompt of {model['prompt']:,} tokens, the next "
         f"{model['scored']:,} scored. Full attention has a loss of {full['loss']:.3f} and caches "
         f"of {show(full['state_bytes'])}; sinks and window alone lose {over_full(ends)} nats. Loss "
-        "over full attention in nats, by share of the keys between:",
-        "",
-        *table_head("method", *(f"{float(share):.0%}" for share in shares), "caches by share"),
-    ]
+        "over full attention in nats, by share of the keys between:"
+    )
+    rows = []
     for method in next(iter(shares.values())):
         cells = [methods[method] for methods in shares.values()]
         sizes = dict.fromkeys(show(cell["state_bytes"]) for cell in cells)
-        lines.append(table_row(f"`{method}`", *map(over_full, cells), ", ".join(sizes)))
-    return page_table(lines)
+        rows.append((f"`{method}`", *map(over_full, cells), ", ".join(sizes)))
+    heads = ("method", *(f"{float(share):.0%}" for share in shares), "caches by share")
+    return table(heads, rows, caption)
 
 
 def over_full(line: dict[str, Any]) -> str:
@@ -49,18 +44,14 @@ def over_full(line: dict[str, Any]) -> str:
 def errors() -> str:
     """Error of attention by method, share and layer."""
     ((name, model),) = read("sampling")["results"]["models"].items()
-    layers = ", ".join(map(str, model["layers"]))
-    shares = ("0.02", "0.05", "0.2")
-    lines = [
-        f"{name}, error in layers {layers}, by share of the keys:",
-        "",
-        *table_head("method", *(f"{float(share):.0%}" for share in shares)),
-    ]
+    shares, rows = ("0.02", "0.05", "0.2"), []
     for method in ("magicpig", UNCENTRED, "topk", "topp", "vattention"):
         by_share = [model["captured"][method][share]["layers"].values() for share in shares]
         cells = (", ".join(f"{layer['error']['mean']:.2f}" for layer in x) for x in by_share)
-        lines.append(table_row(f"`{method}`", *cells))
-    return page_table(lines)
+        rows.append((f"`{method}`", *cells))
+    layers = ", ".join(map(str, model["layers"]))
+    caption = f"{name}, error in layers {layers}, by share of the keys:"
+    return table(("method", *(f"{float(share):.0%}" for share in shares)), rows, caption)
 
 
 TABLES = {name: partial(losses, name) for name in RECORDS} | {"sparse_errors": errors}

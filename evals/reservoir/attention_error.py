@@ -21,7 +21,7 @@ from jaxkv.contract import Chunk, Policy, Spec
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import read, standard_error
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.text import beginnings
 from jaxkv.evals.lib.verdict import Statement, below
 from jaxkv.evals.magicpig.heads import capture
@@ -142,23 +142,21 @@ def attend(policy: Policy, spec: Spec, q: Array, k: Array, v: Array, seed: int) 
     return policy.update(spec, policy.init(spec, 1, jax.random.key(seed)), chunk)[0].out
 
 
-def table() -> str:
+def errors_table() -> str:
     """The error by weight of a token that represents n, with two standard errors over texts."""
-    rows = read("attention_error")["results"]["rows"]
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return f"{row['error']:.3f} ± {2 * row['standard_error']:.3f}"
-
-    lines = table_head("cache", "1", "n^0.25", "n^0.5", "n")
-    lines.append(table_row("`streaming`", cell(rows["streaming"]), *3 * [""]))
-    for name in SAMPLED:
-        cells = (cell(rows[f"{name}, {exponent:g}"]) for exponent in EXPONENTS)
-        lines.append(table_row(f"`{name}`", *cells))
-    return page_table(lines)
+    rows = {
+        name: f"{row['error']:.3f} ± {2 * row['standard_error']:.3f}"
+        for name, row in read("attention_error")["results"]["rows"].items()
+    }
+    cells = [("`streaming`", rows["streaming"], *3 * [""])] + [
+        (f"`{name}`", *(rows[f"{name}, {exponent:g}"] for exponent in EXPONENTS))
+        for name in SAMPLED
+    ]
+    return table(("cache", "1", "n^0.25", "n^0.5", "n"), cells)
 
 
 MEASURE = Measure("attention_error", measure, FLAGS, model=SMOLLM2, texts=1)
-TABLES = {"attention_error": table}
+TABLES = {"attention_error": errors_table}
 STATEMENTS = tuple(
     Statement(page, "lower the error of attention", "attention_error",
               [below(f"rows/{name}, {exponent}/by_text", f"rows/{name}, 0/by_text")

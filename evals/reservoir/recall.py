@@ -25,7 +25,7 @@ from jaxkv import models
 from jaxkv.evals.lib.facts import FIRST_NAME, VALUES, question, write
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.training.pretrain import pretrain
@@ -263,22 +263,21 @@ BALANCEKV = (
 )  # fmt: skip
 
 
-def table(policies: Sequence[str], columns: dict[str, tuple[str, tuple[int, int]]]) -> str:
+def by_policy(policies: Sequence[str], columns: dict[str, tuple[str, tuple[int, int]]]) -> str:
     """Right answers by policy, for each column's part of the record and distances."""
     results = read("recall")["results"]
-    lines = table_head("cache", *columns)
-    for policy in policies:
-        lines.append(table_row(f"`{policy}`", *(
+    return table(["cache", *columns], (
+        (f"`{policy}`", *(
             f"{mean(right_answers(results, policy, distances, part)):.0%}"
             if policy in results["seeds"]["0"][part] else ""
             for part, distances in columns.values()
-        )))  # fmt: skip
-    return page_table(lines)
+        )) for policy in policies
+    ))  # fmt: skip
 
 
 def streamed_table() -> str:
     """Recall of caches that evict while they read."""
-    return table(list(POLICIES), {
+    return by_policy(list(POLICIES), {
         "16 to 48 tokens back": ("within", NEARER),
         "64 and 96": ("within", BETWEEN),
         "129 to 384": ("within", EVICTED),
@@ -289,7 +288,7 @@ def streamed_table() -> str:
 
 def compressed_table() -> str:
     """Recall after a prompt was compressed."""
-    return table(["full", "streaming", *COMPRESSED], {
+    return by_policy(["full", "streaming", *COMPRESSED], {
         "32 to 96 tokens back": ("within", (32, 96)),
         "129 to 384": ("within", EVICTED),
         "129 to 384, only fact": ("needle", EVICTED),

@@ -18,7 +18,7 @@ from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, random_llama
 from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.timing import bar, decode_variant, prompt, ratio, time_rounds
 from jaxkv.evals.lib.verdict import below, claim
 from jaxkv.models.loading.compilation import clock
@@ -120,15 +120,14 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def table() -> str:
+def times_table() -> str:
     """Time of a generated token over that of streaming of equal slots."""
     ratios = read("sampled")["results"]["token"]["ratio"]
-    lines = table_head("cache", "time per token over streaming's")
-    lines += [table_row(f"`{name}`", ranged(ratios[name], "median", ".2f")) for name in CACHES]
-    return page_table(lines)
+    cells = ((f"`{name}`", ranged(ratios[name], "median", ".2f")) for name in CACHES)
+    return table(("cache", "time per token over streaming's"), cells)
 
 
-TABLES = {"sampled": table}
+TABLES = {"sampled": times_table}
 
 if __name__ == "__main__":
     run(MEASURE)

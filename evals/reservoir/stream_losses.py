@@ -29,7 +29,7 @@ from jaxkv.evals.lib.paired_losses import (
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming, streaming_window
-from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
+from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, within
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policy_spec import parse_policy
@@ -144,28 +144,25 @@ CLAIMS = (
 def losses_table() -> str:
     """Loss of caches of equal bytes, minus that of streaming."""
     rows = read("stream_losses")["results"]["rows"]
-    lines = table_head("cache", "tokens cached", "tokens read of each novel",
-                       "loss minus streaming's")  # fmt: skip
-    for name in ("window", *SAMPLED, "h2o"):
-        row = rows[name]
-        lines.append(
-            table_row(f"`{name}`", f"{row['cached']:.0f}", f"{row['tokens'][1]:,}", over_base(row))
-        )
-    return page_table(lines)
+    heads = ("cache", "tokens cached", "tokens read of each novel", "loss minus streaming's")
+    return table(heads, (
+        (f"`{name}`", f"{row['cached']:.0f}", f"{row['tokens'][1]:,}", over_base(row))
+        for name in ("window", *SAMPLED, "h2o") for row in [rows[name]]
+    ))  # fmt: skip
 
 
 def weights_table() -> str:
     """Loss minus that of streaming by weight of a token that represents n, on the same tokens."""
-    results = read("stream_losses")["results"]
-    lines = table_head("cache", "1", "n^0.25", "n^0.5", "n", "1, positions absolute",
-                       "n, positions absolute")  # fmt: skip
+    by_text = read("stream_losses")["results"]["by_text"]
+    variants = ("weighted by n^0.25", "weighted by n^0.5", "weighted", "absolute",
+                "weighted, absolute")  # fmt: skip
+    cells = []
     for name in WEIGHTED:
-        names = [f"{name}, {variant}" for variant in
-                 ("weighted by n^0.25", "weighted by n^0.5", "weighted", "absolute",
-                  "weighted, absolute")]  # fmt: skip
-        rows = compare(results["by_text"], [BASE, name, *names], BASE, SKIP)["rows"]
-        lines.append(table_row(f"`{name}`", *(over_base(rows[case]) for case in (name, *names))))
-    return page_table(lines)
+        names = [name, *(f"{name}, {variant}" for variant in variants)]
+        rows = compare(by_text, [BASE, *names], BASE, SKIP)["rows"]
+        cells.append((f"`{name}`", *(over_base(rows[case]) for case in names)))
+    heads = ("cache", "1", "n^0.25", "n^0.5", "n", "1, positions absolute", "n, positions absolute")
+    return table(heads, cells)
 
 
 TABLES = {"sample_losses": losses_table, "sample_weights": weights_table}

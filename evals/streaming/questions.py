@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import read, standard_error
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import above, below, claim, within
 from jaxkv.evals.tasks.score import GATE
 from jaxkv.models.loading.llm import Llm
@@ -124,14 +124,12 @@ def answers_table() -> str:
         "4+252": "`streaming:sinks=4,window=252`",
         "0+256": "`window:window=256`",
     }
-    lines = table_head("cache", "right answers")
-    for name, title in titles.items():
-        lines.append(table_row(title, f"{results['right'][name]['share']:.1%}"))
+    cells = ((title, f"{results['right'][name]['share']:.1%}") for name, title in titles.items())
     caption = (
         f"{results['questions']} questions of ARC-E in a stream of {results['tokens']:,} tokens; "
         f"guessing gives {results['chance']:.0%}."
     )
-    return page_table(lines, caption)
+    return table(("cache", "right answers"), cells, caption)
 
 
 MEASURE = Measure(

@@ -24,7 +24,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import read, standard_error
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.evals.lib.verdict import Results, above, below, claim
 from jaxkv.evals.reservoir.stream_losses import ENDS, SAMPLED
@@ -223,14 +223,16 @@ def distances_table() -> str:
     results = read("stream_eval")["results"]
     rows = {f"full attention to at most {results['gate_tokens']:,} tokens": results["gate"]}
     rows |= {f"`{name}`": results["right"][name] for name in results["policies"] if name != "full"}
-    lines = table_head("cache", *(f"{distance} tokens back" for distance in results["gate"]))
-    for title, row in rows.items():
-        lines.append(table_row(title, *(f"{row[key]['mean']:.0%}" for key in results["gate"])))
+    heads = ("cache", *(f"{distance} tokens back" for distance in results["gate"]))
+    cells = (
+        (title, *(f"{row[key]['mean']:.0%}" for key in results["gate"]))
+        for title, row in rows.items()
+    )
     caption = (
         f"{len(results['texts'])} novels of {results['tokens']:,} tokens with a number every "
         f"{results['every']}; caches of {results['cache']} tokens."
     )
-    return page_table(lines, caption)
+    return table(heads, cells, caption)
 
 
 MEASURE = Measure(

@@ -27,7 +27,7 @@ from jaxkv.evals.lib.paired_losses import (
 )
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, run
-from jaxkv.evals.lib.table import over_base, page_table, table_head, table_row
+from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 
 COUNTS = (0, 1, 2, 4, 8)  # sinks
@@ -165,38 +165,32 @@ CLAIMS = (
 
 def sinks_table() -> str:
     """Perplexity by number of sinks and size of the cache (Tables 1 and 2)."""
-    results = read("streaming_tables")["results"]["tables"]
-    lines = table_head(
-        "sinks",
-        *(
-            f"cache of {size:,}, tokens {{:,}} to {{:,}}".format(*results[str(size)]["tokens"])
-            for size in SIZES
-        ),
-    )
-    for sinks in COUNTS:
-        rows = [results[str(size)]["rows"][label(sinks, size)] for size in SIZES]
-        lines.append(table_row(sinks, *(f"{row['perplexity']:.1f}" for row in rows)))
-    return page_table(lines)
+    by_size = {size: read("streaming_tables")["results"]["tables"][str(size)] for size in SIZES}
+    heads = [
+        f"cache of {size:,}, tokens {{:,}} to {{:,}}".format(*entry["tokens"])
+        for size, entry in by_size.items()
+    ]
+    return table(["sinks", *heads], (
+        (sinks, *(f"{entry['rows'][label(sinks, size)]['perplexity']:.1f}"
+                  for size, entry in by_size.items()))
+        for sinks in COUNTS
+    ))  # fmt: skip
 
 
 def sizes_table() -> str:
     """Loss by size of the cache, over a cache of 256 tokens (Table 6)."""
     rows = read("streaming_tables")["results"]["table_6"]["rows"]
-    lines = table_head("cache", "perplexity", f"loss minus that of {BASE}")
-    for name, row in rows.items():
-        lines.append(table_row(name, f"{row['perplexity']:.1f}", over_base(row)))
-    return page_table(lines, "Tokens 2,048 to 8,192 of each novel.")
+    cells = ((name, f"{row['perplexity']:.1f}", over_base(row)) for name, row in rows.items())
+    heads = ("cache", "perplexity", f"loss minus that of {BASE}")
+    return table(heads, cells, "Tokens 2,048 to 8,192 of each novel.")
 
 
 def others_table() -> str:
     """Other caches of 256 tokens, within the trained context and beyond it."""
-    results = read("streaming_tables")["results"]
-    places = ("within_context", "beyond_context")
-    minus = f"loss minus that of {BASE}"
-    lines = table_head("cache", f"within the context: {minus}", f"beyond the context: {minus}")
-    for name in OTHERS:
-        lines.append(table_row(name, *(over_base(results[p]["rows"][name]) for p in places)))
-    return page_table(lines)
+    results, minus = read("streaming_tables")["results"], f"loss minus that of {BASE}"
+    places = [results[place]["rows"] for place in ("within_context", "beyond_context")]
+    heads = ("cache", f"within the context: {minus}", f"beyond the context: {minus}")
+    return table(heads, ((name, *(over_base(rows[name]) for rows in places)) for name in OTHERS))
 
 
 def full_before(position: int) -> Derived:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.tasks.budgets import NAMES
 from jaxkv.evals.tasks.score import GATE, wilson
@@ -37,13 +38,13 @@ def gates() -> str:
             cell = f"{full['score']:.0%} ({full['right']} of {full['samples']})"
             by_task.setdefault(task, {})[length] = cell
     lengths = list(dict.fromkeys(length for row in by_task.values() for length in row))
-    lines = table_head("task", *(f"{int(length):,} tokens" for length in lengths))
-    lines += [table_row(task, *(row.get(x, "") for x in lengths)) for task, row in by_task.items()]
+    heads = ("task", *(f"{int(length):,} tokens" for length in lengths))
+    cells = ((task, *(row.get(length, "") for length in lengths)) for task, row in by_task.items())
     caption = "Right answers of full attention; in parentheses, samples with all parts right."
-    return page_table(lines, caption)
+    return table(heads, cells, caption)
 
 
-def table(record: str) -> str:
+def policies_table(record: str) -> str:
     """A row per policy for each length of context, of the tasks that full attention solves."""
     results = read(record, RESULTS)["results"]
     lengths = dict.fromkeys(length for _, length, _ in cases(results))
@@ -54,29 +55,25 @@ def length_table(results: Results, length: str) -> str:
     solved = {task: case for task, at, case in cases(results) if at == length and case["scored"]}
     first = next(iter(solved.values()))
     shares = list(first["ratios"])
-    middle = len(shares) // 2
+    middle, count = len(shares) // 2, results["samples"]
     budgets = " / ".join(f"{100 * float(share):g}" for share in shares) + " %"
     budget = f"at {100 * float(shares[middle]):g} %"
-    count = results["samples"]
-    lines = table_head(
-        "policy", *(f"{ANSWERS.get(task, task)} at {budgets}" for task in solved),
-        *(f"KL {budget}, {ANSWERS.get(task, task)}" for task in solved), f"state {budget}",
-    )  # fmt: skip
+    names = [ANSWERS.get(task, task) for task in solved]
+    heads = ("policy", *(f"{name} at {budgets}" for name in names),
+             *(f"KL {budget}, {name}" for name in names), f"state {budget}")  # fmt: skip
     right = [case["full"]["right"] for case in solved.values()]
-    lines.append(
-        table_row("`full`", *right, *[0] * len(solved), show(first["full"]["state_bytes"]))
-    )
+    lines = [("`full`", *right, *[0] * len(solved), show(first["full"]["state_bytes"]))]
     for name in first["ratios"][shares[middle]]:
         rows = [[case["ratios"][share][name] for share in shares] for case in solved.values()]
         answers = [" / ".join(f"{count * x['score']:.3g}" for x in by_share) for by_share in rows]
         kl = [divergence(by_share[middle]) for by_share in rows]
-        lines.append(table_row(f"`{name}`", *answers, *kl, show(rows[0][middle]["state_bytes"])))
+        lines.append((f"`{name}`", *answers, *kl, show(rows[0][middle]["state_bytes"])))
     low, high = wilson(0.5, count)
     caption = (
         f"Right answers of {count}, in contexts of {int(length):,} tokens. If half are right, the "
         f"95 % interval is {100 * low:.0f} to {100 * high:.0f} %."
     )
-    return page_table(lines, caption)
+    return table(heads, lines, caption)
 
 
 def divergence(row: Results) -> str:
@@ -190,7 +187,7 @@ CLAIMS = (
 )  # fmt: skip
 
 TABLES = {"task_gates": gates} | {
-    name: lambda name=name: table(name) for name in (*LENGTHS, "tasks_query_aware")
+    name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")
 }
 PAGE = "docs/results/tasks.md"
 OTHER_TASKS = ("variable-tracking", "common-words", "frequent-words")

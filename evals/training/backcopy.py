@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.verdict import Derived, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.plots import KINDS
@@ -159,24 +159,25 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def table() -> str:
+def variants_table() -> str:
     """A row per variant, and per other recipe of plain softmax."""
     results = read("backcopy")["results"]
     sizes = list(results["variants"]["none"]["summary"]["loss_over_base"])[:-1]
-    lines = table_head("trained with", "loss of 4+20", *sizes, "attention on the first token")
+    cells = []
     for kind, variant in results["variants"].items():
         medians = variant["summary"]
         over = [rounded(medians["loss_over_base"][size]) for size in sizes]
         loss, attention = (medians["loss"]["4+20"], medians["first_token"])
-        cells = (ranged(loss, "median", ".3f"), *over, ranged(attention, "median", ".2f"))
-        lines.append(table_row(KINDS[kind], *cells))
+        cells.append((KINDS[kind], ranged(loss, "median", ".3f"), *over,
+                      ranged(attention, "median", ".2f")))  # fmt: skip
     for name, trial in results["tries"].items():
         over = [f"{round(trial['loss'][size]['loss_over_base'], 3) + 0.0:+.3f}" for size in sizes]
-        cells = (f"{trial['loss']['4+20']['loss']:.3f}", *over, f"{trial['first_token']:.2f}")
-        lines.append(table_row(f"plain softmax, {name}", *cells))
+        loss, attention = trial["loss"]["4+20"]["loss"], trial["first_token"]
+        cells.append((f"plain softmax, {name}", f"{loss:.3f}", *over, f"{attention:.2f}"))
     seeds = len(results["variants"]["none"]["seeds"])
     caption = f"Medians of {seeds} seeds, with the range. `s+w`: loss minus that of 4+20."
-    return page_table(lines, caption)
+    heads = ("trained with", "loss of 4+20", *sizes, "attention on the first token")
+    return table(heads, cells, caption)
 
 
 def rounded(differences: dict[str, float]) -> str:
@@ -185,7 +186,7 @@ def rounded(differences: dict[str, float]) -> str:
     return ranged(values, "median", "+.3f")
 
 
-TABLES = {"backcopy": table}
+TABLES = {"backcopy": variants_table}
 PAGE = "docs/results/training.md"
 STATEMENTS = (
     Statement(PAGE, "A model with a trained sink token loses over 0.1 nats when the cache evicts "

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
 from jaxkv.evals.training.sink_tables import evaluations, settings
@@ -56,20 +56,17 @@ def largest_attention(*sinks: str) -> Derived:
     }
 
 
-def table() -> str:
+def runs_table() -> str:
     """A row per run, at its end."""
-    lines = table_head(
-        "preset", "trained with", "million tokens", "validation loss",
-        "largest attention of a head",
+    heads = ("preset", "trained with", "million tokens", "validation loss",
+             "largest attention of a head")  # fmt: skip
+    cells = (
+        (f"`{name.split()[0]}`", KINDS[trained["recipe"]["sinks"]],
+         f"{trained['million_tokens'][-1]:.0f}", f"{trained['valid_loss'][-1]:.3f}",
+         f"{trained['first_token_most'][-1]:.3f}")
+        for name, trained in read("emergence")["results"]["runs"].items()
     )  # fmt: skip
-    for name, trained in read("emergence")["results"]["runs"].items():
-        tokens, loss, attention = (
-            trained[field][-1] for field in ("million_tokens", "valid_loss", "first_token_most")
-        )
-        cells = (f"{tokens:.0f}", f"{loss:.3f}", f"{attention:.3f}")
-        lines.append(table_row(f"`{name.split()[0]}`", KINDS[trained["recipe"]["sinks"]], *cells))
-    caption = "One run of each, at its end. Attention: on the first token."
-    return page_table(lines, caption)
+    return table(heads, cells, "One run of each, at its end. Attention: on the first token.")
 
 
 MEASURE = Measure(
@@ -77,7 +74,7 @@ MEASURE = Measure(
     [flag("--runs", type=Path, required=True, nargs="+", metavar="SIZE/SINKS",
           about="folders of runs")],
 )  # fmt: skip
-TABLES = {"emergence": table}
+TABLES = {"emergence": runs_table}
 NEGATIVE = "evals/NEGATIVE.md"
 STATEMENTS = (
     Statement(NEGATIVE, "No head gives the first token a tenth of its attention", "emergence",

@@ -23,7 +23,7 @@ from jaxkv import files, models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import TRIALS, dumps, plain, read, standard_error
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.attention_maps import maps
@@ -362,27 +362,27 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def table() -> str:
+def variants_table() -> str:
     """A row per variant: Table 3 as differences, means over the texts."""
     variants = read("sink_tables")["results"]["variants"].values()
     model = next(iter(variants))
     *sizes, base = (size for size in next(iter(model["perplexity"].values())) if "+" in size)
-    lines = table_head("trained with", "validation loss", *sizes, "largest attention of a head")
+    cells = []
     for variant in variants:
         texts = variant["perplexity"].values()
         means = (np.mean([text[size]["loss_over_base"] for text in texts]) for size in sizes)
         over = [f"{round(mean, 4) + 0.0:+.4f}" for mean in means]
-        attention = f"{variant['first_token']['most']:.3f}"
-        kind = KINDS[variant["recipe"]["sinks"]]
-        lines.append(table_row(kind, f"{variant['valid_loss']:.3f}", *over, attention))
+        kind, attention = KINDS[variant["recipe"]["sinks"]], variant["first_token"]["most"]
+        cells.append((kind, f"{variant['valid_loss']:.3f}", *over, f"{attention:.3f}"))
+    heads = ("trained with", "validation loss", *sizes, "largest attention of a head")
     caption = (
         f"{model['weights'] / 1e6:.1f} million weights, {model['tokens'] / 1e6:.1f} million tokens "
         f"of training. `s+w`: loss minus that of {base}. Attention: on the first token."
     )
-    return page_table(lines, caption)
+    return table(heads, cells, caption)
 
 
-TABLES = {"sink_tables": table}
+TABLES = {"sink_tables": variants_table}
 STATEMENTS = (
     Statement("docs/results/training.md", "None of them needs its first tokens", "sink_tables",
               [within(losses(kind, count), by=0.001)

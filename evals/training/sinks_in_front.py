@@ -25,7 +25,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import read as read_record
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, table_head, table_row
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
@@ -248,16 +248,16 @@ ROWS = (  # of the table: record, variant, and how the model was changed
 )
 
 
-def table() -> str:
+def variants_table() -> str:
     """A row per variant, by the number of first tokens in the cache."""
     records = {name: read_record(name)["results"] for name in dict.fromkeys(row[0] for row in ROWS)}
-    lines = table_head("variant", *map(str, SINKS))
+    cells = []
     for record, name, label in ROWS:
         measured = next(x for k, x in records[record]["variants"].items() if k.startswith(name))
         counts = {int(size.partition("+")[0]) for size in measured}
         losses = {n: by_stretch(records[record], name, n).mean() for n in counts & {*SINKS}}
-        cells = (f"{round(losses[n], 3) + 0.0:+.3f}" if n in losses else "" for n in SINKS)
-        lines.append(table_row(label, *cells))
+        shown = (f"{round(losses[n], 3) + 0.0:+.3f}" if n in losses else "" for n in SINKS)
+        cells.append((label, *shown))
     front, distilled = records.values()
     stretches = front["stretches"]
     trained = [recipe_of_record(results["runs"][run]["recipe"]) for results, run in
@@ -271,10 +271,10 @@ def table() -> str:
         f"{SIZE}. Trained on {samples[0]}; at a learning rate of 0.1, on {samples[1]}. Means of "
         "three seeds with one sink token, else one seed."
     )
-    return page_table(lines, caption)
+    return table(["variant", *SINKS], cells, caption)
 
 
-TABLES = {"sinks_in_front": table}
+TABLES = {"sinks_in_front": variants_table}
 PAGE, NEGATIVE = "docs/results/training.md", "evals/NEGATIVE.md"
 COMPRESSED = ("learned", "snapkv", "pyramidkv", "keydiff", "balance", "uniform", "streaming")
 

@@ -9,9 +9,10 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.comparison import side_by_side
-from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT, PromptedText, after_prompt
+from jaxkv.evals.comparison.side_by_side import BUDGET, LONG, SHORT
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.models.tools.measurement import Stretches
 from jaxkv.policies import POLICIES, Full, Quest, TopK
 
 ENDS = {"sinks": 4, "window": 8}
@@ -82,54 +83,45 @@ def test_costs_are_measured_without_empty_slots(llm):
 
 
 @pytest.fixture(scope="module")
-def text(llm):
-    """Three random stretches for one layer of the model, quick to compile."""
-    single_layer = replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
-    return PromptedText(
-        single_layer, np.random.default_rng(0).integers(3, 4096, (3, 96)).tolist(), 72
-    )
+def small(llm):
+    """One layer of the model: quick to compile."""
+    return replace(llm, config=replace(llm.config, layers=1, windows=(None,), context=96))
 
 
-def losses_after(text, policy, seed=0):
-    """The mean loss after the prompt of each stretch."""
-    return np.array([after_prompt(text, policy, i, seed) for i in range(len(text.tokens))])
+@pytest.fixture(scope="module")
+def text():
+    """Three random stretches."""
+    return Stretches(np.random.default_rng(0).integers(3, 4096, (3, 96)).astype(np.int32), 72)
 
 
 @pytest.mark.slow
-def test_reading_all_keys_is_full_attention(text):
-    full_losses = losses_after(text, Full(max=96))
-    for tokens, mean in zip(text.tokens, full_losses, strict=True):
-        every = np.concatenate(list(models.losses(text.llm, tokens, Full(max=96))))
-        assert mean == pytest.approx(every[text.prompt :].mean(), rel=1e-5)
-    assert np.all(losses_after(text, TopK(0.1, **ENDS)) != full_losses)
+def test_reading_all_keys_is_full_attention(small, text):
     uniform = matched_budgets.methods(1.0, (4, 20), **ENDS)["uniform"]
-    for chosen in (TopK(1.0, **ENDS), uniform, Quest(1.0, page=4, **ENDS)):
-        losses = losses_after(text, chosen)
-        np.testing.assert_allclose(losses, full_losses, rtol=1e-5, err_msg=str(chosen))
+    policies = {"full": Full(max=96), "topk": TopK(1.0, **ENDS), "uniform": uniform,
+                "quest": Quest(1.0, page=4, **ENDS), "few": TopK(0.1, **ENDS)}  # fmt: skip
+    losses = side_by_side.after_prompts(small, text, policies, 1)
+    for tokens, mean in zip(text.tokens, losses["full"][0], strict=True):
+        every = np.concatenate(list(models.losses(small, tokens, Full(max=96))))
+        assert mean == pytest.approx(every[text.prompt :].mean(), rel=1e-5)
+    assert np.all(losses.pop("few") != losses["full"])
+    for name, by_seed in losses.items():
+        np.testing.assert_allclose(by_seed, losses["full"], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
-def test_random_methods_depend_on_the_seed(text):
-    first = text._replace(tokens=text.tokens[:1])
-    for name, chosen in matched_budgets.methods(0.2, (4, 12), **ENDS).items():
-        is_equal = len({losses_after(first, chosen, seed)[0] for seed in (0, 1)}) == 1
-        assert is_equal != (name in matched_budgets.DRAWING), name
+def test_methods_that_draw_have_losses_by_seed_and_stretch(small, text):
+    methods = matched_budgets.methods(0.2, (4, 12), **ENDS)
+    losses = side_by_side.after_prompts(small, text, methods, 2)
+    for name, by_seed in losses.items():
+        assert by_seed.shape == (2 if name in matched_budgets.DRAWING else 1, 3), name
+        assert len(set(by_seed.ravel())) == by_seed.size, name
 
 
 @pytest.mark.slow
-def test_losses_are_by_seed_and_stretch_with_seeds_of_their_own(text):
-    policy = "oracle:share=0.2,sinks=4,window=8"
-    losses = side_by_side.losses(text, policy, 2, "oracle")
-    expected = [[after_prompt(text, policy, i, seed + 2 * i) for i in range(3)] for seed in (0, 1)]
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    assert len(set(losses.ravel())) == losses.size
-
-
-@pytest.mark.slow
-def test_blocks_are_means_of_one_stream(text, monkeypatch):
+def test_blocks_are_means_of_one_stream(small, text, monkeypatch):
     monkeypatch.setattr(side_by_side, "BLOCK", 20)
-    tokens = [token for stretch in text.tokens for token in stretch]
-    means = side_by_side.blocks(text.llm, tokens, "streaming:sinks=4,window=60", 1)
-    stream = models.Stream(text.llm, "streaming:sinks=4,window=60", tokens=len(tokens))
-    every = np.concatenate(list(models.losses(text.llm, tokens, stream=stream)))
+    tokens = text.tokens.ravel().tolist()
+    means = side_by_side.blocks(small, tokens, "streaming:sinks=4,window=60", 1)
+    stream = models.Stream(small, "streaming:sinks=4,window=60", tokens=len(tokens))
+    every = np.concatenate(list(models.losses(small, tokens, stream=stream)))
     np.testing.assert_allclose(means, [every[:280].reshape(14, 20).mean(1)], rtol=1e-5)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxkv.evals.lib import claims, figures, gallery, record, table
+from jaxkv.evals.lib import claims, figures, record, table
 from jaxkv.evals.lib.experiments import TABLES
 
 
@@ -17,11 +17,10 @@ def test_the_page_of_pictures_shows_all_with_titles():
     page = (record.ROOT / "docs/pictures.md").read_text("utf-8")
     shown = re.findall(r"!\[[^\]]+\]\(\.\./evals/results/(\S+)\.png\)", page)
     assert sorted(shown) == sorted(path.stem for path in record.RESULTS.glob("*.png"))
-    assert set(gallery.TITLES) == set(figures.FIGURES)
     measured = {
         name
-        for name, (record_name, _) in figures.FIGURES.items()
-        if (record.RESULTS / f"{record_name}.json").exists()
+        for name, picture in figures.FIGURES.items()
+        if (record.RESULTS / f"{picture.record}.json").exists()
     }
     assert set(shown) & set(figures.FIGURES) == measured
 

@@ -14,6 +14,7 @@ from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.models.loading.llm import Llm
 from jaxkv.typing import Array, Float32
 
+ASKED = 16  # queries on which shares are measured
 SEEDS = 4  # per stretch, all different
 
 
@@ -22,7 +23,7 @@ def share_read(
     chosen: Policy,
     stretches: Sequence[matched_budgets.Seen],
     prompt: int,
-    queries: int = matched_budgets.ASKED,
+    queries: int = ASKED,
 ) -> dict[str, float]:
     """The share of the keys between that the last queries read: mean, min and max over layers.
 
@@ -51,4 +52,5 @@ def _share_read(
     state = chosen.init(spec, 1, jax.random.key(seed))
     state = chosen.update(spec, chosen.reserve(spec, state, prompt), before)[1]
     state = chosen.reserve(spec, chosen.finish_prefill(spec, state), len(q) - prompt)
-    return matched_budgets.share_after(chosen, spec, state, middle, asking, last)
+    state = chosen.update(spec, state, middle)[1] if middle.q.shape[1] else state
+    return matched_budgets.attended_share(chosen, spec, state, asking, last)

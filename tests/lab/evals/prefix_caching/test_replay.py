@@ -12,7 +12,7 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.evals.lib import figures
-from jaxkv.evals.prefix_caching import plots, replay, report, traces
+from jaxkv.evals.prefix_caching import replay, report, traces
 from jaxkv.evals.prefix_caching.report import (
     ONE_PROMPT,
     TEN_SEEDS,
@@ -300,8 +300,7 @@ def test_the_record_has_every_measurement(trace, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "read", lambda name: record.read(name, tmp_path))
     monkeypatch.setenv("JAXKV_COMMIT", "0" * 40)
-    pictures = {"prefix_report": ("prefix_replay", plots.report),
-                "prefix_snapshots": ("prefix_replay", plots.snapshots)}  # fmt: skip
+    pictures = {name: figures.FIGURES[name] for name in ("prefix_report", "prefix_snapshots")}
     monkeypatch.setattr(figures, "FIGURES", pictures)
     small = {"requests": 20, "outputs": (1, 3)}
     monkeypatch.setattr(report, "ONE_PROMPT", ReplaySetting(frequent=1, **small))
