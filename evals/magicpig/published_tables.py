@@ -41,7 +41,7 @@ TABLE_7 = {
     ("Code-Llama-13b-16K", 10, 150, 16): (384, 7.3, 5.2),
     ("Code-Llama-34b-16K", 10, 150, 16): (384, 1.8, 2.2),
 }
-TABLES = (75, 100, 120, 150, 200, 300)  # L of Table 8
+COUNTS = (75, 100, 120, 150, 200, 300)  # L of Table 8
 TABLE_8 = {  # by K, the shares that were measured, in %
     7: (14, 21, 27, 35, 48, 66),
     8: (5, 8, 11, 15, 22, 36),
@@ -73,7 +73,7 @@ def table_8() -> list[dict[str, float]]:
             "equation 21": orthogonal(bits, tables), "isotropic": isotropic(bits, tables, DIMS),
         }
         for bits, shares in TABLE_8.items()
-        for tables, share in zip(TABLES, shares, strict=True)
+        for tables, share in zip(COUNTS, shares, strict=True)
     ]  # fmt: skip
 
 

@@ -46,7 +46,7 @@ from jaxkv.policy_spec import format_policy
 
 SIMHASH = "simhash"
 BITS = tuple(range(4, 13))
-TABLES = (10, 20, 40, 75, 100, 150, 200, 300)
+COUNTS = (10, 20, 40, 75, 100, 150, 200, 300)
 TARGET = 0.1
 
 
@@ -54,7 +54,7 @@ FLAGS = (
     *heads.FLAGS,
     flag("--seeds", 3, minimum=1),
     flag("--bits", BITS, "K to try", minimum=1),
-    flag("--tables", TABLES, "L to try", minimum=2),
+    flag("--tables", COUNTS, "L to try", minimum=2),
     flag("--target", TARGET, "the largest acceptable error", minimum=1e-6),
     flag("--keys", type=int, about="hashed keys of which table bytes are computed (default: those "
          "of a stretch)", minimum=1),

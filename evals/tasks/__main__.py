@@ -19,7 +19,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.text import PASSAGE
-from jaxkv.evals.tasks import budgets, score, tuning
+from jaxkv.evals.tasks import budgets, score
 from jaxkv.evals.tasks.budgets import NAMES, RATIOS
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
@@ -79,7 +79,7 @@ def plan_of(llm: Llm, options: argparse.Namespace) -> dict[int, dict[float, dict
     for length in options.lengths:
         for task in options.tasks:
             prompts(llm, task, length, 1, options.seed, options.query_aware)
-        settings = tuning.tuned(llm, length, ratios) if tune else {}
+        settings = budgets.tuned(llm, length, ratios) if tune else {}
         plan[length] = {
             ratio: {name: specs[name] for name in options.policies}
             for ratio in ratios

@@ -3,18 +3,26 @@
 Every policy but `full` gets the same number of tokens per KV head, on average over layers, cached
 or attended to per query, at the end of prefill. Policies that sample, halve or select among the
 tokens between the ends spend about half of it on the ends. The budgets of magicpig and topp follow
-from the model's own keys, so their settings are chosen on a text (evals/tasks/tuning.py).
+from the model's own keys, so their settings are chosen on a novel (`tuned`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.text import passage
+from jaxkv.evals.magicpig import matched_budgets
+from jaxkv.evals.magicpig.heads import capture
+from jaxkv.models.loading.llm import Llm
 
 SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
 PAGE = 4  # of quest
 RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its middle is halved
 TUNED = ("magicpig", "topp")
+QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "topk", "quest",
          "oracle", "vattention", *TUNED)  # fmt: skip
@@ -96,3 +104,23 @@ def at_budget(
 def budget_of(length: int, ratio: float) -> int:
     """Tokens per KV head."""
     return round(length * ratio)
+
+
+def tuned(llm: Llm, length: int, ratios: Sequence[float]) -> dict[float, Tuned]:
+    """By ratio, the settings for contexts of `length` tokens.
+
+    On the tasks the share that is read may differ, because their texts do.
+    """
+    ids = passage(llm, length + QUERIES)
+    if len(ids) < length + QUERIES:
+        raise UserError(
+            f"magicpig and topp are tuned on a novel of {len(ids)} tokens, and --lengths {length} "
+            f"needs {length + QUERIES}; name other --policies"
+        )
+    seen, by_ratio = [capture(llm, ids)], {}
+    for ratio in ratios:
+        sinks, window, share = between(length, ratio)
+        arguments = llm.spec, seen, length, sinks, window, EVERY
+        tables = matched_budgets.tables(matched_budgets.angles(*arguments), share)
+        by_ratio[ratio] = Tuned(*tables, matched_budgets.masses(*arguments).reaching(share))
+    return by_ratio

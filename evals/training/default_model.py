@@ -37,8 +37,7 @@ from jaxkv.evals.lib.record import RESULTS, TRIALS, plain, read
 from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.streaming import endless
-from jaxkv.evals.training.recorded_recipe import recipe_of_record
-from jaxkv.evals.training.sink_tables import logged
+from jaxkv.evals.training.sink_tables import logged, recipe_of_record
 from jaxkv.models.generation.text import Generation, encode
 from jaxkv.models.loading.llm import DEFAULT, Llm
 from jaxkv.models.tools.run_metadata import sha256

@@ -135,6 +135,19 @@ def trained(folder: Path, about: dict[str, Any], llm: Llm) -> dict[str, Any]:
     }
 
 
+RENAMED = {  # the present name of a recipe's field, by its older one
+    "rows": "batch_size",
+    "accumulate": "grad_accum_steps",
+    "last_lr": "final_lr_ratio",
+    "look_every": "eval_every",
+}
+
+
+def recipe_of_record(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of a record, with the present names of its fields."""
+    return {RENAMED.get(name, name): value for name, value in recipe.items()}
+
+
 def settings(run: Path) -> dict[str, Any]:
     """The recipe, data and dtype of a run."""
     return json.loads((run / "run.json").read_text("utf-8"))

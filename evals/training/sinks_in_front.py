@@ -30,8 +30,14 @@ from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, c
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
-from jaxkv.evals.training.recorded_recipe import recipe_of_record
-from jaxkv.evals.training.sink_tables import SINKS, evaluations, line, logged, settings
+from jaxkv.evals.training.sink_tables import (
+    SINKS,
+    evaluations,
+    line,
+    logged,
+    recipe_of_record,
+    settings,
+)
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.sinks import FILE

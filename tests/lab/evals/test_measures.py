@@ -8,14 +8,21 @@ import json
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib import parts, record
 from jaxkv.evals.lib.run import run
+from jaxkv.evals.streaming import tables
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 CONTEXT = 2_048
 # By module: constants that make it small.
 SMALLER = {
+    "streaming.tables": {
+        "COUNTS": (0, 1, 4), "SIZES": (256,), "CACHES": (256,),
+        "RINGS": {name: tables.RINGS[name] for name in ("0+256", "1+255", "4+252")},
+        "TABLE_6": {"4+252": tables.TABLE_6["4+252"]},
+        "OTHERS": {name: tables.OTHERS[name] for name in ("re-computation", "full")},
+        "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
+    },
     "reservoir.attention_error": {"SKIP": 300, "EXPONENTS": (0.0, 1.0)},
     "reservoir.stream_losses": {"mean_cached": lambda policy: 1.0, "H2O": 600},
     "balancekv.tree_slots": {"cached_tokens": lambda caches: dict.fromkeys(caches, 1.0)},
@@ -70,13 +77,6 @@ def files(tmp_path_factory):
     return {path.name: path for path in folder.iterdir()}
 
 
-@pytest.fixture
-def trials(tmp_path, monkeypatch):
-    for module in (parts, record):
-        monkeypatch.setattr(module, "TRIALS", tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("optax_promotes_dtypes")
 @pytest.mark.parametrize("name", WORDS)
@@ -88,3 +88,37 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
     (file,) = trials.glob("*.json")
     about = json.loads(file.read_text())
     assert about["results"] and about["name"] == file.stem
+
+
+@pytest.mark.parametrize(
+    "name, words, message",
+    [
+        ("streaming.tables", "--texts {text} {text}", "with names of their own, got text, text"),
+        ("streaming.stream_eval", "--texts {text}", "at least 2 files"),
+        ("streaming.stream_eval", f"{TEXTS} --tokens 900", "must be at least 1800, got 900"),
+        ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 300 --block 100 --chunk 30",
+         "--block must be a multiple of --chunk"),
+        ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 200 --block 200 "
+         "--policy streaminn:sinks=4", "did you mean"),
+        ("reservoir.attention_error", f"{TEXTS} --layers 99", "--layers must be from 0 to 1"),
+        ("magicpig.sampling", f"{TEXT} --tokens 100", "--tokens must be at least 196"),
+        ("magicpig.sampling", f"{MODEL} --text {{text}}x", "must exist"),
+        ("magicpig.tune_lsh", f"{TEXT} --bits 0", "must be at least 1, got 0"),
+        ("magicpig.sparse_losses", f"{TEXTS} --prompt 9999", "text, more has fewer"),
+        ("magicpig.sparse_tokens", "--written 400", "must be at most 1024 tokens, got 2800"),
+        ("training.backcopy", "--variants zeros", "got zeros; did you mean zero?"),
+        ("tasks.__main__", "--tasks noodle", "got noodle; did you mean needle?"),
+        ("tasks.__main__", "--policies windw", "got windw; did you mean window?"),
+        ("tasks.__main__", "--ratios 0.3", "must be one of 0.75, 0.5, 0.25, 0.125, got 0.3"),
+        ("tasks.__main__", "--polices window", "did you mean --policies?"),
+        ("tasks.__main__", f"{MODEL} --gates --query-aware", "--gates must stand without"),
+        ("tasks.__main__", f"{MODEL} --lengths 9000", "--lengths must be at most 1792"),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_one_line(name, words, message, files, trials, capsys):
+    measure = importlib.import_module(f"jaxkv.evals.{name}").MEASURE
+    with pytest.raises(SystemExit) as stopped:
+        run(measure, [*words.format(**files).split(), "--quick"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith("error: ") and message in line
+    assert not trials.exists()

@@ -8,7 +8,7 @@ from jaxkv.evals.magicpig.published_tables import (
     ROUNDED_8,
     TABLE_7,
     TABLE_8,
-    TABLES,
+    COUNTS,
     WITHIN_8,
     table_7,
     table_8,
@@ -26,7 +26,7 @@ EQUATION_21 = {  # computed, in %
 
 @pytest.mark.parametrize("bits", EQUATION_21)
 def test_equation_21_to_its_last_digit(bits):
-    for tables, expected in zip(TABLES, EQUATION_21[bits], strict=True):
+    for tables, expected in zip(COUNTS, EQUATION_21[bits], strict=True):
         assert float(f"{100 * inclusion.orthogonal(bits, tables):.4g}") == expected
 
 

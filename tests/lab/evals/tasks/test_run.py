@@ -12,7 +12,7 @@ from jaxkv.evals.lib.run import run
 from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks import __main__ as tasks
-from jaxkv.evals.tasks import budgets, score, tuning
+from jaxkv.evals.tasks import budgets, score
 from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
 from jaxkv.models.loading.chat import Chat
@@ -211,9 +211,9 @@ def test_gates_measure_full_attention_alone(folder, trials, monkeypatch):
 
 @pytest.mark.slow
 def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
-    tuned = tuning.tuned(llm, 512, [0.25])[0.25]
+    tuned = budgets.tuned(llm, 512, [0.25])[0.25]
     sinks, window, share = budgets.between(512, 0.25)
-    seen = [capture(llm, passage(llm, 512 + tuning.QUERIES))]
+    seen = [capture(llm, passage(llm, 512 + budgets.QUERIES))]
     for name in budgets.TUNED:
         text = budgets.settings(512, 0.25, 640, tuned)[name]
         chosen = parse_policy(text)
