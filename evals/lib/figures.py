@@ -26,7 +26,7 @@ OUTSIDE = "outside right upper"
 TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
 
 
-class Picture(NamedTuple):
+class RecordPlot(NamedTuple):
     """A plot of a record. draw: fills in the axes; its docstring is the caption.
 
     legend: its place. height: in inches. columns: panels side by side.
@@ -251,65 +251,66 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
              ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
 
 
-CHAPTERS: dict[str, dict[str, Picture]] = {
+CHAPTERS: dict[str, dict[str, RecordPlot]] = {
     "Attention sinks": {
-        "streaming_tables": Picture("streaming_tables", streaming_plots.tables,
+        "streaming_tables": RecordPlot("streaming_tables", streaming_plots.tables,
                 "Sinks keep the loss level beyond the trained context", "upper left"),
-        "first_token": Picture("attention_maps", streaming_plots.first_token,
+        "first_token": RecordPlot("attention_maps", streaming_plots.first_token,
                 "In later layers the first token gets much of the attention", "upper left"),
-        "attention_maps": Picture("attention_maps", streaming_plots.attention_maps,
+        "attention_maps": RecordPlot("attention_maps", streaming_plots.attention_maps,
                                   "Attention of the first tokens, by layer", height=2.4),
-        "endless_135m": Picture("endless_135m", streaming_plots.endless,
+        "endless_135m": RecordPlot("endless_135m", streaming_plots.endless,
                                 "One cache for a whole text costs no loss (SmolLM2-135M)"),
-        "endless": Picture("endless", streaming_plots.endless,
+        "endless": RecordPlot("endless", streaming_plots.endless,
                            "One cache for a whole text costs no loss (small model)"),
-        "latency": Picture("latency", latency,
+        "latency": RecordPlot("latency", latency,
                            "Streaming decodes in constant time; re-computation does not"),
     },
     "Trained sinks": {
-        "sinks_in_front": Picture("sinks_in_front", training_plots.sinks_in_front,
+        "sinks_in_front": RecordPlot("sinks_in_front", training_plots.sinks_in_front,
                                   "One sink is enough for SmolLM2, whichever it is", OUTSIDE),
-        "emergence": Picture("emergence", training_plots.emergence,
+        "emergence": RecordPlot("emergence", training_plots.emergence,
                              "Small models grow no attention sink", OUTSIDE),
-        "sink_tables": Picture("sink_tables", sink_tables,
+        "sink_tables": RecordPlot("sink_tables", sink_tables,
                                "Loss in training, by sink variant", "upper right"),
-        "backcopy": Picture("backcopy", backcopy,
+        "backcopy": RecordPlot("backcopy", backcopy,
                             "A trained sink must stay in the cache", "upper right"),
-        "backcopy_curves": Picture("backcopy", backcopy_curves,
+        "backcopy_curves": RecordPlot("backcopy", backcopy_curves,
                 "Only trained sink tokens attract attention in this task", "center right"),
     },
     "Samples of evicted tokens": {
-        "stream_losses": Picture("stream_losses", reservoir_plots.stream_losses,
+        "stream_losses": RecordPlot("stream_losses", reservoir_plots.stream_losses,
                                  "Loss of samples of the past, over streaming", height=5.4),
-        "recall": Picture("recall", reservoir_plots.recall,
+        "recall": RecordPlot("recall", reservoir_plots.recall,
                           "Bounded caches: which facts are still known", OUTSIDE, height=3.8),
-        "recall_compressed": Picture("recall", reservoir_plots.recall_compressed,
+        "recall_compressed": RecordPlot("recall", reservoir_plots.recall_compressed,
                                      "Compressed prompts: which facts are still known", OUTSIDE),
     },
     "Prompt compression": {
-        "peers": Picture("peers", kvpress_parity.plot, "jaxkv and kvpress give the same loss", OUTSIDE),
-        "single_layer_135m": Picture("single_layer_135m", single_layer,
+        "peers": RecordPlot("peers", kvpress_parity.plot,
+                            "jaxkv and kvpress give the same loss", OUTSIDE),
+        "single_layer_135m": RecordPlot("single_layer_135m", single_layer,
                                      "Error of one compressed layer (SmolLM2-135M)", OUTSIDE),
-        "single_layer": Picture("single_layer", single_layer,
+        "single_layer": RecordPlot("single_layer", single_layer,
                                 "Error of one compressed layer (small model)", OUTSIDE),
     },
     "Sparse attention": {
-        "sparse": Picture("sparse_135m", sparse,
+        "sparse": RecordPlot("sparse_135m", sparse,
                           "Loss by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling": Picture("sampling", sampling,
+        "sampling": RecordPlot("sampling", sampling,
                             "Error by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling_budgets": Picture("sampling", sampling_budgets,
+        "sampling_budgets": RecordPlot("sampling", sampling_budgets,
                                     "Where sampling beats top-k: spread-out attention", OUTSIDE),
-        "tune_lsh": Picture("tune_lsh", tune_lsh, "Error of every K and L of the LSH index"),
+        "tune_lsh": RecordPlot("tune_lsh", tune_lsh, "Error of every K and L of the LSH index"),
     },
     "Prefix caching": {
-        "prefix_report": Picture("prefix_replay", plots.report,
+        "prefix_report": RecordPlot("prefix_replay", plots.report,
                                  "Blocks found in the prefix cache", OUTSIDE),
-        "prefix_items": Picture("prefix_engine", plots.items,
+        "prefix_items": RecordPlot("prefix_engine", plots.items,
                                 "Throughput with and without the prefix cache", "lower left"),
-        "prefix_snapshots": Picture("prefix_replay", plots.snapshots,
+        "prefix_snapshots": RecordPlot("prefix_replay", plots.snapshots,
                                     "Where to store states of evicting caches", OUTSIDE),
-        "agents": Picture("agents", plots.agents,
+        "agents": RecordPlot("agents", plots.agents,
                 "Evicting caches share prefixes in a fraction of the memory", "", 3.6, 2),
     },
 }  # fmt: skip

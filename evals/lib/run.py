@@ -63,7 +63,7 @@ def flag(
     if default is False:
         return Flag(name, {"action": "store_true", "help": about})
     several = isinstance(default, tuple)
-    example = default[0] if several and default else default
+    example = next(iter(default), "") if several else default
     kind = settings.pop("type", str if example is None else type(example))
     if minimum is not None:
         kind = partial(number, kind, minimum)

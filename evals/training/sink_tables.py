@@ -187,13 +187,15 @@ def tables(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
 
 def table_3(llm: Llm, text: Sequence[int], cache: int) -> dict[str, dict[str, float]]:
     """Losses with each number of sinks in a cache of one size, and minus those with 4 sinks."""
-    ids, losses = [*llm.tokenizer.front, *text], {}
-    for sinks in SINKS:
-        policy = f"streaming:sinks={sinks},window={cache - sinks}"
-        # Skip the front tokens and the token after them, which some variants do not predict.
-        token_losses, *_ = gather(models.losses(llm, ids, policy))
-        losses[sinks] = token_losses[-len(text) + 1 :].astype(np.float64)
+    losses = {sinks: read_losses(llm, text, sinks, cache) for sinks in SINKS}
     return {f"{s}+{cache - s}": line(loss, losses[4]) for s, loss in losses.items()}
+
+
+def read_losses(llm: Llm, ids: Sequence[int], sinks: int, cache: int) -> np.ndarray:
+    """The losses of all tokens of a text but its first, which some variants do not predict."""
+    policy = f"streaming:sinks={sinks},window={cache - sinks}"
+    token_losses, *_ = gather(models.losses(llm, [*llm.tokenizer.front, *ids], policy))
+    return token_losses[-len(ids) + 1 :].astype(np.float64)
 
 
 def line(loss: np.ndarray, base: np.ndarray) -> dict[str, float]:

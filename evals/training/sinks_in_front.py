@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxkv import models
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import read as read_record
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
@@ -35,10 +36,10 @@ from jaxkv.evals.training.sink_tables import (
     evaluations,
     line,
     logged,
+    read_losses,
     recipe_of_record,
     settings,
 )
-from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.sinks import FILE
 from jaxkv.models.training.data import sha256_of
@@ -77,7 +78,7 @@ def measure(run: Run) -> dict[str, Any]:
             losses[name][f"{s}+{w - s}"] = {
                 at: parts.part(
                     f"{key}, {options.tokens} of {at}",
-                    lambda m=llm, i=ids, s=s, w=w: read(m, i, s, w),
+                    partial(read_losses, llm, ids, s, w),
                 )
                 for at, ids in stretches.items()
             }
@@ -147,13 +148,6 @@ def described(run: Path) -> dict[str, Any]:
         "first_token": looks[-1]["first_token"],
         "file_bytes": file.stat().st_size if file.exists() else None,
     }
-
-
-def read(llm: Llm, ids: Sequence[int], sinks: int, cache: int) -> np.ndarray:
-    """The losses of all tokens of a stretch but its first."""
-    policy = f"streaming:sinks={sinks},window={cache - sinks}"
-    token_losses, *_ = gather(models.losses(llm, [*llm.tokenizer.front, *ids], policy))
-    return token_losses[-len(ids) + 1 :].astype(np.float64)
 
 
 def tables(losses: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -256,7 +250,7 @@ ROWS = (  # of the table: record, variant, and how the model was changed
 
 def variants_table() -> str:
     """A row per variant, by the number of first tokens in the cache."""
-    records = {name: read_record(name)["results"] for name in dict.fromkeys(row[0] for row in ROWS)}
+    records = {name: read(name)["results"] for name in dict.fromkeys(row[0] for row in ROWS)}
     cells = []
     for record, name, label in ROWS:
         measured = next(x for k, x in records[record]["variants"].items() if k.startswith(name))

@@ -8,12 +8,15 @@ import json
 import numpy as np
 import pytest
 
+from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.streaming import tables
+from jaxkv.policies import POLICIES
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 CONTEXT = 2_048
+NO_TOKENS = lambda caches: dict.fromkeys(caches, 1.0)  # noqa: E731
 # By module: constants that make it small.
 SMALLER = {
     "streaming.tables": {
@@ -23,9 +26,13 @@ SMALLER = {
         "OTHERS": {name: tables.OTHERS[name] for name in ("re-computation", "full")},
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
-    "reservoir.attention_error": {"SKIP": 300, "EXPONENTS": (0.0, 1.0)},
-    "reservoir.stream_losses": {"mean_cached": lambda policy: 1.0, "H2O": 600},
-    "balancekv.tree_slots": {"cached_tokens": lambda caches: dict.fromkeys(caches, 1.0)},
+    "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
+    "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 600, "VARIANTS": {}},
+    "balancekv.tree_slots": {"cached_tokens": NO_TOKENS, "TREES": (tree_slots.FIRST,),
+                             "AT_EQUAL_TOKENS": ()},
+    "comparison.side_by_side": {
+        "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
+    },
     "balancekv.single_layer": {"METHODS": {"balance, walk": "balance:mode=walk"}, "BLOCK": 32},
     "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),)},
     "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
@@ -45,7 +52,7 @@ WORDS = {
     "streaming.questions": f"{MODEL} --questions {{questions}}",
     "streaming.stream_eval": f"{TEXTS} --tokens 1800",
     "streaming.tables": f"{TEXTS} --tokens 4000",
-    "reservoir.attention_error": f"{TEXTS} --tokens 400 --layers 0 --seeds 1",
+    "reservoir.attention_error": f"{TEXTS} --tokens 600 --layers 0 --seeds 1",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
     "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
     "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
@@ -56,6 +63,7 @@ WORDS = {
     "magicpig.lookup": "--rounds 1",
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
     "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
+    "training.sinks_in_front": f"{TEXTS} --variants zero --tokens 40 --windows 12 --starts 1",
     "training.mfu": "--preset backcopy --rows 1 --rounds 1",
     "training.remat": "--preset backcopy --rounds 1 --parts",
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",

@@ -5,10 +5,10 @@ import pytest
 
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.evals.magicpig.published_tables import (
+    COUNTS,
     ROUNDED_8,
     TABLE_7,
     TABLE_8,
-    COUNTS,
     WITHIN_8,
     table_7,
     table_8,

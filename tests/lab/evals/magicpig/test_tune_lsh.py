@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from jaxkv.contract import Spec
-from jaxkv.evals.lib import figures
-from jaxkv.evals.lib.record import plain
 from jaxkv.evals.magicpig import heads, tune_lsh
 from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
@@ -93,20 +89,6 @@ def test_the_smallest_tables_below_a_target_are_recommended():
 def test_the_recommendation_is_a_policy_string():
     chosen = parse_policy(tune_lsh.policy_of(SOME[0]))
     assert chosen == replace(MagicPIG(), K=4, L=10, sinks=SINKS, window=WINDOW)
-
-
-def test_a_model_has_every_entry_of_the_record(layer, capsys):
-    options = argparse.Namespace(bits=[2, 5], tables=[4, 12], seeds=1, keys=1000, target=10.0)
-    entry = plain(tune_lsh.of_model(SPEC, {0: layer}, options, "test"))
-    assert [(p["K"], p["L"]) for p in entry["points"]] == [(2, 4), (2, 12), (5, 4), (5, 12)]
-    assert entry["cache_bytes"] == 2 * 8 * 4 * 1000
-    assert entry["points"][0]["table_bytes"] == tune_lsh.hash_tables.nbytes(1000, 2, 4)
-    assert entry["least"]["simhash"] in entry["points"]
-    axes = Figure().subplots()
-    figures.tune_lsh(axes, {"target": 0.1, "models": {"test": entry}})
-    assert [line.get_label() for line in axes.lines[:1]] == ["test, simhash"]
-    tune_lsh.show("test", entry, 10.0)
-    assert entry["policy"] in capsys.readouterr().out
 
 
 def test_the_error_at_a_share_is_between_the_points_of_a_frontier():

@@ -11,6 +11,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.training import emergence, sinks_in_front
+from jaxkv.evals.training.sink_tables import read_losses
 from tests.tiny import write_tiny
 
 
@@ -22,7 +23,7 @@ def llm(tmp_path_factory):
 def test_a_stretch_has_the_losses_of_its_own_tokens(llm):
     """The same number whatever is in front; below capacity they are those of full attention."""
     ids = llm.tokenizer.encode("the cat sat on a mat", bos=False)
-    losses = sinks_in_front.read(llm, ids, 1, 64)
+    losses = read_losses(llm, ids, 1, 64)
     assert len(losses) == len(ids) - 1
     full_losses = np.concatenate(list(models.losses(llm, [*llm.tokenizer.front, *ids], "full")))
     assert len(llm.tokenizer.front) == 2
@@ -59,8 +60,7 @@ def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
     stretches = sinks_in_front.cut(smollm2, [shared / f"text/books/valid/{name}.txt"], 2, 2_048)
     ids, constant = stretches[f"{name} 0"], models.load("smollm2-135m", "float32", sinks="constant")
     four_sinks, one_sink = (
-        sinks_in_front.read(llm, ids, sinks, 256).mean()
-        for llm, sinks in ((smollm2, 4), (constant, 1))
+        read_losses(llm, ids, sinks, 256).mean() for llm, sinks in ((smollm2, 4), (constant, 1))
     )
     recorded = read("sinks_in_front")["results"]["variants"]["constant"]["1+255"]
     assert one_sink - four_sinks == pytest.approx(
