@@ -33,7 +33,8 @@ SMALLER = {
     "comparison.side_by_side": {
         "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
     },
-    "balancekv.single_layer": {"METHODS": {"balance, walk": "balance:mode=walk"}, "BLOCK": 32},
+    "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
+                               "saturated": lambda *_: 0.5},
     "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),)},
     "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
     "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATED": 9},
