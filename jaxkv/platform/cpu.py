@@ -2,7 +2,7 @@
 
 Each function computes what its plain form computes. Other platforms compile the plain form, except
 where the docstring says that the form is the same everywhere. Rows are those of the record
-`workarounds`, which evals/benchmarks/cpu_forms.py makes; docs/decisions/compilation.md has its table.
+`workarounds`, made by evals/benchmarks/cpu_forms.py; docs/decisions/compilation.md has its table.
 """
 
 from __future__ import annotations
