@@ -23,8 +23,8 @@ from jaxkv.evals.prefix_caching.traces import RecordedRequest
 from jaxkv.models import Llm
 from jaxkv.policy_spec import by_layer, state_bytes
 from jaxkv.serve.engine import pool
-from jaxkv.serve.engine.store import page_ids
-from jaxkv.serve.prefix import BlockPool, Snapshots, root_hash
+from jaxkv.serve.engine.tiers import page_ids
+from jaxkv.serve.prefix import PrefixIndex, root_hash
 from jaxkv.state import batch
 
 TRACE = (ROOT.parent / "shared" / "data" / "traces"
@@ -64,19 +64,22 @@ def main() -> None:
 
 def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
     """Saved tokens and bytes, for an index of each kind."""
-    full = BlockPool(CHUNK, mode="full")
+    full = PrefixIndex(CHUNK, [None], linked=True)
     for turn in turns:
-        lease = full.admit(full.hash_prompt(turn.keys, root_hash()))
-        full.publish(lease)
+        lease = full.hold(full.hash_prompt(turn.keys, root_hash()))
+        full.start(lease)
+        for boundary in lease.save:
+            if (block := full.claim(lease.prompt, boundary, lease)) is not None:
+                full.publish(block, lease)
         full.release(lease)
-    saved, tokens = full.counts.lookups.tokens_hit, sum(turn.tokens for turn in turns)
+    saved, tokens = full.counts.tokens_hit, sum(turn.tokens for turn in turns)
     policies = by_layer("full:start=128", llm.config.layers)
     results: dict[str, Any] = {
         "turns": len(turns), "tokens": tokens, "chunk": CHUNK,
         "longest": max(turn.tokens for turn in turns),
         "full": {
             "saved": saved, "share": saved / tokens,
-            "bytes": full.entries * state_bytes(policies, llm.spec, 1, CHUNK),
+            "bytes": len(full) * state_bytes(policies, llm.spec, 1, CHUNK),
         },
         "policies": {policy: {"entries": {}} for policy in POLICIES},
     }  # fmt: skip
@@ -91,26 +94,28 @@ def measure(llm: Llm, turns: list[RecordedRequest]) -> dict[str, Any]:
 def snapshots(llm: Llm, policy: str, turns: list[RecordedRequest], entries: int) -> dict[str, Any]:
     """Saved tokens with this many states of an evicting cache, and the peak of their bytes."""
     layers = by_layer(policy, llm.config.layers)
-    index = Snapshots(entries, CHUNK)
+    index = PrefixIndex(CHUNK, [entries])
+    device = index.tiers[0]
     record, page = bytes_of(llm, layers)
     rewritten = pool.pages_of(layers[0]) if pool.snapshot_layout(layers).max_pages else None
     named: dict[int, set] = {}
     peak_bytes = saved = pages = 0
     for turn in turns:
-        plan = index.plan_prefill(index.hash_prompt(turn.keys, root_hash()))
-        index.release(plan)
-        saved += plan.start
-        for boundary in plan.save:
-            snapshot = index.claim(plan.prompt, boundary)
+        lease = index.hold(index.hash_prompt(turn.keys, root_hash()))
+        index.start(lease)
+        index.release(lease)
+        saved += lease.start
+        for boundary in lease.save:
+            snapshot = index.claim(lease.prompt, boundary)
             index.publish(snapshot)
-            named[snapshot.index] = set(page_ids(rewritten, CHUNK, plan.prompt, boundary))
+            named[snapshot.index] = set(page_ids(rewritten, CHUNK, lease.prompt, boundary))
         held = len(set().union(*named.values()))
-        if index.taken * record + held * page > peak_bytes:
-            peak_bytes, pages = index.taken * record + held * page, held
+        if device.taken * record + held * page > peak_bytes:
+            peak_bytes, pages = device.taken * record + held * page, held
     state_size = state_bytes(layers, llm.spec, 1)
     return {
         "saved": saved,
-        "bytes": index.taken * state_size,
+        "bytes": device.taken * state_size,
         "distinct": peak_bytes,
         "pages": pages,
     }

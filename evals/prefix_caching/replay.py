@@ -27,10 +27,8 @@ from typing import Any, NoReturn
 from jaxkv.cli import CLOSED
 from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching import report, traces
-from jaxkv.serve.prefix import BlockHasher
-from jaxkv.serve.prefix.block_hash import root_hash
-from jaxkv.serve.prefix.blocks import MODES
-from jaxkv.serve.prefix.eviction import ORDERS
+from jaxkv.evals.prefix_caching.simulator import HASHINGS, MODES, ORDERS, Simulator
+from jaxkv.serve.prefix import root_hash
 
 PROGRAM = "python -m jaxkv.evals.prefix_caching.replay"
 FAST = 300_000  # bar: block look-ups per second
@@ -157,11 +155,11 @@ def show(results: dict[str, Any]) -> list[str]:
 def replay_report(options: argparse.Namespace) -> dict[str, Any]:
     """One run of the report's experiment."""
     setting, seed = setting_of(options), options.seed or 0
-    counts, seconds = report.simulate(setting, seed)
-    lookups = counts.lookups
+    index, seconds = report.simulate(setting, seed)
+    lookups = index.lookups
     rates = traces.ReplayResult(
         lookups.blocks, lookups.blocks_hit, lookups.tokens, lookups.tokens_hit, lookups.requests,
-        lookups.requests_hit, counts.evictions, lookups.missed, seconds,
+        lookups.requests_hit, index.evictions, lookups.missed, seconds,
     ).rates()  # fmt: skip
     return rates | {
         "trace": "report", "timed": "looking prompts up, not the tokens written",
@@ -326,11 +324,11 @@ def speed(trace: traces.Trace, count: int = 5) -> dict[str, Any]:
         return result.blocks / result.seconds
 
     prompt, name = list(range(4096)), root_hash()
-    read = {how: BlockHasher(BLOCK, how) for how in ("chained", "direct")}
+    read = {how: Simulator(BLOCK, mode="full", hashing=how) for how in HASHINGS}
     hashing = time_rounds(
         {
-            how: timed(lambda chain=chain: chain.hash_prompt(prompt, name))
-            for how, chain in read.items()
+            how: timed(lambda index=index: index.hash_prompt(prompt, name))
+            for how, index in read.items()
         },
         21, "hashing",
     )  # fmt: skip

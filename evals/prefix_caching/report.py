@@ -16,7 +16,8 @@ from time import perf_counter
 
 import numpy as np
 
-from jaxkv.serve.prefix import BlockPool, Counts, Lease, root_hash
+from jaxkv.evals.prefix_caching.simulator import Simulator, Table
+from jaxkv.serve.prefix import root_hash
 
 VOCABULARY = 32_000
 SHARES = tuple(round(0.1 * n, 1) for n in range(1, 11))
@@ -77,19 +78,19 @@ class ReplaySetting:
 
 @dataclass
 class Running:
-    lease: Lease
+    table: Table
     remaining: int  # tokens to generate
 
 
 ONE_PROMPT = ReplaySetting(frequent=1)
 
 
-def simulate(setting: ReplaySetting, seed: int) -> tuple[Counts, float]:
-    """The counts of the index after one run, and the seconds of its look-ups."""
+def simulate(setting: ReplaySetting, seed: int) -> tuple[Simulator, float]:
+    """The index after one run, with its counts, and the seconds of its look-ups."""
     rng = np.random.default_rng(seed)
     prompts = draw_prompts(setting, rng)
     outputs = rng.integers(setting.outputs[0], setting.outputs[1] + 1, setting.requests)
-    pool = BlockPool(
+    index = Simulator(
         setting.block, capacity=setting.capacity, mode=setting.mode, order=setting.order,
         hashing=setting.hashing, cap=setting.cap,
     )  # fmt: skip
@@ -103,21 +104,21 @@ def simulate(setting: ReplaySetting, seed: int) -> tuple[Counts, float]:
                 waiting = False
                 break
             start = perf_counter()
-            lease = pool.admit(pool.hash_prompt(request[0], name))
-            pool.publish(lease)
+            table = index.admit(index.hash_prompt(request[0], name))
+            index.publish(table)
             seconds += perf_counter() - start
-            running.append(Running(lease, request[1]))
+            running.append(Running(table, request[1]))
         for running_request in running:
-            token = hash(bytes(running_request.lease.data)) % 2**32 if setting.greedy else fresh
+            token = hash(bytes(running_request.table.data)) % 2**32 if setting.greedy else fresh
             fresh += 1
-            pool.append(running_request.lease, token)
-            pool.publish(running_request.lease)
+            index.append(running_request.table, token)
+            index.publish(running_request.table)
             running_request.remaining -= 1
         for running_request in running:
             if not running_request.remaining:
-                pool.release(running_request.lease)
+                index.release(running_request.table)
         running = [running_request for running_request in running if running_request.remaining]
-    return pool.counts, seconds
+    return index, seconds
 
 
 def draw_prompts(

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.errors import UserError, is_whole
-from jaxkv.serve.prefix import BlockPool, Snapshots
-from jaxkv.serve.prefix.block_hash import root_hash
+from jaxkv.evals.prefix_caching.simulator import Simulator
+from jaxkv.serve.prefix import PrefixIndex, root_hash
 
 MOONCAKE_BLOCK = 512  # tokens per id of its traces
 IDS = 2**32 // MOONCAKE_BLOCK  # ids whose tokens fit in 32 bits
@@ -193,20 +193,20 @@ def replay(
 
     block: keys per block. prepare: applied to each request before its look-up, not timed.
     """
-    pool = BlockPool(block, capacity=capacity, mode=mode, order=order, cap=cap)
+    index = Simulator(block, capacity, mode, order, cap=cap)
     name, seconds, hit_tokens = root_hash(), 0.0, 0
     for request in trace.requests:
         request = prepare(request)
         start = perf_counter()
-        lease = pool.admit(pool.hash_prompt(request.keys, name))
-        pool.publish(lease)
-        pool.release(lease)
+        table = index.admit(index.hash_prompt(request.keys, name))
+        index.publish(table)
+        index.release(table)
         seconds += perf_counter() - start
-        hit_tokens += min(lease.cached * request.piece, request.tokens)
-    lookups = pool.counts.lookups
+        hit_tokens += min(table.cached * request.piece, request.tokens)
+    lookups = index.lookups
     return ReplayResult(
         lookups.blocks, lookups.blocks_hit, sum(request.tokens for request in trace.requests),
-        hit_tokens, lookups.requests, lookups.requests_hit, pool.counts.evictions,
+        hit_tokens, lookups.requests, lookups.requests_hit, index.evictions,
         {reason: count for reason, count in lookups.missed.items() if count}, seconds,
     )  # fmt: skip
 
@@ -217,14 +217,15 @@ def replay_snapshots(trace: Trace, where: str, entries: int | None) -> float:
     trace: one of Mooncake, by its ids. A request copies the state it resumes from before it stores
     its own states, so that the used state may be evicted for them.
     """
-    index = Snapshots(entries, 1, where)
+    index = PrefixIndex(1, [entries], where=where)
     name, hit = root_hash(), 0
     for request in trace.requests:
-        plan = index.plan_prefill(index.hash_prompt(request.keys, name))
-        index.release(plan)
-        hit += plan.start * request.piece
-        for boundary in plan.save:
-            snapshot = index.claim(plan.prompt, boundary)
+        lease = index.hold(index.hash_prompt(request.keys, name))
+        index.start(lease)
+        index.release(lease)
+        hit += lease.start * request.piece
+        for boundary in lease.save:
+            snapshot = index.claim(lease.prompt, boundary)
             if snapshot is not None:
                 index.publish(snapshot)
     return hit / sum(request.tokens for request in trace.requests)

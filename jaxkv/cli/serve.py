@@ -88,9 +88,6 @@ FLAGS = (
     (PREFIXES, "prefix-dir-size", flags.memory, None, "SIZE", "maximum bytes of --prefix-dir; the "
      "least recently used prefixes are deleted first (default: "
      f"{defaults.PREFIX_DIR_SIZE // 2**30}GiB)"),
-    (PREFIXES, "prefix-order", str, "lru", "ORDER", "eviction order of blocks: lru (least recently "
-     "used), lru-deepest-first (LRU; of blocks last used together, the deepest) or lfu (least "
-     "frequently used)"),
     (PREFIXES, "prefix-where", str, "last+branch", "WHERE", "chunk boundaries at which snapshots "
      "are stored: last (the last of the prompt), branch (where prompts diverge) or every=N; + "
      "joins several"),
@@ -274,8 +271,8 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         raise UserError("--prefix-dir-size bounds a folder of prefixes; give --prefix-dir too")
     try:
         config = PrefixConfig(
-            memory=args.prefix_memory or PrefixConfig.memory, order=args.prefix_order,
-            where=args.prefix_where, host_memory=args.prefix_host_memory,
+            memory=args.prefix_memory or PrefixConfig.memory, where=args.prefix_where,
+            host_memory=args.prefix_host_memory,
         )  # fmt: skip
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None

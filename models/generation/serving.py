@@ -15,7 +15,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import xla_cpu
 from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
-from jaxkv.serve.engine.handle import resolve_max_len
+from jaxkv.serve.engine.plan import resolve_max_len
 from jaxkv.typing import Array, Float, Float32, Int32
 
 

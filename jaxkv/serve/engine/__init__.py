@@ -1,10 +1,15 @@
 """Continuous batching over any decoder; the engine knows no model and no tokenizer."""
 
-from jaxkv.serve.engine.collect import Collected, answer
-from jaxkv.serve.engine.engine import Engine
-from jaxkv.serve.engine.handle import RequestHandle
+from jaxkv.serve.engine.engine import Collected, Engine, answer
 from jaxkv.serve.engine.model import Model
-from jaxkv.serve.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken
+from jaxkv.serve.engine.request import (
+    Listener,
+    Outcome,
+    Overloaded,
+    Request,
+    RequestHandle,
+    ScoredToken,
+)
 from jaxkv.serve.engine.store import PrefixConfig
 from jaxkv.serve.prefix.folder import PrefixFolder
 

@@ -1,21 +1,67 @@
-"""Delivers the outputs of the device to the listeners of their requests."""
+"""Delivers the outputs of the device to the listeners of their requests, and counts them."""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from jaxkv.serve.engine.engine_metrics import EngineMetrics
-from jaxkv.serve.engine.handle import InFlightStep, RequestHandle, scored_token
-from jaxkv.serve.engine.request import ScoredToken
-from jaxkv.serve.engine.step_output import StepOutput
+from jaxkv.serve.engine.model import StepOutput
+from jaxkv.serve.engine.request import Outcome, Request, RequestHandle, ScoredToken
+from jaxkv.serve.engine.running import InFlightStep
 
+EDGES = tuple(4**power for power in range(11))  # tokens of a step: bounds of the histogram
+SECONDS = (1.0, 60.0)  # least and most time after which a client should retry
 LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineMetrics:
+    """Counters of one engine.
+
+    prompt_tokens: tokens in the prompts of started requests.
+    generated_tokens: tokens in answers.
+    step_tokens: prefilled and decoded tokens of all steps.
+    sizes: steps by the number of EDGES that their tokens exceed.
+    seconds: time from the start to the end of an answer, summed over all answers.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    step_tokens: int = 0
+    sizes: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    seconds: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a finished answer."""
+        if outcome.queue_seconds is not None:
+            self.prompt_tokens += outcome.computed_tokens + outcome.cached_tokens
+            self.seconds += outcome.total_seconds - outcome.queue_seconds
+
+    def add_step(self, tokens: int) -> None:
+        """Count one step of the engine."""
+        self.step_tokens += tokens
+        self.sizes[bisect_left(EDGES, tokens)] += 1
+
+    def export(self) -> dict[str, Any]:
+        """The counters by name. step_sizes: steps of at most each edge's tokens, cumulative."""
+        edges = [*map(str, EDGES), "+Inf"]
+        return {
+            "generation_tokens": self.generated_tokens, "step_tokens": self.step_tokens,
+            "step_sizes": list(zip(edges, accumulate(self.sizes), strict=True)),
+        }  # fmt: skip
+
+    def estimate_wait(self, tokens: int, max_batch: int) -> float:
+        """Estimate the seconds until `tokens` waiting prompt tokens are served."""
+        seconds_per_token = self.seconds / max(1, self.prompt_tokens) / max_batch
+        return min(max(SECONDS[0], tokens * seconds_per_token), SECONDS[1])
 
 
 class Delivery:
@@ -80,3 +126,12 @@ class Delivery:
 def on_host(output: StepOutput) -> StepOutput:
     """Wait for a step's output and copy it to the host."""
     return StepOutput(*map(np.asarray, output))
+
+
+def scored_token(request: Request, output: StepOutput, index: int) -> ScoredToken:
+    """One token of a step's output, with the log probabilities that the request wants."""
+    token = int(output.token[index])
+    if request.logprobs is None:
+        return ScoredToken(token)
+    top = zip(output.top[index].tolist(), output.top_logprobs[index].tolist(), strict=True)
+    return ScoredToken(token, float(output.logprob[index]), tuple(top)[: request.logprobs])

@@ -8,44 +8,77 @@ request that ends by its tokens has then decoded one token too many, which is dr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxkv.errors import check_int
-from jaxkv.serve.engine.delivery import Delivery
-from jaxkv.serve.engine.engine_metrics import EngineMetrics, prefix_metrics
-from jaxkv.serve.engine.handle import (
-    ActivePrefill,
-    InFlightStep,
-    RequestHandle,
-    check_request,
-    padded_widths,
-    policy_seed,
-    resolve_max_len,
-)
-from jaxkv.serve.engine.model import Model
-from jaxkv.serve.engine.prefill import PrefillState
-from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations
+from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
+from jaxkv.serve.engine.model import Model, StepOutput
+from jaxkv.serve.engine.plan import resolve_max_len
+from jaxkv.serve.engine.prefill import PrefillState, policy_seed
+from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations, padded_widths
 from jaxkv.serve.engine.queue import RequestQueue
-from jaxkv.serve.engine.request import Listener, Overloaded, Request
-from jaxkv.serve.engine.running import RunningBatch
-from jaxkv.serve.engine.step_output import StepOutput
-from jaxkv.serve.engine.step_watch import StepWatch
-from jaxkv.serve.engine.store import PrefixConfig, PrefixHit, PrefixStore, make_store
-from jaxkv.serve.prefix.counts import Counts
+from jaxkv.serve.engine.request import (
+    Listener,
+    Outcome,
+    Overloaded,
+    Request,
+    RequestHandle,
+    ScoredToken,
+    check_request,
+)
+from jaxkv.serve.engine.running import InFlightStep, RunningBatch
+from jaxkv.serve.engine.store import PrefixConfig, PrefixStore, prefix_metrics
+from jaxkv.serve.prefix.index import Lease
 from jaxkv.state.batch import nbytes
 
 MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
 PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
 PREFILLS_AHEAD = 2  # steps dispatched before the device is waited for: so cancelling acts soon
 LOG = logging.getLogger(__name__)
+
+
+class ActivePrefill(NamedTuple):
+    """A prefill in progress; `state` has its first `position` tokens. lease: its cached prefix."""
+
+    handle: RequestHandle
+    state: PrefillState
+    position: int
+    lease: Lease | None
+
+    def next_size(self, chunk: int) -> int:
+        """The tokens of its next chunk."""
+        return min(chunk, len(self.handle.request.tokens) - self.position)
+
+
+class StepWatch:
+    """A context around each step, which notices one that does not end, as of a broken device.
+
+    seconds: the longest time that a step may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._latest = seconds, math.inf
+
+    def __enter__(self) -> None:
+        self._latest = time.monotonic() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        self._latest = math.inf
+
+    @property
+    def stalled(self) -> str:
+        """That the step takes too long, in words; empty if it does not. From any thread."""
+        late = time.monotonic() > self._latest
+        return f"a step has taken more than {self._seconds:g} s" if late else ""
 
 
 class Engine:
@@ -109,7 +142,7 @@ class Engine:
         self._running = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
         if prefix_cache is not None:
-            self._store = make_store(prefix_cache, model, self._programs, chunk, seed)
+            self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
         self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
                       "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
@@ -185,7 +218,7 @@ class Engine:
             "cache_usage": len(self._running.running) / self.max_batch,
             "compilations": self.compilations, **self._metrics.export(),
             **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
-            **(prefix_metrics(Counts()) if store is None else store.metrics()),
+            **(prefix_metrics(None) if store is None else store.metrics()),
         }  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
@@ -319,12 +352,12 @@ class Engine:
         request = handle.request
         handle.queue_seconds = time.monotonic() - handle.arrival
         seed = policy_seed(self._seed, request.salt)
-        hit = None
+        lease = None
         if self._store is not None and not request.echo:  # an echo scores the whole prompt
-            hit = self._store.find(request)
-        handle.cached = 0 if hit is None else hit.cached
-        state = self._store.load(hit) if handle.cached else self._programs.init_prefill(seed)
-        self._prefills.append(ActivePrefill(handle, state, handle.cached, hit))
+            lease = self._store.find(request)
+        handle.cached = 0 if lease is None else lease.start
+        state = self._store.load(lease) if handle.cached else self._programs.init_prefill(seed)
+        self._prefills.append(ActivePrefill(handle, state, handle.cached, lease))
 
     def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int, jax.Array]:
         """Dispatch the next chunk of a prompt; returns its tokens, cost in tokens, and logits."""
@@ -338,13 +371,13 @@ class Engine:
             self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
         end = start + count
         handle.computed += count
-        if prefill.hit is not None:
-            self._store.save(prefill.hit, state, end)
+        if prefill.lease is not None:
+            self._store.save(prefill.lease, state, end)
         self._prefills.popleft()
         if end < len(tokens):
-            self._prefills.append(ActivePrefill(handle, state, end, prefill.hit))
+            self._prefills.append(ActivePrefill(handle, state, end, prefill.lease))
             return count, width, state.logits
-        self._release(prefill.hit)
+        self._release(prefill.lease)
         self._insert(handle, state)
         return count, width + PROMPT_COST, state.logits
 
@@ -368,15 +401,15 @@ class Engine:
             self._running.remove(handle)
             for prefill in [prefill for prefill in self._prefills if prefill.handle is handle]:
                 self._prefills.remove(prefill)
-                self._release(prefill.hit)
+                self._release(prefill.lease)
         finally:  # also if the prefix store is broken, because someone waits for the answer
             outcome = handle.outcome(reason, error)
             self._metrics.add(outcome)
             self._delivery.call(handle, "done", outcome)
 
-    def _release(self, hit: PrefixHit | None) -> None:
-        if hit is not None:
-            self._store.release(hit)
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self._store.release(lease)
 
     def _finish_all(self, reason: str, error: str = "") -> None:
         with self._changed:
@@ -388,3 +421,66 @@ class Engine:
                 self._finish(handle, reason, error)
             except Exception:  # a second failure must not leave the others without an end
                 LOG.exception("freeing the memory of a request failed")
+
+
+class Collected:
+    """A listener that stores a whole answer. finished: set at its end."""
+
+    def __init__(self) -> None:
+        self.echoed: list[ScoredToken] = []
+        self.scored: list[ScoredToken] = []
+        self.outcome: Outcome | None = None
+        self.finished = threading.Event()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens."""
+        return [scored.token for scored in self.scored]
+
+    def prompt(self, scored: list[ScoredToken]) -> None:
+        self.echoed = list(scored)
+
+    def token(self, scored: ScoredToken) -> bool:
+        self.scored.append(scored)
+        return False
+
+    def done(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.finished.set()
+
+
+def answer(engine: Engine, requests: Iterable[Request]) -> list[Collected]:
+    """Answer all requests, as many at once as the engine's queue takes.
+
+    Steps the engine itself if it has no thread. Raises the errors of `Engine.submit` except a full
+    queue, and then cancels the requests submitted before.
+    """
+    collected, handles = [], []
+    try:
+        for request in requests:
+            collected.append(Collected())
+            handles.append(_submit(engine, request, collected[-1]))
+    except BaseException:
+        for handle in handles:
+            engine.cancel(handle)
+        raise
+    while not all(entry.finished.is_set() for entry in collected):
+        _advance(engine)
+    return collected
+
+
+def _submit(engine: Engine, request: Request, listener: Collected) -> RequestHandle:
+    while True:
+        try:
+            return engine.submit(request, listener)
+        except Overloaded:
+            if not engine.healthy:
+                raise
+            _advance(engine)
+
+
+def _advance(engine: Engine) -> None:
+    if engine.started:
+        time.sleep(0.001)
+    else:
+        engine.step()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from jaxkv.defaults import MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
-from jaxkv.errors import UserError
+from jaxkv.contract import Policy
+from jaxkv.defaults import GROWING_LEN, MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
+from jaxkv.errors import UserError, check_int
 from jaxkv.serve.engine import pool
-from jaxkv.serve.engine.handle import resolve_max_len
 from jaxkv.serve.engine.model import Model
 from jaxkv.serve.engine.prefill import init_prefill
 from jaxkv.serve.engine.programs import PREFILLS, batch_sizes, empty_batch
@@ -35,6 +36,15 @@ class EngineBytes(NamedTuple):
     prefills: int
     sequence: int
     prefix: int
+
+
+def resolve_max_len(policies: Sequence[Policy], max_len: int | None) -> int | None:
+    """The most tokens of a sequence; None for no limit, which only bounded caches allow."""
+    if max_len is None and any(policy.grows for policy in policies):
+        return GROWING_LEN
+    if max_len is not None:
+        check_int("max_len", max_len, maximum=2**31 - 1)
+    return max_len
 
 
 def sizes(model: Model, max_len: int | None, chunk: int, has_owners: bool = False) -> EngineBytes:

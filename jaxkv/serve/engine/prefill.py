@@ -6,6 +6,7 @@ which all layers of one policy share.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, State
-from jaxkv.serve.engine.model import Model
-from jaxkv.serve.engine.step_output import StepOutput, score
+from jaxkv.serve.engine.model import Model, StepOutput, score
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -26,6 +26,12 @@ class PrefillState(NamedTuple):
 
     states: tuple[State, ...]
     logits: Float32[Array, "1 V"]
+
+
+def policy_seed(seed: int, salt: str | None) -> np.uint32:
+    """The seed of the policies' random draws, equal for all requests of one salt."""
+    data = f"{seed}:".encode() + (b"" if salt is None else b"salt:" + salt.encode())
+    return np.frombuffer(hashlib.sha256(data).digest()[:4], "<u4")[0]
 
 
 def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> PrefillState:

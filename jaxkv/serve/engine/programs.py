@@ -24,10 +24,8 @@ import numpy as np
 
 from jaxkv.contract import Policy, State
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
-from jaxkv.serve.engine.model import Model, forward
+from jaxkv.serve.engine.model import Model, StepOutput, forward, score
 from jaxkv.serve.engine.prefill import PrefillState, begin_prefill, init_prefill
-from jaxkv.serve.engine.resize import begin_moves
-from jaxkv.serve.engine.step_output import StepOutput, score
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
 from jaxkv.state.loop_carry import flatten_heads, restore_heads
@@ -68,6 +66,11 @@ def batch_sizes(max_batch: int) -> tuple[int, ...]:
     while 2 * GROWTH * sizes[-1] <= max_batch:
         sizes.append(GROWTH * sizes[-1])
     return (*sizes, max_batch) if max_batch > 1 else (1,)
+
+
+def padded_widths(chunk: int) -> tuple[int, ...]:
+    """The widths to which a piece of a prompt is padded, so that few shapes are compiled."""
+    return (*(width for width in (16, 64, 256, 1024) if width < chunk), chunk)
 
 
 def carry(batch: DecodeBatch) -> DecodeBatch:
@@ -205,6 +208,42 @@ def _sample(
         counts=batch.counts.at[entries, token].add(active.astype(jnp.int32)),
     )
     return sampled, score(logits, token, scored)
+
+
+def begin_moves(
+    begin: Callable[..., Future], batch: Any, size: int, into: Any, target_size: int
+) -> list[Future]:
+    """Begin to compile `move` for each leaf of a batch; leaves of equal shapes share one.
+
+    A single program for all leaves of 30 layers took longer to compile than a decode step.
+
+    begin: begins to compile a function for arguments. batch, into: shapes of both batches, as they
+    stay on the device. size, target_size: their sequences.
+    """
+    pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(into), strict=True))
+    function, order = partial(move, size, target_size), np.zeros(min(size, target_size), "i4")
+    futures = {
+        (leaf, to): begin(function, leaf, to, order, np.int32(0), donate=(1,))
+        for leaf, to in {*pairs}
+    }
+    return [futures[pair] for pair in pairs]
+
+
+def move(
+    size: int, target_size: int, leaf: Array, into: Array, order: Int32[Array, " C"],
+    count: Int32[Array, ""],
+) -> Array:  # fmt: skip
+    """Copy entries `order` of a leaf of `size` sequences to the first `count` ones of another leaf.
+
+    C: the smaller size. Other entries of `into` do not change.
+    """
+    # In two dimensions XLA:CPU updates the array in place.
+    rows = leaf.reshape(size, -1)
+
+    def copy(number: Array, moved: Array) -> Array:
+        return moved.at[number].set(rows[order[number]])
+
+    return jax.lax.fori_loop(0, count, copy, into.reshape(target_size, -1)).reshape(into.shape)
 
 
 @functools.cache

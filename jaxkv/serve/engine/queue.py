@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import islice
 
-from jaxkv.serve.engine.handle import RequestHandle
+from jaxkv.serve.engine.request import RequestHandle
 
 
 class RequestQueue:

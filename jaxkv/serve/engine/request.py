@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxkv.errors import UserError, is_whole
 from jaxkv.sampling import LARGEST, Sampling
+
+MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
 
 
 class ScoredToken(NamedTuple):
@@ -124,6 +127,32 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def check_request(request: Request, max_len: int | None, vocab: int) -> None:
+    """Raise UserError for a request that exceeds max_len tokens, or ids from `vocab` on."""
+    size, new = len(request.tokens), request.max_new_tokens
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
+        raise UserError(
+            f"token ids must be from 0 to {vocab - 1}, got {min(request.tokens)} to "
+            f"{max(request.tokens)}; give ids of the model's tokenizer"
+        )
+    if max_len is not None and size + new > max_len:
+        raise UserError(
+            f"max_len is {max_len} tokens, got {size} of prompt and {new} new ones; "
+            "shorten one of them"
+        )
+    max_logprobs = min(MAX_LOGPROBS, vocab)
+    if request.logprobs is not None and not 0 <= request.logprobs <= max_logprobs:
+        raise UserError(
+            f"logprobs must be from 0 to {max_logprobs}, got {request.logprobs}; give fewer"
+        )
+    wrong = next((token for token, _ in request.bias if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise UserError(
+            f"biased tokens must be from 0 to {vocab - 1}, got {wrong}; "
+            "give ids of the model's tokenizer"
+        )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of an answer.
@@ -170,3 +199,32 @@ class Overloaded(Exception):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """One submitted request.
+
+    dispatched, generated: new tokens requested from the device, and delivered to the listener.
+    cached, computed: prompt tokens. queue_seconds, first_token_seconds: since its arrival.
+    """
+
+    request: Request
+    listener: Listener
+    arrival: float
+    cancelled: bool = False
+    finished: bool = False
+    dispatched: int = 0
+    generated: int = 0
+    cached: int = 0
+    computed: int = 0
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
+
+    def outcome(self, reason: str, error: str = "") -> Outcome:
+        """The outcome of a request that ends now."""
+        return Outcome(
+            reason, len(self.request.tokens), self.cached, self.generated, self.queue_seconds,
+            self.first_token_seconds, time.monotonic() - self.arrival, self.computed, error,
+        )  # fmt: skip

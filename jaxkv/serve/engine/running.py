@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from jaxkv.serve.engine.handle import InFlightStep, RequestHandle, bias_row, sequence_params
+from jaxkv.sampling import Knobs, knobs_of_sequence
+from jaxkv.serve.engine.model import StepOutput
 from jaxkv.serve.engine.prefill import PrefillState
-from jaxkv.serve.engine.programs import DecodeBatch, Programs
+from jaxkv.serve.engine.programs import DecodeBatch, Programs, SequenceParams
+from jaxkv.serve.engine.request import Request, RequestHandle
+from jaxkv.typing import Float32
 
 SHRINK_AFTER = 64  # steps that need fewer entries, before the batch shrinks
+
+
+class InFlightStep(NamedTuple):
+    """A step that the device has not returned yet; handles: (index into `output`, handle).
+
+    prompt_start: the tokens belong to the prompt, from this position on; None for new tokens.
+    """
+
+    output: StepOutput
+    handles: Sequence[tuple[int, RequestHandle]]
+    prompt_start: int | None = None
 
 
 class RunningBatch:
@@ -99,3 +116,27 @@ class RunningBatch:
         self._batches[size], self.size = self._programs.move(old, entries, new), size
         self.handles = [self.handles[index] for index in entries]
         self.handles += [None] * (size - len(entries))
+
+
+def sequence_params(request: Request, vocab: int) -> SequenceParams:
+    """The parameters of a request for its batch entry."""
+    seen = np.zeros((1, vocab), bool)
+    seen[0, list(request.tokens)] = True
+    return SequenceParams(
+        position=np.array([len(request.tokens)], np.uint32),
+        seed=np.array([request.seed], np.uint32),
+        knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_sequence(request.sampling))),
+        seen=seen,
+        penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
+        bias=bias_row(request, vocab, may_end=request.min_new_tokens == 0),
+    )
+
+
+def bias_row(request: Request, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
+    """What is added to the logits. may_end: whether the next token may be an eos."""
+    bias = np.zeros((1, vocab), np.float32)
+    for token, value in request.bias:
+        bias[0, token] += value
+    if not may_end:
+        bias[0, [token for token in request.eos if 0 <= token < vocab]] = -np.inf
+    return bias

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.errors import UserError, check_choice, check_int, is_whole
+from jaxkv.errors import UserError, check_int, is_whole
 
 Hash = Callable[[bytes], bytes]
 TokenIds = Sequence[Any] | np.ndarray  # whole numbers; `encode` checks their type
-HASHINGS = ("chained", "direct")
 TOKEN = 4  # bytes of an encoded token
 LENGTH = struct.Struct("<Q")
 MAX_BLOCK = 2**31 - 1  # tokens in a block
@@ -127,46 +126,28 @@ class HashedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockHasher:
-    """The rule that turns tokens into block hashes.
+    """The rule that turns tokens into block hashes: each covers the parent's hash and its tokens.
 
-    block_size: tokens in a block. hashing: `chained` hashes the parent's hash and the block's own
-    tokens; `direct` hashes the root and all tokens up to the block's end, as in the report. hash:
-    a hash function of bytes. Raises UserError for a bad size or an unknown hashing.
+    block_size: tokens in a block. hash: a hash function of bytes. Raises UserError for a bad size.
     """
 
     block_size: int
-    hashing: str = "chained"
     hash: Hash = sha256
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, maximum=MAX_BLOCK)
-        check_choice("hashing", self.hashing, HASHINGS)
 
-    def hash_prompt(
-        self, tokens: TokenIds, root: bytes, partial: bool = False, owner: str | None = None
-    ) -> HashedPrompt:
-        """Hash the full blocks of a prompt. partial: also hash a last block that is not full.
+    def hash_prompt(self, tokens: TokenIds, root: bytes, owner: str | None = None) -> HashedPrompt:
+        """Hash the full blocks of a prompt.
 
         Raises UserError for an empty prompt and for invalid tokens.
         """
         data, size = encode(tokens), self.block_size * TOKEN
         if not data:
             raise UserError("a prompt must have at least one token, got none; give some")
-        end = len(data) if partial else len(data) - len(data) % size
-        blocks = [data[begin : begin + size] for begin in range(0, end, size)]
-        if self.hashing == "direct":
-            hashes = [self.hash(root + data[: begin + size]) for begin in range(0, end, size)]
-            return HashedPrompt(root, data, blocks, hashes, owner)
-        hashes, last, hash, full = [], root, self.hash, LENGTH.pack(size)
+        blocks = [data[end - size : end] for end in range(size, len(data) + 1, size)]
+        hashes, last, hash, length = [], root, self.hash, LENGTH.pack(size)
         for block in blocks:
-            last = hash(last + (full if len(block) == size else LENGTH.pack(len(block))) + block)
+            last = hash(last + length + block)
             hashes.append(last)
         return HashedPrompt(root, data, blocks, hashes, owner)
-
-    def hash_block(
-        self, root: bytes, parent: bytes, data: bytes | bytearray, begin: int, end: int
-    ) -> bytes:
-        """Hash the block from byte `begin` to `end` of a prompt; parent: the hash before it."""
-        if self.hashing == "direct":
-            return self.hash(root + data[:end])
-        return self.hash(parent + LENGTH.pack(end - begin) + data[begin:end])

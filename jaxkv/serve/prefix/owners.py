@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from time import monotonic
 from typing import Generic, Protocol, TypeVar, runtime_checkable
-
-from jaxkv.serve.prefix.eviction import ORDERS, EvictionOrder
 
 Owner = str | None
 IDLE = 600.0  # seconds without a lookup after which an owner loses its share
@@ -16,7 +14,7 @@ IDLE = 600.0  # seconds without a lookup after which an owner loses its share
 
 @runtime_checkable
 class Owned(Protocol):
-    """An entry. refs: its current readers."""
+    """An entry. refs: its current readers and writers."""
 
     owner: Owner
     refs: int
@@ -51,70 +49,8 @@ class Shares:
         )
 
 
-class FairOrder:
-    """An eviction order for each owner, and the choice among owners. order: as in ORDERS."""
-
-    def __init__(self, order: str, shares: Shares) -> None:
-        self._make, self._shares = ORDERS[order], shares
-        self._orders: dict[Owner, EvictionOrder] = {}
-        self._sizes: dict[Owner, int] = {}
-
-    def add(self, item: Owned, time: int, depth: int, uses: int) -> None:
-        owner = item.owner
-        if owner in self._sizes:
-            self._sizes[owner] += 1
-        else:
-            self._orders[owner], self._sizes[owner] = self._make(), 1
-        self._orders[owner].add(item, time, depth, uses)
-
-    def remove(self, item: Owned) -> None:
-        self._orders[item.owner].remove(item)
-        self._removed(item.owner)
-
-    def available(self, wanting: Owner, held: int, limit: int) -> int:
-        """How many items may be evicted for an owner, counted up to `limit` of other owners.
-
-        held: entries that are not here and count for this owner.
-        """
-        other_sizes, taken = dict(self._sizes), 0
-        own_size = other_sizes.pop(wanting, 0)
-        while other_sizes and taken < limit:
-            sizes = other_sizes | {wanting: held + own_size + taken}
-            first = self._shares.order(sizes, wanting)[0]
-            if first == wanting:
-                break
-            other_sizes[first] -= 1
-            taken += 1
-            if not other_sizes[first]:
-                del other_sizes[first]
-        return own_size + taken
-
-    def pop(self, wanting: Owner, held: int = 0) -> Hashable:
-        """Remove and return the next item to evict for an owner. held: as in `available`."""
-        order = self._orders
-        if len(self._orders) > 1:  # one owner is the usual case
-            sizes = self._sizes | {wanting: self._sizes.get(wanting, 0) + held}
-            order = self._shares.order(sizes, wanting)
-        owner = next(owner for owner in order if owner in self._orders)
-        item = self._orders[owner].pop()
-        self._removed(owner)
-        return item
-
-    def _removed(self, owner: Owner) -> None:
-        self._sizes[owner] -= 1
-        if not self._sizes[owner]:
-            del self._orders[owner], self._sizes[owner]
-
-    def __len__(self) -> int:
-        return sum(self._sizes.values())
-
-    def __iter__(self) -> Iterator[Hashable]:
-        """All items, each owner's in eviction order."""
-        return chain.from_iterable(self._orders.values())
-
-
 class FairLRU(Generic[OwnedItem]):
-    """Items by owner, least recently used first. Items in use stay."""
+    """Items by owner, least recently used first. Items in use stay and count."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -135,19 +71,17 @@ class FairLRU(Generic[OwnedItem]):
             del self._items[item.owner]
 
     def oldest(self, wanting: Owner) -> OwnedItem | None:
-        """The item that loses its entry to an owner; None if all are in use."""
-        order = self._items
-        if len(self._items) > 1:
+        """The item that loses its place to an owner; None if all that may lose it are in use."""
+        owners = [wanting]
+        if len(self._items) > 1 or wanting not in self._items:  # one owner is the usual case
             sizes = {owner: len(items) for owner, items in self._items.items()}
-            order = self._shares.order(sizes, wanting)
-        for owner in order:
-            item = next((item for item in self._items[owner] if not item.refs), None)
-            if item is not None:
+            owners = self._shares.order({wanting: 0} | sizes, wanting)
+        for owner in owners:
+            item = next((item for item in self._items.get(owner, ()) if not item.refs), None)
+            if item is not None or owner == wanting:
                 return item
         return None
 
-    def __contains__(self, item: OwnedItem) -> bool:
-        return item in self._items.get(item.owner, ())
-
     def __iter__(self) -> Iterator[OwnedItem]:
+        """All items, each owner's in the order of their last use."""
         return chain.from_iterable(self._items.values())

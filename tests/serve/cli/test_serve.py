@@ -55,7 +55,6 @@ def test_a_port_in_use(run):
     (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
     (["--allowed-origins", "https://a.example,"], ["--allowed-origins", "got ''"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
-    (["--prefix-order", "nonsense"], ["--prefix-order", "lru", "nonsense"]),
 ])  # fmt: skip
 def test_flags(run, words, expected):
     refused(run("serve", *NO_MODEL, "--port", "0", *words), *expected)

@@ -275,7 +275,7 @@ def test_ctrl_c(process, client):
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm(model, signals):
     """Answers that do not end within some seconds, or at once, get an error."""
-    tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB", "--prefix-order", "lfu")
+    tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB")
     with (
         started(model, *tiers) as (running, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

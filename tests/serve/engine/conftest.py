@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.serve.engine import Engine, store
+from jaxkv.serve.engine import Engine, tiers
 from jaxkv.serve.engine import engine as module
-from jaxkv.serve.engine.device_pool import DevicePool
 from jaxkv.serve.engine.programs import Programs
+from jaxkv.serve.engine.tiers import DevicePool
 from tests.serve.engine.plain import plain
 
 
@@ -25,7 +25,7 @@ def engine() -> Engine:
 def shared_programs(monkeypatch):
     """Engines with equal settings share their programs: most of their start is compilation."""
     monkeypatch.setattr(module, "Programs", programs_of)
-    monkeypatch.setattr(store, "DevicePool", pool_of)
+    monkeypatch.setattr(tiers, "DevicePool", pool_of)
 
 
 # Those of a dozen engines have about 17,000 memory maps, of 65,530 that a process may have.

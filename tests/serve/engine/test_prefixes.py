@@ -147,19 +147,20 @@ def test_snapshots_share_pages_of_levels():
     policy = "balance-stream:sinks=2,window=6,levels=4,block=4"
     engine = Engine(plain(policy), max_batch=2, max_len=512, chunk=CHUNK,
                     prefix_cache=PrefixConfig(num_blocks=8, where="every=1"))  # fmt: skip
-    store, long = engine._store, SHARED + SHARED
+    device, pages = engine._store.index.tiers[0], engine._store._device.pages
+    long = SHARED + SHARED
     asked = [Request(long[:size], 4, logprobs=2) for size in range(60, 400, 60)]
     rng = np.random.default_rng(5)
     asked += [Request(tuple(rng.integers(0, VOCAB, 90).tolist()), 4, logprobs=2) for _ in range(4)]
     expected = [cold(engine, request).scored for request in asked]
     for _ in range(2):  # the second time with reused entries and pages
-        assert engine.reset_prefix_cache() and store._pages.taken == 0
+        assert engine.reset_prefix_cache() and pages.taken == 0
         for _ in range(2):
             shared = 0
             for request, want in zip(asked, expected, strict=True):
                 (got,) = ask(engine, request)
                 assert got.scored == want
-                shared = max(shared, 3 * store.index.taken - store._pages.taken)
+                shared = max(shared, 3 * device.taken - pages.taken)
             assert shared > 4, "pages shared with other snapshots"
         (again,) = ask(engine, asked[-1])
         assert again.outcome.cached_tokens == usable(90)
@@ -200,7 +201,7 @@ def test_a_prompt_larger_than_all_pages_is_cached_in_part():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"order": "nonsense"}, {"where": "nonsense"}, {"memory": 0}, {"host_memory": -1},
+    [{"where": "nonsense"}, {"memory": 0}, {"host_memory": -1},
      {"num_blocks": 0}, {"num_host_blocks": -1}],
 )  # fmt: skip
 def test_invalid_settings_raise(fields):
@@ -325,7 +326,7 @@ def test_root_hashes_differ_between_settings():
 def test_a_snapshot_is_not_changed_by_a_hit():
     engine = Engine(plain(), max_batch=2, chunk=CHUNK, prefix_cache=PrefixConfig(num_blocks=8))
     ask(engine, Request(SHARED, 1))
-    pool = engine._store._device
+    pool = engine._store._device._pool
     before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]
     (listener,) = ask(engine, Request(SHARED, 100))
     assert listener.outcome.cached_tokens == usable(200)

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxkv.serve.engine import Engine, PrefixConfig, Request
-from jaxkv.serve.engine.handle import RequestHandle
+from jaxkv.serve.engine import Engine, PrefixConfig, Request, RequestHandle
 from jaxkv.serve.engine.queue import RequestQueue
 from tests.serve.engine.plain import Recorder, ask, finish, plain
 

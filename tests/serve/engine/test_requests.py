@@ -7,7 +7,7 @@ import pytest
 from jaxkv.defaults import GROWING_LEN
 from jaxkv.errors import UserError
 from jaxkv.serve.engine import Engine, Overloaded, Request
-from jaxkv.serve.engine.handle import resolve_max_len
+from jaxkv.serve.engine.plan import resolve_max_len
 from tests.serve.engine.plain import VOCAB, Recorder, ask, finish, plain
 
 

@@ -14,8 +14,7 @@ import pytest
 from jaxkv.sampling import Sampling
 from jaxkv.serve.engine import Engine, PrefixConfig, Request, running
 from jaxkv.serve.engine.plan import sizes
-from jaxkv.serve.engine.programs import batch_sizes
-from jaxkv.serve.engine.resize import begin_moves
+from jaxkv.serve.engine.programs import batch_sizes, begin_moves
 from tests.seldom import seldom
 from tests.serve.engine.plain import Recorder, ask, finish, plain, prompts
 

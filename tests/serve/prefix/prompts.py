@@ -2,61 +2,72 @@
 
 from __future__ import annotations
 
-from jaxkv.serve.prefix import root_hash
+from jaxkv.serve.prefix import PrefixIndex, root_hash
 
 ROOT = root_hash(policy="full")
 P = list(range(100, 114))  # three full blocks of 4 and a tail of 2
 
 
-def admit(pool, tokens, root=ROOT, computed=None, **options):
-    """Admit a prompt and publish its first `computed` tokens, by default all."""
-    lease = pool.admit(pool.hash_prompt(tokens, root), **options)
-    pool.publish(lease, computed)
+def blocks(capacity=None, chunk=4, **options):
+    """An index of blocks."""
+    return PrefixIndex(chunk, (capacity, 0), linked=True, **options)
+
+
+def snapshots(capacity=None, chunk=4, where="last+branch", host=0, **options):
+    """An index of snapshots."""
+    return PrefixIndex(chunk, (capacity, host), where=where, **options)
+
+
+def admit(index, tokens, root=ROOT, save=None, owner=None):
+    """Prefill a prompt and store what is planned, or what is in `save`; returns the lease."""
+    lease = index.hold(index.hash_prompt(tokens, root, owner))
+    index.start(lease)
+    for boundary in lease.save if save is None else save:
+        if (entry := index.claim(lease.prompt, boundary, lease)) is not None:
+            index.publish(entry, lease)
     return lease
 
 
-def serve(pool, tokens, root=ROOT, new=()):
-    """Serve a whole request; returns the number of its tokens that were cached."""
-    lease = admit(pool, tokens, root)
-    for token in new:
-        pool.append(lease, token)
-        pool.publish(lease)
-    pool.release(lease)
-    return lease.cached
+def serve(index, tokens, root=ROOT, save=None, owner=None):
+    """Serve a whole request; returns its lease, which is released."""
+    lease = admit(index, tokens, root, save, owner)
+    index.release(lease)
+    return lease
 
 
-def match(pool, tokens, root=ROOT):
-    return pool.match(pool.hash_prompt(tokens, root))
+def cached(index, tokens, root=ROOT):
+    """The boundary from which a prompt would resume."""
+    entries = index.matches(index.hash_prompt(tokens, root))
+    return max((entry.boundary for entry in entries), default=0)
+
+
+def missed(index, tokens, root=ROOT):
+    """The tokens of a prompt that miss, by reason."""
+    before = dict(index.counts.missed)
+    serve(index, tokens, root, save=())
+    counts = {reason: count - before[reason] for reason, count in index.counts.missed.items()}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def unused(index):
+    """The places of unused entries on the device, in eviction order."""
+    return [entry.index for entry in index.tiers[0].lru if not entry.refs]
+
+
+def places(lease):
+    return [entry.index for entry in lease.entries]
 
 
 def refs(lease):
-    return [block.refs for block in lease.blocks]
+    return [entry.refs for entry in lease.entries]
 
 
-def cached(pool):
-    """Cached pages in eviction order."""
-    return [block.page for block in pool._pages.cached]
-
-
-def drop_block(pool, hash):
-    """Remove a block by force, so that the chain has a gap; False if the hash is unknown."""
-    block = pool._index.get(hash)
-    if block is None:
+def drop(index, hash):
+    """Evict an entry by force; False if it is absent, or in use."""
+    entry = index._entries.get(hash)
+    if entry is None or entry.refs:
         return False
-    pool._index.forget(block)
-    if block.on_host:
-        pool._pages.host.remove(block)
-    elif not block.refs:
-        pool._pages.cached.remove(block)
-        pool._pages.free.append(block.page)
-    return True
-
-
-def drop_snapshot(index, hash):
-    """Evict a snapshot by force; False if it is absent, being read, or being written."""
-    snapshot = index._index.get(hash)
-    if snapshot is None or snapshot.refs or not snapshot.ready:
-        return False
-    index._remove(snapshot)
+    del index._entries[hash]
+    index.tiers[entry.level].remove(entry)
     index._lost.add(hash)
     return True

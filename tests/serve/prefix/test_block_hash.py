@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxkv.errors import UserError
-from jaxkv.serve.prefix import BlockHasher, BlockPool, encode, root_hash
+from jaxkv.serve.prefix import BlockHasher, encode, root_hash
 from jaxkv.serve.prefix.block_hash import sha256
+from tests.serve.prefix.prompts import blocks, cached, serve
 
 ABOUT = {
     "policy": "streaming:sinks=4,window=252", "budget": 256, "sinks": 4, "chunk": 128, "seed": 0,
@@ -23,11 +22,9 @@ ABOUT = {
 
 def tokens_found(first, second, tokens=tuple(range(13))):
     """Tokens that a lookup with the second root finds after a request with the first root."""
-    pool = BlockPool(4, mode="full")
-    lease = pool.admit(pool.hash_prompt(tokens, first))
-    pool.publish(lease)
-    pool.release(lease)
-    return pool.match(pool.hash_prompt(tokens, second)).usable
+    index = blocks()
+    serve(index, tokens, first)
+    return cached(index, tokens, second)
 
 
 def test_different_salts_share_no_blocks():
@@ -104,14 +101,9 @@ def test_invalid_fields_are_refused(value):
 
 
 def test_settings_are_checked(unchecked):
-    for wrong in (
-        {"block_size": 0},
-        {"block_size": 2**31},
-        {"block_size": 4, "hashing": ["direct"]},
-        {"block_size": 4, "hashing": "xor"},
-    ):
+    for size in (0, 2**31):
         with pytest.raises(UserError, match="got"):
-            BlockHasher(**wrong)
+            BlockHasher(size)
     with pytest.raises(UserError, match="at least one token"):
         BlockHasher(4).hash_prompt([], root_hash())
 
@@ -123,41 +115,15 @@ def test_the_index_needs_no_jax():
 
 
 def test_a_hash_covers_the_whole_prefix():
-    for hashing in ("chained", "direct"):
-        chain = BlockHasher(2, hashing)
-        prompt, other_root = (
-            chain.hash_prompt([1, 2, 3, 4], root_hash()),
-            chain.hash_prompt([9, 2, 3, 4], root_hash()),
-        )
-        assert not set(prompt.hashes) & set(other_root.hashes)
-        longer = chain.hash_prompt([1, 2, 3, 4, 5], root_hash(), partial=True)
-        assert longer.hashes[:2] == prompt.hashes and len(longer.hashes) == 3
-        assert chain.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == prompt.hashes
-    assert BlockHasher(2).hash_prompt([1], root_hash(), partial=True).hashes != prompt.hashes[:1]
+    hasher = BlockHasher(2)
+    hashes, other_hashes = (
+        hasher.hash_prompt([first, 2, 3, 4], root_hash()).hashes for first in (1, 9)
+    )
+    assert not set(hashes) & set(other_hashes)
+    assert hasher.hash_prompt([1, 2, 3, 4, 5], root_hash()).hashes == hashes
 
 
 def test_a_chained_hash_by_its_definition():
     """The definition is fixed, because another machine may recompute the hash."""
     (block_hash,) = BlockHasher(2).hash_prompt([1, 2], root_hash()).hashes
     assert block_hash == sha256(root_hash() + (8).to_bytes(8, "little") + encode([1, 2]))
-
-
-PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
-
-
-@settings(max_examples=60, deadline=None, database=None)
-@given(prompts=PROMPTS, block=st.integers(1, 4), mode=st.sampled_from(["full", "alias", "rekey"]),
-       capacity=st.none() | st.integers(0, 6))  # fmt: skip
-def test_direct_and_chained_hashing_find_the_same(prompts, block, mode, capacity):
-    counts = []
-    for hashing in ("chained", "direct"):
-        pool = BlockPool(block, capacity=capacity, mode=mode, hashing=hashing)
-        for number, prompt in enumerate(prompts):
-            lease = pool.admit(pool.hash_prompt(prompt, root_hash()))
-            pool.publish(lease)
-            for token in range(number % 4):
-                pool.append(lease, token)
-                pool.publish(lease)
-            pool.release(lease)
-        counts.append(pool.counts)
-    assert counts[0] == counts[1]

@@ -1,7 +1,7 @@
-"""Random operations on a pool in random order: behaviours 15, 28 and 34 of the reference.
+"""Random operations on an index of blocks: behaviours 15, 28 and 34 of the reference.
 
-Here each slot of a page contains the whole prefix up to its token. The slots of tokens that the
-pool reports as cached must have their prefix. In full mode the pool must agree with a naive pool.
+Here each place contains the whole prefix up to the end of its block. On one tier, the index must
+agree with a naive one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv.serve.prefix import BlockPool, Lease, encode, root_hash
+from jaxkv.serve.prefix import Lease, PrefixIndex, encode, root_hash
 from jaxkv.serve.prefix.block_hash import TOKEN, sha256
-from tests.serve.prefix.naive import Naive, Table
-from tests.serve.prefix.prompts import drop_block
+from tests.serve.prefix.naive import Naive
+from tests.serve.prefix.prompts import drop, unused
 
 ROOTS = [root_hash(salt=None), root_hash(salt="a")]
 TOKENS = st.sampled_from([0, 1])
@@ -37,16 +37,17 @@ MORE = st.sampled_from([0, 0, 0, 1, 2, 5])
 @dataclass
 class Request:
     lease: Lease
-    root: bytes
     tokens: list[int]
-    computed: int  # tokens
-    naive: Table | None
+    naive: list[tuple] | None
+
+    @property
+    def root(self):
+        return self.lease.prompt.root
 
 
 class Machine(RuleBasedStateMachine):
     """hash: the hash function. forced: blocks are removed by force, which leaves gaps in chains."""
 
-    modes = ("full", "alias", "rekey")
     hash = staticmethod(sha256)
     forced = False
     steps = 0
@@ -55,239 +56,170 @@ class Machine(RuleBasedStateMachine):
     def begin(self, data):
         draw = data.draw
         self.block = draw(st.sampled_from([1, 2, 3, 4]))
-        about = {
-            "num_blocks": draw(st.sampled_from([None, 8, 12, 16, 20])),
-            "capacity": draw(st.sampled_from([None, None, 0, 2, 5])),
-            "cap": draw(st.booleans()),
-        }
-        mode, order = (
-            draw(st.sampled_from(c)) for c in (self.modes, ("lru", "lru-deepest-first", "lfu"))
+        capacity = draw(st.sampled_from([None, 1, 3, 5, 8, 12]))
+        host = draw(st.sampled_from([0, 0, 1, 3, 99])) if capacity else 0
+        self.index = PrefixIndex(
+            self.block, (capacity, host), linked=True, hash=self.hash, move=self.move
         )
-        host = draw(st.sampled_from([0, 0, 1, 3, 99])) if mode == "full" else 0
-        self.pool = BlockPool(
-            self.block, mode=mode, order=order, hash=self.hash, host_blocks=host, **about
-        )
-        exact = mode == "full" and self.hash is sha256 and not self.forced and not host
-        self.naive = Naive(self.block, lfu=order == "lfu", **about) if exact else None
+        exact = self.hash is sha256 and not self.forced and not host
+        self.naive = Naive(self.block, capacity) if exact else None
         self.requests: list[Request] = []
-        self.pages: dict[int | tuple, dict[int, tuple]] = {}  # by page, or ("host", page)
+        self.content: dict[tuple[int, int], tuple] = {}  # by tier and place
         # Later prompts begin like earlier ones.
         self.prompts = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]
         self.queried = 0
 
+    def move(self, level, place, new_level, new_place):
+        self.content[new_level, new_place] = self.content.pop((level, place))
+
     @precondition(lambda self: len(self.requests) < 5)
-    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE, room=MORE, now=st.booleans(), data=st.data())
-    def admit(self, salt, like, keep, grow, room, now, data):
+    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE, now=st.booleans(), data=st.data())
+    def admit(self, salt, like, keep, grow, now, data):
         """Admit a request. now: compute its prompt at once."""
         tokens = [*self.prompts[like % len(self.prompts)][:keep]]
         tokens += data.draw(st.lists(TOKENS, min_size=grow, max_size=grow))
         self.prompts = [*self.prompts[-6:], tokens]
-        prompt = self.pool.hash_prompt(tokens, salt)
-        matched_blocks = self.pool.match(prompt)
-        assert matched_blocks.usable + sum(matched_blocks.missed.values()) == len(tokens)
-        assert matched_blocks.usable <= matched_blocks.matched <= len(tokens)
-        lease = self.pool.admit(prompt, extra_tokens=room)
-        table = self.naive.admit(salt, tokens, room) if self.naive else None
-        if self.naive:
-            assert (lease is None) == (table is None)
-        if lease is None:
-            return
+        prompt = self.index.hash_prompt(tokens, salt)
+        matches = list(self.index.matches(prompt))
+        lease = self.index.hold(prompt)
+        self.index.start(lease)
         self.queried += len(tokens)
+        assert lease.entries == matches[: len(lease.entries)]
+        assert lease.start == len(lease.entries) * self.block < len(tokens)
+        held = self.naive.hold(salt, tokens) if self.naive else None
         if self.naive:
-            assert (
-                lease.cached
-                == matched_blocks.usable
-                == sum(self.block for prefix in table.prefixes if prefix)
-            )
-        if self.pool.cap:
-            assert lease.cached < len(tokens)
-        request = Request(lease, salt, tokens, lease.cached, table)
-        self.follow_transfers()
-        self.copy(lease)
-        for position in range(lease.cached):
-            page, row = lease.pages[position // self.block], position % self.block
-            assert self.pages[page][row] == (salt, *tokens[: position + 1])
-        self.requests.append(request)
+            assert len(lease.entries) == len(matches) == len(held)
+        for block in lease.entries:
+            assert self.content[0, block.index] == (salt, *tokens[: block.boundary])
+        self.requests.append(Request(lease, tokens, held))
         if now:
-            self.read(request, len(tokens))
+            self.compute(len(self.requests) - 1, 99)
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, count=st.sampled_from([1, 2, 3, 99]))
     def compute(self, pick, count):
-        self.read(self.requests[pick % len(self.requests)], count)
-
-    def read(self, request, count):
-        for position in range(request.computed, min(request.computed + count, len(request.tokens))):
-            self.write(request, position)
-        self.publish(request)
-
-    @precondition(lambda self: self.requests)
-    @rule(pick=PICK, tokens=st.lists(TOKENS, min_size=1, max_size=6))
-    def generate(self, pick, tokens):
+        """Prefill and store the next blocks of a request."""
         request = self.requests[pick % len(self.requests)]
-        for token in tokens if request.computed == len(request.tokens) else ():
-            done = self.pool.append(request.lease, token)
+        lease, index = request.lease, self.index
+        for boundary in [at for at in lease.save if at > len(lease.entries) * self.block][:count]:
+            before = len(lease.entries)
+            block = index.claim(lease.prompt, boundary, lease)
+            if block is not None:
+                assert not block.level and block not in self.readers()
+                assert index.claim(lease.prompt, boundary, lease) is None, "it is being written"
+                self.content[0, block.index] = (request.root, *request.tokens[:boundary])
+                index.publish(block, lease)
+            held = len(lease.entries) > before
             if self.naive:
-                assert self.naive.append(request.naive, token) == done
-            if not done:
+                assert self.naive.save(request.naive, request.root, request.tokens) == held
+            if not held:
                 return
-            self.follow_transfers()
-            self.copy(request.lease)
-            request.tokens = [*request.tokens, token]
-            self.write(request, len(request.tokens) - 1)
-            self.publish(request)
-        self.prompts = [*self.prompts[-6:], request.tokens]
+            tokens = (request.root, *request.tokens[:boundary])
+            assert self.content[0, lease.entries[-1].index] == tokens
 
-    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE,
-          new=st.lists(TOKENS, max_size=6), data=st.data())  # fmt: skip
-    def serve(self, salt, like, keep, grow, new, data):
+    @rule(salt=SALT, like=PICK, keep=KEEP, grow=MORE, data=st.data())
+    def serve(self, salt, like, keep, grow, data):
         """Serve a whole request."""
         before = len(self.requests)
-        self.admit(salt, like, keep, grow, 0, True, data)
-        if len(self.requests) > before:
-            self.generate(before, new)
-            self.release(before)
+        self.admit(salt, like, keep, grow, True, data)
+        self.release(before)
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK)
     def release(self, pick):
         request = self.requests.pop(pick % len(self.requests))
-        self.pool.release(request.lease)
-        self.follow_transfers()
+        self.index.release(request.lease)
         with pytest.raises(RuntimeError):
-            self.pool.release(request.lease)
+            self.index.release(request.lease)
         if self.naive:
             self.naive.release(request.naive)
 
     @precondition(lambda self: self.forced)
     @rule(salt=SALT, like=PICK, number=PICK)
     def drop(self, salt, like, number):
-        hashes = self.pool.hash_prompt(self.prompts[like % len(self.prompts)], salt).hashes
+        hashes = self.index.hash_prompt(self.prompts[like % len(self.prompts)], salt).hashes
         if hashes:
-            drop_block(self.pool, hashes[number % len(hashes)])
+            drop(self.index, hashes[number % len(hashes)])
 
-    @precondition(lambda self: not self.requests and self.pool.cached > 4)
+    @precondition(lambda self: len(self.index) > 4)
     @rule()
     def reset(self):
-        assert self.pool.reset()
-        if self.naive:
-            self.naive.entries.clear()
+        assert self.index.reset() != bool(self.readers())
+        if not len(self.index):
+            self.content.clear()
+            if self.naive:
+                self.naive.entries.clear()
 
-    def follow_transfers(self):
-        for source, page, target, slot in self.pool.transfers:
-            old = ("host", page) if source == "host" else page
-            new = ("host", slot) if target == "host" else slot
-            self.pages[new] = self.pages.pop(old)  # the old page must not be read again
-        self.pool.transfers.clear()
-
-    def copy(self, lease):
-        for source, target, rows in lease.copies:
-            assert source != target
-            content = self.pages.setdefault(source, {})
-            self.pages[target] = {row: content.get(row) for row in range(rows)}
-        lease.copies.clear()
-
-    def write(self, request, position):
-        block, row = request.lease.blocks[position // self.block], position % self.block
-        sharers = [sharer for sharer in self.requests if block in sharer.lease.blocks]
-        assert sharers == [request], "written while another request uses it"
-        assert not block.hashes or row >= len(block.tokens) // TOKEN, "written where it is cached"
-        prefix = (request.root, *request.tokens[: position + 1])
-        self.pages.setdefault(block.page, {})[row] = prefix
-        request.computed = max(request.computed, position + 1)
-
-    def publish(self, request):
-        self.pool.publish(request.lease, request.computed)
-        if self.naive:
-            self.naive.publish(request.root, request.naive, request.computed)
+    def readers(self):
+        return Counter(block for request in self.requests for block in request.lease.entries)
 
     @invariant()
     def add_up(self):
         type(self).steps += 1
-        pool = self.pool
-        in_use = Counter(block for request in self.requests for block in request.lease.blocks)
-        assert all(block.refs == count for block, count in in_use.items())
-        assert not any(block.on_host for block in in_use)
-        cached = list(pool._pages.cached)
-        assert all(not block.refs and block.hashes for block in cached)
-        pages = [*pool._pages.free, *(b.page for b in cached), *(b.page for b in in_use)]
-        assert sorted(pages) == list(range(pool.num_blocks))
-        assert pool.free + pool.active + pool.cached == pool.num_blocks
-        assert pool.active == len(in_use) and pool.cached == len(cached)
-        assert pool.capacity is None or pool.cached <= pool.capacity
-        on_host = [block for block in set(pool._index._entries.values()) if block.on_host]
-        assert pool.host_taken == len({block.page for block in on_host}) == len(on_host)
-        assert not any(block.refs for block in on_host)
-        counts = pool.counts.lookups
+        index, readers, entries = self.index, self.readers(), self.index._entries
+        assert all(block.refs == readers[block] for block in entries.values())
+        assert set(readers) <= set(entries.values()), "a block is gone while it is read"
+        assert index.in_use == len(readers) and not any(block.level for block in readers)
+        for level, tier in enumerate(index.tiers):
+            blocks = [block for block in entries.values() if block.level == level]
+            assert sorted(map(id, tier.lru)) == sorted(map(id, blocks))
+            assert tier.taken == len({block.index for block in blocks}) == len(blocks)
+            assert tier.capacity is None or tier.taken <= tier.capacity
+        counts = index.counts
         assert counts.tokens == self.queried == counts.tokens_hit + sum(counts.missed.values())
-        assert counts.blocks_hit <= counts.blocks and counts.full_blocks_hit <= counts.full_blocks
 
     @invariant()
     def cached_tokens_have_their_content(self):
-        pool, prefixes = self.pool, {root: (root,) for root in ROOTS}
-        entries = pool._index._entries
-        assert all(hash in block.hashes for hash, block in entries.items())
-        for block in sorted(set(entries.values()), key=lambda block: block.depth):
+        prefixes = {root: (root,) for root in ROOTS}
+        entries = self.index._entries
+        assert all(hash == block.hash for hash, block in entries.items())
+        for block in sorted(entries.values(), key=lambda block: block.boundary):
             parent = block.parent
-            if not isinstance(parent, bytes) and not parent.hashes:
+            if parent is not None and entries.get(parent.hash) is not parent:
                 assert self.forced, "an orphan"
                 continue
-            if parent not in prefixes:
+            tokens = block.data[-self.block * TOKEN :]
+            root = block.data[: -len(tokens)] if parent is None else None
+            before = prefixes.get(root if parent is None else parent)
+            if before is None:
                 continue  # an orphan's child
-            prefix = prefixes[block] = prefixes[parent] + tuple(
-                int.from_bytes(block.tokens[at : at + TOKEN], "little")
-                for at in range(0, len(block.tokens), TOKEN)
+            prefix = prefixes[block] = before + tuple(
+                int.from_bytes(tokens[at : at + TOKEN], "little")
+                for at in range(0, len(tokens), TOKEN)
             )
-            assert block.depth == (len(prefixes[parent]) - 1) // self.block
-            for row in range(len(block.tokens) // TOKEN):
-                begin = len(prefix) - len(block.tokens) // TOKEN
-                page = ("host", block.page) if block.on_host else block.page
-                assert self.pages[page][row] == prefix[: begin + row + 1]
+            assert block.boundary == len(prefix) - 1
+            assert self.content[block.level, block.index] == prefix
 
     @invariant()
-    def a_naive_pool_agrees(self):
+    def a_naive_index_agrees(self):
         if self.naive is None:
             return
-        pool, naive = self.pool, self.naive
-        assert (pool.entries, pool.counts.evictions) == (len(naive.entries), naive.evictions)
-        assert [(block.depth + 1) * self.block + 1 for block in pool._pages.cached] == list(
-            map(len, naive.cached())
-        )
+        index, naive = self.index, self.naive
+        assert (len(index), index.counts.evictions) == (len(naive.entries), naive.evictions)
+        boundaries = {block.index: block.boundary for block in index._entries.values()}
+        assert [boundaries[place] + 1 for place in unused(index)] == list(map(len, naive.unused()))
 
     @rule(salt=SALT, like=PICK, end=st.sampled_from([99, 7, 5, 4]))
     def match(self, salt, like, end):
-        """A lookup must find the longest chain of entries with the prompt's tokens."""
+        """A lookup must find the longest chain of blocks with the prompt's tokens."""
         tokens = self.prompts[like % len(self.prompts)][:end]
-        matched_blocks = self.pool.match(self.pool.hash_prompt(tokens, salt))
+        matches = list(self.index.matches(self.index.hash_prompt(tokens, salt)))
         if self.naive:
-            assert matched_blocks.usable == self.naive.usable(salt, tokens)
+            assert len(matches) == len(self.naive.cached(salt, tokens))
         if self.hash is not sha256 or self.forced:
             return
-        published, matched = set(), 0
-        for block in set(self.pool._index._entries.values()):
-            chain = [block]
-            while not isinstance(chain[-1].parent, bytes):
-                chain.append(chain[-1].parent)
-            data = b"".join(link.tokens for link in reversed(chain))
-            published.add(chain[-1].parent + data)
-            if self.pool.mode == "alias" and len(block.hashes) > 1:  # the tail of its prompt too
-                sizes = [len(p) for p in self.tails(block, data, chain[-1].parent)]
-                published.update(chain[-1].parent + data[:size] for size in sizes)
-        block_ends = [n for n in range(self.block, len(tokens) + 1, self.block)]
-        for size in block_ends + ([len(tokens)] if self.pool.mode != "full" else []):
+        published = set()
+        for block in self.index._entries.values():
+            data = b""
+            while block.parent is not None:
+                data, block = block.data[-self.block * TOKEN :] + data, block.parent
+            published.add(block.data + data)
+        matched = 0
+        for size in range(self.block, len(tokens), self.block):
             if salt + encode(tokens[:size]) not in published:
                 break
             matched = size
-        assert matched_blocks.matched == matched
-
-    def tails(self, block, data, salt):
-        """Shorter prompts whose hashes also name a full block."""
-        begin = len(data) - len(block.tokens)
-        for size in range(begin + TOKEN, len(data), TOKEN):
-            count = size // TOKEN
-            tokens = [int.from_bytes(data[4 * n : 4 * n + 4], "little") for n in range(count)]
-            if self.pool.hash_prompt(tokens, salt).hashes[-1] in block.hashes:
-                yield data[:size]
+        assert len(matches) * self.block == matched
 
 
 class Colliding(Machine):
@@ -301,7 +233,7 @@ class Forced(Machine):
 
 
 @pytest.mark.parametrize("kind, examples", [(Machine, 50), (Colliding, 40), (Forced, 30)])
-def test_a_pool_keeps_its_invariants(kind, examples):
+def test_an_index_of_blocks_keeps_its_invariants(kind, examples):
     """Every invariant is checked after every step."""
     run(kind, examples)
     assert kind.steps >= 20 * examples
@@ -309,7 +241,7 @@ def test_a_pool_keeps_its_invariants(kind, examples):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
-def test_a_pool_keeps_its_invariants_in_a_long_run(kind):
+def test_an_index_of_blocks_keeps_its_invariants_in_a_long_run(kind):
     run(kind, 150)
     assert kind.steps >= 3_000
 

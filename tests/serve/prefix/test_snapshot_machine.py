@@ -13,30 +13,16 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxkv
-from jaxkv.serve.engine.host_tier import HostTier, transfer
 from jaxkv.serve.engine.pool import pages_of
-from jaxkv.serve.engine.store import SharedPages, page_ids
-from jaxkv.serve.prefix import Snapshots, encode
+from jaxkv.serve.engine.tiers import SharedPages, page_ids
+from jaxkv.serve.prefix import encode
 from jaxkv.serve.prefix.block_hash import sha256
-from tests.serve.prefix.prompts import drop_snapshot
+from tests.serve.prefix.prompts import cached, drop, snapshots
 from tests.serve.prefix.test_machine import PICK, ROOTS, run
 
 WHERE = ("last+branch", "last", "every=1", "every=2+last", "branch")
 REWRITTEN = pages_of(jaxkv.policy("balance-stream:sinks=1,window=2,levels=3,block=2"))
 PAGES = len(REWRITTEN.last_write(0))
-
-
-class Memory(HostTier):
-    """Host entries whose content is not an array."""
-
-    def __init__(self):
-        self.entries = {}
-
-    def put(self, entry, content, ids):
-        self.entries[entry] = content, ids
-
-    def take(self, entry):
-        return self.entries.pop(entry)
 
 
 class Machine(RuleBasedStateMachine):
@@ -49,26 +35,23 @@ class Machine(RuleBasedStateMachine):
         self.chunk = draw(st.sampled_from([1, 2, 3]))
         self.capacity = draw(st.sampled_from([None, 1, 2, 3, 6]))
         self.host_capacity = draw(st.sampled_from([0, 0, 1, 2, 8])) if self.capacity else 0
-        self.index = Snapshots(
-            self.capacity,
-            self.chunk,
-            draw(st.sampled_from(WHERE)),
-            self.host_capacity,
-            hash=self.hash,
-        )
+        self.index = snapshots(
+            self.capacity, self.chunk, draw(st.sampled_from(WHERE)), self.host_capacity,
+            hash=self.hash, move=self.move,
+        )  # fmt: skip
         self.pages = SharedPages(PAGES * (self.capacity or 99))
-        self.device, self.host, self.written = {}, Memory(), {}
+        self.device, self.host, self.written = {}, {}, {}
         self.plans, self.claims = [], []
         # Later prompts begin like earlier ones.
         self.prompts = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0], [7] * 9]
         self.queried = 0
 
-    def follow_transfers(self):
-        transfer(self.index.transfers, self.host, self.take, self.save)
-
-    def take(self, entry):
-        self.check(entry)
-        return self.device.pop(entry), self.pages.ids(entry)
+    def move(self, level, place, new_level, new_place):
+        if new_level:
+            self.check(place)
+            self.host[new_place] = self.device.pop(place), self.pages.ids(place)
+        else:
+            self.save(new_place, *self.host.pop(place))
 
     def save(self, entry, content, ids):
         """As in the engine, write only the pages that no snapshot has yet."""
@@ -94,28 +77,29 @@ class Machine(RuleBasedStateMachine):
         tokens = (*self.prompts[like % len(self.prompts)][:keep], *new)
         self.prompts = [*self.prompts[-6:], tokens]
         prompt = self.index.hash_prompt(tokens, ROOTS[salt])
-        deepest, planned = self.index.find(prompt), self.usable(ROOTS[salt], tokens)
+        planned = self.usable(ROOTS[salt], tokens)
         if self.hash is sha256:
-            assert (deepest.boundary if deepest else 0) == planned
-        plan = self.index.plan_prefill(prompt)
-        self.follow_transfers()
+            assert cached(self.index, tokens, ROOTS[salt]) == planned
+        plan = self.index.hold(prompt)
+        self.index.start(plan)
         self.queried += len(tokens)
         assert plan.start < len(tokens) and plan.start % self.chunk == 0
-        readers = sum(plan.snapshot is not None for plan, *_ in self.plans)
+        readers = sum(len(plan.entries) for plan, *_ in self.plans)
         if self.hash is sha256 and (
             self.capacity is None or readers + len(self.claims) < self.capacity
         ):
             assert plan.start == planned, "an entry was available"
         if plan.start:
-            assert self.device[plan.snapshot.index] == (ROOTS[salt], tokens[: plan.start])
-            self.check(plan.snapshot.index)
+            (snapshot,) = plan.entries
+            assert self.device[snapshot.index] == (ROOTS[salt], tokens[: plan.start])
+            self.check(snapshot.index)
         assert list(plan.save) == sorted(set(plan.save))
         assert all(boundary > plan.start for boundary in plan.save)
         self.plans.append((plan, tokens, ROOTS[salt]))
 
     def usable(self, salt, tokens):
         """The deepest boundary that has a snapshot and leaves a token to compute."""
-        ready = {(s.data, s.hash) for s in self.index._index.values() if s.ready}
+        ready = {(s.data, s.hash) for s in self.index._entries.values() if s.ready}
         prompt = self.index.hash_prompt(tokens, salt)
         ends = range((len(tokens) - 1) // self.chunk, 0, -1)
         hashes = ((salt + encode(tokens[: n * self.chunk]), prompt.hashes[n - 1], n) for n in ends)
@@ -129,8 +113,7 @@ class Machine(RuleBasedStateMachine):
         if not ends:
             return
         boundary = ends[which % len(ends)]
-        snapshot = self.index.claim(plan.prompt, boundary)
-        self.follow_transfers()
+        snapshot = self.index.claim(plan.prompt, boundary, plan)
         if snapshot is not None:
             self.claims.append((snapshot, plan.prompt, salt, tuple(tokens[:boundary])))
 
@@ -153,52 +136,54 @@ class Machine(RuleBasedStateMachine):
     @rule(like=PICK, number=PICK, salt=st.sampled_from(ROOTS))
     def drop(self, like, number, salt):
         hashes = self.index.hash_prompt(self.prompts[like % len(self.prompts)], salt).hashes
-        snapshot = self.index._index.get(hashes[number % len(hashes)]) if hashes else None
+        snapshot = self.index._entries.get(hashes[number % len(hashes)]) if hashes else None
         if snapshot is not None:
             idle = snapshot.ready and not snapshot.refs
-            assert drop_snapshot(self.index, snapshot.hash) == idle
-            if idle and snapshot.tier.name == "host":
-                del self.host.entries[snapshot.index]  # the engine overwrites it
+            assert drop(self.index, snapshot.hash) == idle
+            if idle and snapshot.level:
+                del self.host[snapshot.index]  # the engine overwrites it
 
-    @precondition(lambda self: self.index.taken > 2)
+    @precondition(lambda self: self.index.tiers[0].taken > 2)
     @rule()
     def reset(self):
-        busy = any(plan.snapshot is not None for plan, *_ in self.plans) or self.claims
+        busy = any(plan.entries for plan, *_ in self.plans) or self.claims
         assert self.index.reset() != bool(busy)
         if not busy:
-            assert self.index.taken == self.index.host_taken == 0
+            assert not any(tier.taken for tier in self.index.tiers)
             self.pages.clear()
             self.device.clear()
-            self.host.entries.clear()
+            self.host.clear()
 
     @invariant()
     def add_up(self):
         type(self).steps += 1
-        index, lookups = self.index, self.index.counts.lookups
-        assert lookups.tokens == self.queried == lookups.tokens_hit + sum(lookups.missed.values())
-        snapshots = list(index._index.values())
-        by_tier = Counter(snapshot.tier.name for snapshot in snapshots)
-        assert (by_tier["device"], by_tier["host"]) == (index.taken, index.host_taken)
-        assert self.capacity is None or index.taken <= self.capacity
-        assert index.host_taken <= self.host_capacity
-        places = {(snapshot.tier.name, snapshot.index) for snapshot in snapshots}
-        assert len(places) == len(snapshots), "two snapshots in one entry"
-        readers = Counter(plan.snapshot for plan, *_ in self.plans if plan.snapshot)
-        assert all(snapshot.refs == readers[snapshot] for snapshot in snapshots)
-        assert set(readers) <= set(snapshots), "a snapshot is gone while it is read"
-        assert not index.transfers
+        index, counts = self.index, self.index.counts
+        assert counts.tokens == self.queried == counts.tokens_hit + sum(counts.missed.values())
+        entries = list(index._entries.values())
+        by_tier = Counter(snapshot.level for snapshot in entries)
+        device, host = index.tiers
+        assert (by_tier[0], by_tier[1]) == (device.taken, host.taken)
+        assert self.capacity is None or device.taken <= self.capacity
+        assert host.taken <= self.host_capacity
+        places = {(snapshot.level, snapshot.index) for snapshot in entries}
+        assert len(places) == len(entries), "two snapshots in one place"
+        users = Counter(snapshot for plan, *_ in self.plans for snapshot in plan.entries)
+        users.update(snapshot for snapshot, *_ in self.claims)
+        assert all(snapshot.refs == users[snapshot] for snapshot in entries)
+        assert set(users) <= set(entries), "a snapshot is gone while it is used"
+        assert index.in_use == len(users)
 
     @invariant()
     def snapshots_have_their_content(self):
-        for snapshot in self.index._index.values():
+        for snapshot in self.index._entries.values():
             if not snapshot.ready:
                 continue
-            at, entry = snapshot.tier.name, snapshot.index
-            salt, tokens = self.device[entry] if at == "device" else self.host.entries[entry][0]
+            level, place = snapshot.level, snapshot.index
+            salt, tokens = self.host[place][0] if level else self.device[place]
             assert snapshot.data == salt + encode(tokens) and len(tokens) == snapshot.boundary
             assert self.index.hash_prompt(tokens, salt).hashes[-1] == snapshot.hash
-            if at == "device":
-                self.check(entry)
+            if not level:
+                self.check(place)
 
 
 class Colliding(Machine):
