@@ -98,16 +98,14 @@ ORDERS: dict[str, Callable[[], LRU | Heap]] = {
 class Lookups:
     """Totals over all lookups.
 
-    blocks: all blocks that the prompts touch. full_blocks: the blocks that they fill. missed:
-    missed tokens by reason; with tokens_hit they add up to tokens.
+    blocks: all blocks that the prompts touch. missed: missed tokens by reason; with tokens_hit they
+    add up to tokens.
     """
 
     tokens: int = 0
     tokens_hit: int = 0
     blocks: int = 0
     blocks_hit: int = 0
-    full_blocks: int = 0
-    full_blocks_hit: int = 0
     requests: int = 0
     requests_hit: int = 0
     missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
@@ -118,8 +116,6 @@ class Lookups:
         self.tokens_hit += hit
         self.blocks += -(-tokens // block)
         self.blocks_hit += -(-hit // block)
-        self.full_blocks += tokens // block
-        self.full_blocks_hit += hit // block
         self.requests += 1
         self.requests_hit += hit > 0
         for reason, tokens_missed in missed.items():

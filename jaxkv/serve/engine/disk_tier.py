@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxkv import __version__
 from jaxkv.errors import UserError
 from jaxkv.serve.prefix.block_hash import root_hash
 from jaxkv.serve.prefix.folder import PrefixFolder
+from jaxkv.serve.prefix.index import Entry
 from jaxkv.serve.prefix.owners import Owner
 from jaxkv.state import batch, memory
 
@@ -34,24 +35,6 @@ FILE_OVERHEAD = 2**16  # bytes of a file besides arrays and tokens, at most
 LOG = logging.getLogger(__name__)
 
 
-class WaitingEntry(NamedTuple):
-    """An entry that is not on the disk yet. prefix: the bytes that its hash stands for."""
-
-    entry: Any
-    hash: bytes
-    prefix: bytes
-    owner: Owner
-
-
-class WriteJob(NamedTuple):
-    """A copy of an entry for the writer's thread."""
-
-    name: str
-    owner: Owner
-    prefix: bytes
-    arrays: Any
-
-
 class DiskTier:
     """The files of one store's prefixes. Only `_run` is called in another thread than the engine's.
 
@@ -59,18 +42,18 @@ class DiskTier:
     settings: what a prefix depends on besides its tokens and owner.
     like: the shapes of an entry's arrays.
     max_waiting: the number of entries that may wait, which is that of the store.
-    take: an entry and its hash -> its arrays; None if the store no longer has it.
+    get: an entry -> a copy of its arrays; None if the store no longer has it.
     Raises UserError if the folder's limit is below one entry, or if another engine has it.
     """
 
     def __init__(
         self, folder: PrefixFolder | None, settings: str, like: Any, max_waiting: int,
-        take: Callable[[Any, bytes], Any],
+        get: Callable[[Entry], Any],
     ) -> None:  # fmt: skip
         self._folder, self._settings, self._like = folder, settings, like
-        self._max_waiting, self._take = max_waiting, take
-        self._waiting: dict[bytes, WaitingEntry] = {}
-        self._jobs: queue.Queue[WriteJob | None] = queue.Queue(WRITES_AHEAD)
+        self._max_waiting, self._get = max_waiting, get
+        self._waiting: dict[bytes, Entry] = {}
+        self._jobs: queue.Queue[tuple[Entry, Any] | None] = queue.Queue(WRITES_AHEAD)
         self._writer: threading.Thread | None = None
         self._paused_until = 0.0
         self._failing = self._closed = False
@@ -110,11 +93,12 @@ class DiskTier:
         if self._folder is not None:
             self._folder.touch(self._settings, reversed(hashes), owner)
 
-    def add(self, entry: Any, hash: bytes, prefix: bytes, owner: Owner) -> None:
+    def add(self, entry: Entry) -> None:
         """Let an entry of the store wait until it is written."""
-        if self._folder is None or self._folder.problem or self._folder.lost or self.has(hash):
+        folder = self._folder
+        if folder is None or folder.problem or folder.lost or self.has(entry.hash):
             return
-        self._waiting[hash] = WaitingEntry(entry, hash, prefix, owner)
+        self._waiting[entry.hash] = entry
         if len(self._waiting) > self._max_waiting:  # the oldest was evicted long ago
             del self._waiting[next(iter(self._waiting))]
             self.lost += 1
@@ -124,8 +108,8 @@ class DiskTier:
         if self._folder is not None and self._folder.lost:
             self._waiting.clear()
         while self._waiting and not self._jobs.full() and not self._is_paused():
-            waiting = self._waiting.pop(next(iter(self._waiting)))
-            arrays = self._take(waiting.entry, waiting.hash)
+            entry = self._waiting.pop(next(iter(self._waiting)))
+            arrays = self._get(entry)
             if arrays is None:
                 self.lost += 1
                 continue
@@ -134,17 +118,19 @@ class DiskTier:
                     target=self._run, name="jaxkv-prefix-writer", daemon=True
                 )
                 self._writer.start()
-            name = self._folder.name(self._settings, waiting.owner, waiting.hash)
-            self._jobs.put_nowait(WriteJob(name, waiting.owner, waiting.prefix, arrays))
+            self._jobs.put_nowait((entry, arrays))
 
-    def read(self, hash: bytes, prefix: bytes) -> Any:
-        """The arrays of a stored prefix, of numpy; None if there are none that can be used."""
-        if not self._has_folder() or (file := self._folder.hold(self._settings, hash)) is None:
+    def read(self, entry: Entry) -> Any:
+        """The stored arrays of an entry, of numpy; None if there are none that can be used."""
+        if not self._has_folder():
             return None
-        like = {"prefix": _bytes(prefix), "arrays": np.broadcast_to(np.uint8(0), self._size)}
+        file = self._folder.hold(self._settings, entry.hash)
+        if file is None:
+            return None
+        like = {"prefix": _bytes(entry.data), "arrays": np.broadcast_to(np.uint8(0), self._size)}
         try:
             content = batch.load(self._folder.path / file.name, like, self._identity)
-            if content["prefix"].tobytes() != prefix:
+            if content["prefix"].tobytes() != entry.data:
                 raise UserError("it has another prefix than its name says")
         except UserError as error:
             self.failures += 1
@@ -226,7 +212,7 @@ class DiskTier:
         """The writer's thread."""
         while (job := self._jobs.get()) is not None:
             try:
-                self._write(job)
+                self._write(*job)
                 self._failing = False
             except Exception as error:  # the thread must survive
                 self.failures += 1
@@ -239,17 +225,18 @@ class DiskTier:
                 del job  # its arrays
         self._jobs.task_done()
 
-    def _write(self, job: WriteJob) -> None:
+    def _write(self, entry: Entry, arrays: Any) -> None:
         if not self._has_folder():
             self.lost += 1
             return
-        size = self._size + len(job.prefix) + FILE_OVERHEAD
-        if not self._folder.make_room(job.owner, size):
+        size = self._size + len(entry.data) + FILE_OVERHEAD
+        if not self._folder.make_room(entry.owner, size):
             self.lost += 1  # all other files are being read
             return
-        content = {"prefix": _bytes(job.prefix), "arrays": pack(job.arrays)}
-        batch.save(self._folder.path / job.name, content, self._identity, private=True)
-        self._folder.add(job.name)
+        name = self._folder.name(self._settings, entry.owner, entry.hash)
+        content = {"prefix": _bytes(entry.data), "arrays": pack(arrays)}
+        batch.save(self._folder.path / name, content, self._identity, private=True)
+        self._folder.add(name)
         self.writes += 1
 
 

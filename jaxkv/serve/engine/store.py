@@ -143,7 +143,7 @@ class PrefixStore:
         if entry is not None:
             self._device.save(entry, lease.prompt, state)
             self.index.publish(entry, lease)
-            self.disk.add(entry, entry.hash, entry.data, entry.owner)
+            self.disk.add(entry)
 
     def release(self, lease: Lease) -> None:
         self.index.release(lease)
@@ -163,9 +163,9 @@ class PrefixStore:
     def _move(self, level: int, index: int, new_level: int, new_index: int) -> None:
         self._tiers[new_level].put(new_index, *self._tiers[level].take(index))
 
-    def _arrays(self, entry: Entry, hash: bytes) -> Any:
+    def _arrays(self, entry: Entry) -> Any:
         """The arrays of an entry for the disk; None if it was evicted."""
-        if self.index.get(hash) is not entry:
+        if self.index.get(entry.hash) is not entry:
             return None
         return self._tiers[entry.level].get(entry.index)[0]
 
@@ -192,14 +192,15 @@ class PrefixStore:
         hash, at = prompt.hashes[number - 1], number * self.index.chunk
         if not self.disk.has(hash) or self.index.get(hash) is not None:
             return False
-        arrays = self.disk.read(hash, self.index.hashed_bytes(prompt, number))
+        entry = self.index.claim(prompt, at, lease)
+        if entry is None:  # every place is in use
+            return False
+        arrays = self.disk.read(entry)
         if arrays is None:
+            self.index.withdraw(entry)
             if lease is not None:  # the blocks after it are computed too, and may be damaged too
                 self.disk.discard(prompt.hashes[number:])
             return False
-        entry = self.index.claim(prompt, at, lease)
-        if entry is None:  # every place is in use
-            return lease is None
         self._device.put(entry.index, arrays, self._device.page_ids(prompt, at))
         self.index.publish(entry, lease)
         return True

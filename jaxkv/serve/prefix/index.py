@@ -295,6 +295,12 @@ class PrefixIndex:
         else:
             self._add_refs([entry], -1)
 
+    def withdraw(self, entry: Entry) -> None:
+        """Give the place of a claimed entry back, because there is nothing to store in it."""
+        del self._entries[entry.hash]
+        self.tiers[entry.level].remove(entry)
+        self.in_use -= 1
+
     def reset(self) -> bool:
         """Remove all entries, not the counts; returns False, without change, if any is used."""
         if self.in_use:

@@ -10,8 +10,9 @@ import numpy as np
 import jaxkv
 from jaxkv.policy_spec import by_layer
 from jaxkv.rotary import rotary
-from jaxkv.serve.engine import Engine, Model, Outcome, Request, ScoredToken
+from jaxkv.serve.engine import Engine, Model, Outcome, PrefixConfig, Request, ScoredToken
 
+CHUNK = 16
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 4, 2, 8, 48
 SPEC = jaxkv.Spec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, rotary(HEAD_DIM, 100.0), group=2)
 SIZES = {"q": (WIDTH, 32), "k": (WIDTH, 16), "v": (WIDTH, 16), "o": (32, WIDTH)}
@@ -51,6 +52,12 @@ def new_plain(policy: str = "streaming:sinks=2,window=14", seed: int = 0) -> Mod
 
 
 plain = functools.cache(new_plain)  # engines of one model share their programs
+
+
+def new_engine(policy: str, config: PrefixConfig | None = None, seed: int = 0, **fields) -> Engine:
+    """An engine for prompts of up to 256 tokens, with a prefix cache. seed: of its weights."""
+    settings = {"max_batch": 2, "max_len": 256, "chunk": CHUNK} | fields
+    return Engine(plain(policy, seed), prefix_cache=config, **settings)
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.serve.engine import PrefixFolder, Request
-from tests.serve.engine.plain import ask
+from tests.serve.engine.plain import CHUNK, ask
 from tests.serve.engine.test_failure import wait_for
 from tests.serve.engine.test_prefix_folder import (
     ASKED,
@@ -21,7 +21,7 @@ from tests.serve.engine.test_prefix_folder import (
     files,
     stored,
 )
-from tests.serve.engine.test_prefixes import CHUNK, SHARED, usable
+from tests.serve.engine.test_prefixes import SHARED, usable
 
 
 @pytest.mark.parametrize("policy", BOTH)

@@ -14,9 +14,9 @@ from jaxkv.errors import UserError
 from jaxkv.serve.engine import Engine, PrefixConfig, PrefixFolder, Request, disk_tier, store
 from jaxkv.state import batch
 from tests.seldom import seldom
-from tests.serve.engine.plain import Recorder, ask, plain
+from tests.serve.engine.plain import Recorder, ask, new_engine
 from tests.serve.engine.test_failure import wait_for
-from tests.serve.engine.test_prefixes import CHUNK, SHARED, branches, usable
+from tests.serve.engine.test_prefixes import SHARED, branches, usable
 
 BOTH = ["full", "streaming:sinks=2,window=14"]
 OFTEN = [*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:storage=int8"]
@@ -25,11 +25,6 @@ SELDOM = [
     "reservoir:sinks=2,window=6,sample=8",
 ]  # fmt: skip
 ASKED = [Request(prompt, 6, logprobs=3) for prompt in (SHARED, *branches((31, 48, 130)))]
-
-
-def new_engine(policy: str, config: PrefixConfig | None = None, seed: int = 0, **fields) -> Engine:
-    settings = {"max_batch": 2, "max_len": 256, "chunk": CHUNK} | fields
-    return Engine(plain(policy, seed), prefix_cache=config, **settings)
 
 
 def stored(
@@ -358,6 +353,29 @@ def test_reset_deletes_the_files_too(tmp_path, policy):
         assert listener.outcome.cached_tokens == 0
         assert engine.reset_prefix_cache() and not files(tmp_path)
     engine.stop()
+
+
+@pytest.mark.parametrize(
+    "stored_blocks, num_blocks, cached",
+    [({0, 1, 2}, 8, 48), ({0, 1}, 8, 32), ({1, 2}, 8, 0), ({0, 1, 2}, 2, 32)],
+)
+def test_leading_blocks_are_restored_once(tmp_path, stored_blocks, num_blocks, cached):
+    """As far as the files have no gap and pages are free; blocks in memory are not read again."""
+    request = Request(SHARED[:50], 4, logprobs=1)
+    engine = stored(tmp_path, "full")
+    hashes = engine._store.index.hash_prompt(request.tokens, engine._store._root(None)).hashes
+    expected = answers(engine, [request])[0][0]
+    for number in {0, 1, 2} - stored_blocks:
+        (file,) = tmp_path.glob(f"*{hashes[number].hex()}*")
+        file.unlink()
+    engine = stored(tmp_path, "full", blocks=num_blocks)
+    (first,) = ask(engine, request)
+    assert (first.scored, first.outcome.cached_tokens) == (expected, cached)
+    hits = engine.metrics()["disk_hits"]
+    assert answers(engine, [request])[0] == (expected, 48 if num_blocks == 8 else 32)
+    metrics = engine.metrics()
+    assert metrics["disk_hits"] == hits and metrics["disk_failures"] == 0
+    assert metrics["prefix_hits"] + sum(metrics["misses"].values()) == 2 * 50
 
 
 @pytest.mark.parametrize("policy, blocks", [(BOTH[0], 14), (BOTH[1], 2)])

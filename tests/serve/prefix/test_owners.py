@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.serve.prefix import PrefixIndex, owners
 from jaxkv.serve.prefix.owners import IDLE, Shares
-from tests.serve.prefix.prompts import ROOT, admit, cached, serve
+from tests.serve.prefix.prompts import ROOT, cached, serve
 
 SIZE = 4  # tokens of a chunk
 KINDS = pytest.mark.parametrize("linked", [True, False], ids=["blocks", "snapshots"])
@@ -113,16 +113,6 @@ def test_owners_with_one_root_never_lose_a_parent_before_its_child():
             parent = block.parent
             assert parent is None or index.get(parent.hash) is parent
     assert index.counts.tokens_hit > 500
-
-
-def test_a_prompt_in_prefill_counts_its_blocks():
-    """Blocks in use cannot be evicted, so their owner may take nothing else of a third owner."""
-    index = make(True, 12)
-    serve(index, range(33), owner="c")
-    long = admit(index, range(100, 200), owner="a")
-    assert len(long.entries) == 6 and cached(index, range(33)) == 24
-    assert len(admit(index, range(200, 220), owner="b").entries) == 3
-    assert cached(index, range(33)) == 12
 
 
 def test_the_order_of_owners():

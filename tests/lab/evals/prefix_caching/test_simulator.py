@@ -269,7 +269,6 @@ def test_26_counts_of_two_equal_requests():
     serve(index, P)
     lookups = index.lookups
     assert (lookups.tokens_hit, lookups.tokens) == (12, 28)
-    assert (lookups.full_blocks_hit, lookups.full_blocks) == (3, 6)
     assert (lookups.blocks_hit, lookups.blocks) == (3, 8)
     assert (lookups.requests_hit, lookups.requests) == (1, 2)
 
