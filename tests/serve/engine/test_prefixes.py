@@ -284,7 +284,7 @@ def test_a_snapshot_is_not_changed_by_a_hit():
     ask(engine, Request(SHARED, 1))
     pool = engine._store._device._pool
     before = [np.array(leaf) for leaf in jax.tree.leaves(pool._pool)]
-    (listener,) = ask(engine, Request(SHARED, 100))
+    (listener,) = ask(engine, Request(SHARED, 50))
     assert listener.outcome.cached_tokens == usable(200)
     for old, new in zip(before, jax.tree.leaves(pool._pool), strict=True):
         np.testing.assert_array_equal(old, new)

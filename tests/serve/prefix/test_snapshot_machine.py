@@ -125,6 +125,14 @@ class Machine(RuleBasedStateMachine):
         self.save(snapshot.index, (salt, tokens), ids)
         self.index.publish(snapshot)
 
+    @precondition(lambda self: self.claims)
+    @rule(pick=PICK)
+    def withdraw(self, pick):
+        """Give up a claim, as if its state could not be read."""
+        snapshot, *_ = self.claims.pop(pick % len(self.claims))
+        self.index.withdraw(snapshot)
+        assert self.index.get(snapshot.hash) is None
+
     @precondition(lambda self: self.plans)
     @rule(pick=PICK)
     def release(self, pick):
