@@ -21,6 +21,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import IO
 
 from jaxkv import __version__
@@ -54,6 +55,10 @@ EXTRAS = {
 }
 
 
+def _is_flag(word: str) -> bool:
+    return word.startswith("-")
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without the usage."""
 
@@ -64,6 +69,15 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: IO[str] | None = None) -> None:
         (file or sys.stdout).write(self.format_help())  # argparse would ignore a full disk
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        # The words after a command are those of its own parser.
+        has_commands = self._subparsers is not None
+        self.check_flags([*takewhile(_is_flag, words)] if has_commands else words)
+        return super().parse_known_args(words, namespace)
 
     def check_flags(self, words: Sequence[str]) -> None:
         """Raise UserError for the first unknown flag, with the nearest that exists.
@@ -101,10 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with terminable(), on_interrupt(leave), _warnings_as_lines():
-            parser, command = _parser(argv)
-            command.check_flags(argv if command is parser else argv[1:])
             try:
-                args = parser.parse_args(argv)
+                args = _parser(argv).parse_args(argv)
             except SystemExit as done:  # --help and --version
                 code = done.code or 0
             else:
@@ -133,12 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(argv: Sequence[str]) -> tuple[Parser, Parser]:
-    """The parser of all commands, of which only the given one has its flags, and that one's."""
+def _parser(argv: Sequence[str]) -> Parser:
+    """The parser of all commands, of which only the given one has its flags."""
     about = "Bounded KV caches for Llama-family models on JAX: generation in constant memory."
     parser = Parser("jaxkv", description=about, allow_abbrev=False)
     parser.add_argument("-V", "--version", action="version", version=f"jaxkv {__version__}")
-    commands, chosen = parser.add_subparsers(metavar="COMMAND", required=True), parser
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
         near = difflib.get_close_matches(argv[0].lower(), COMMANDS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
@@ -150,8 +162,7 @@ def _parser(argv: Sequence[str]) -> tuple[Parser, Parser]:
             module = importlib.import_module(f"jaxkv.cli.{name}")
             module.add_flags(command)
             command.set_defaults(run=module.run)
-            chosen = command
-    return parser, chosen
+    return parser
 
 
 def _say(kind: str, message: object) -> None:

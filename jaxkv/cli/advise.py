@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
-from jaxkv.cli.progress import duration, show_progress
+from jaxkv.cli.interrupts import interrupted, note_interrupt
+from jaxkv.cli.progress import duration, say, show_progress
 from jaxkv.cli.report import check_plot, describe, write_report
 
 FILES = ("advise.json", "advise.png")
 
 
+FLAGS = (
+    ("budget", flags.memory, None, "BYTES", "bytes of the tokens that a sequence caches after the "
+     "scored ones, such as 8MiB (default: those of a streaming cache of a quarter of a stretch, at "
+     "most 256 tokens, or of the largest --policy)"),
+    ("policy", str, None, "P", "policy to measure; may be repeated. A name alone, such as "
+     "reservoir, gets the fields that fill the budget; all measures every name, which takes "
+     "several times as long (default: streaming in floats and in int8, reservoir, snapkv, "
+     "expected-attention, keydiff and uniform)", {"action": "append"}),
+    ("max-tokens", flags.integer(2), None, "N", "read only the first N tokens of the text "
+     "(default: as many as the stretches need)"),
+    ("block", flags.integer(1), None, "N", "scored tokens per block, from which the errors are "
+     "computed (default: those of a stretch, or fewer where the text has less than 8 stretches)"),
+    ("out", str, None, "FOLDER", f"folder for {' and '.join(FILES)}, created if absent"),
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_text(parser, "UTF-8 text of the kind that the cache is for")
-    parser.add_argument(
-        "--budget", type=flags.memory, metavar="BYTES",
-        help="bytes of the tokens that a sequence caches after the scored ones, such as 8MiB "
-        "(default: those of a streaming cache of a quarter of a stretch, at most 256 tokens, or of "
-        "the largest --policy)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policy", action="append", metavar="P",
-        help="policy to measure; may be repeated. A name alone, such as reservoir, gets the fields "
-        "that fill the budget; all measures every name, which takes several times as long "
-        "(default: streaming in floats and in int8, reservoir, snapkv, expected-attention, "
-        "keydiff and uniform)",
-    )  # fmt: skip
+    flags.add(parser, *FLAGS)
     flags.add_stretches(parser, "448, or less for a model with a short context", "64", "8")
-    parser.add_argument(
-        "--max-tokens", type=flags.integer(2), metavar="N",
-        help="read only the first N tokens of the text (default: as many as the stretches need)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block", type=flags.integer(1), metavar="N",
-        help="scored tokens per block, from which the errors are computed (default: those of a "
-        "stretch, or fewer where the text has less than 8 stretches)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="FOLDER", help=f"folder for {' and '.join(FILES)}, created if absent"
-    )
     flags.add_json(parser)
     flags.add_model(parser)
 
@@ -77,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     about = describe("advise", args, llm)
     seconds = expected_time.seconds(llm, parts, policies)
     _say_expected(len(policies), len(parts.tokens), parts.fed, seconds)
-    pressed = threading.Event()
-    with on_interrupt(pressed.set):
+    with note_interrupt() as pressed:
         measured = advise.measure(llm, parts, policies, args.seed, show_progress, pressed.is_set)
     results = advise.rank(llm, parts, measured, budget, block)
     report = about | results
@@ -102,16 +91,13 @@ def run(args: argparse.Namespace) -> int:
     if pressed.is_set():
         timed = all(row["milliseconds_per_token"] for row in results["policies"])
         times = "" if timed and count else ", times per token are not"
-        done = f"{count} of {len(policies)} policies are measured{times}"
-        print(f"jaxkv: interrupted: {done}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted(f"{count} of {len(policies)} policies are measured{times}")
     return 0
 
 
 def _say_expected(policies: int, stretches: int, tokens: int, seconds: float) -> None:
-    print(
-        f"jaxkv: measures full attention and {policies} other{'s' if policies > 1 else ''} on "
+    say(
+        f"measures full attention and {policies} other{'s' if policies > 1 else ''} on "
         f"{stretches} stretches of {tokens} tokens; expected time: about {duration(seconds)}, less "
-        "if programs are compiled already, more beside other work",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        "if programs are compiled already, more beside other work"
+    )

@@ -18,11 +18,10 @@ from jaxkv.cli.chat_commands import (
     load_session,
     obey,
     save_session,
-    tell,
 )
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError
 from jaxkv.files import decode
 
@@ -33,12 +32,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"them, // begins a message with /. {EXIT} or the end of input exits. Ctrl-C stops an "
         "answer, or /policy while it compiles; at the prompt it exits."
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument(
-        "--session", metavar="FILE",
-        help="continue the conversation in this file, if it exists, and save it there after each "
-        "line",
-    )  # fmt: skip
+    session = "continue the conversation in this file, if it exists, and save it there after each "
+    flags.add(
+        parser,
+        ("system", str, None, "TEXT", "the system message"),
+        ("session", str, None, "FILE", f"{session}line"),
+    )
     flags.add_policy(parser)
     parser.set_defaults(policy=None)  # of the session, if there is one
     flags.add_json(parser)
@@ -55,16 +54,13 @@ def run(args: argparse.Namespace) -> int:
     args.policy = check_session(path, llm, chosen) if continues else chosen or defaults.POLICY
     sampling = flags.sampling_of(args, llm)
     if llm.chat.template is None:
-        print(
-            "jaxkv: the model has no chat template: messages are sent as plain text",
-            file=sys.stderr,
-        )
+        say("the model has no chat template: messages are sent as plain text")
     chat = ChatState(args, llm, sampling)
     chat.talk.compile_ahead(sampling, args.ignore_eos)
     load()  # while programs are compiled
     first_talk = chat.talk
     if continues:
-        tell(load_session(chat, path))
+        say(load_session(chat, path))
     elif path is not None:
         save_session(chat, path)  # a file that cannot be written ends the chat now
     chat.warm_up(first_talk)
@@ -83,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 except UserError as error:
                     if not sys.stdin.isatty():
                         raise
-                    tell(f"error: {error}; or begin an empty conversation with /reset")
+                    say(f"error: {error}; or begin an empty conversation with /reset")
             if args.session is not None:
                 keep(chat)
     except KeyboardInterrupt:
@@ -116,7 +112,7 @@ def keep(chat: ChatState) -> None:
     try:
         save_session(chat, chat.args.session)
     except UserError as error:
-        tell(f"error: {error}")
+        say(f"error: {error}")
 
 
 def lines(silent: bool) -> Iterator[str]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from typing import TYPE_CHECKING
 
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class ChatState:
         talk.compile_ahead(self.sampling, self.args.ignore_eos)
         if count := talk.stream.ahead.count:
             policy = format_policy(talk.stream.policies)
-            tell(f"compiling {count} programs for {policy}: up to a minute; Ctrl-C stops it")
+            say(f"compiling {count} programs for {policy}: up to a minute; Ctrl-C stops it")
 
     def warm_up(self, talk: Conversation) -> None:
         """Compile all that turns of a conversation need, with progress."""
@@ -87,15 +86,9 @@ def obey(chat: ChatState, line: str) -> None:
             raise UserError(f"{name} takes nothing after it, got {rest!r}; write {name}")
         if not rest and argument and not argument.startswith("["):
             raise UserError(f"{name} needs {argument}; write {name} {argument}")
-        tell(act(chat, rest))
+        say(act(chat, rest))
     except UserError as error:
-        tell(f"error: {error}")
-
-
-def tell(text: str) -> None:
-    """Print lines to standard error."""
-    for line in text.splitlines():
-        print(f"jaxkv: {line}", file=sys.stderr, flush=True)
+        say(f"error: {error}")
 
 
 def _help(chat: ChatState, _: str) -> str:

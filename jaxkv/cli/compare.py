@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import threading
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
-from jaxkv.cli.perplexity import add_scoring, say_interrupted
+from jaxkv.cli.interrupts import interrupted, note_interrupt
+from jaxkv.cli.perplexity import add_scoring, scored_of
 from jaxkv.cli.progress import show_progress
 from jaxkv.cli.report import check_plot, describe, write_report
 
@@ -17,17 +16,18 @@ BLOCKS = 50
 FILES = ("compare.json", "compare.png")
 
 
+FLAGS = (
+    ("policy", str, None, "P", "policy to compare; may be repeated. recompute:window=W recomputes "
+     "the last W tokens for every token (default: full, and a window and a streaming cache of 256 "
+     "tokens)", {"action": "append"}),
+    ("out", str, None, "DIR", f"folder for {' and '.join(FILES)}, created if absent"),
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_scoring(parser, MAX_TOKENS, BLOCKS)
     flags.add_stretches(parser, "no prompt", "all after the prompt", "1")
-    parser.add_argument(
-        "--policy", action="append", metavar="P",
-        help="policy to compare; may be repeated. recompute:window=W recomputes the last W "
-        "tokens for every token (default: full, and a window and a streaming cache of 256 tokens)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="DIR", help=f"folder for {' and '.join(FILES)}, created if absent"
-    )
+    flags.add(parser, *FLAGS)
     flags.add_json(parser)
     flags.add_model(parser)
 
@@ -50,14 +50,13 @@ def run(args: argparse.Namespace) -> int:
     about = describe("compare", args, llm)
     tokens = encode(llm, text)[: args.max_tokens]
     parts = compare.cut(llm, tokens, prompt, args.score_tokens, args.stretches)
-    pressed, total = threading.Event(), len(parts.tokens) * parts.scored
-    with on_interrupt(pressed.set):
+    total = len(parts.tokens) * parts.scored
+    with note_interrupt() as pressed:
         scores = compare.compare(
             llm, parts, chosen, args.chunk, args.seed, show_progress, pressed.is_set
         )
     if not scores:  # interrupted within the first prompt
-        say_interrupted(chosen[0], 0, total, len(chosen) - 1)
-        return INTERRUPTED
+        return interrupted(scored_of(chosen[0], 0, total, len(chosen) - 1))
     block = args.block or -(-parts.scored // BLOCKS)
     over = compare.over_first(scores, block)
     results = [
@@ -84,6 +83,6 @@ def run(args: argparse.Namespace) -> int:
         write_report(out, FILES, report, picture)
     if pressed.is_set():
         last, score = list(scores.items())[-1]
-        say_interrupted(last, score.predictions, total, len(chosen) - len(scores))
-        return INTERRUPTED
+        unscored = len(chosen) - len(scores)
+        return interrupted(scored_of(last, score.predictions, total, unscored))
     return 0

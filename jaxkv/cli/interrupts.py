@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from jaxkv.cli.progress import say
+
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -39,6 +41,20 @@ def on_interrupt(
         yield
     finally:
         signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def note_interrupt() -> Iterator[threading.Event]:
+    """Inside, Ctrl-C sets the event."""
+    pressed = threading.Event()
+    with on_interrupt(pressed.set):
+        yield pressed
+
+
+def interrupted(results: str) -> int:
+    """Say what a command has done at Ctrl-C; returns its exit code."""
+    say(f"interrupted: {results}")
+    return INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.interrupts import interrupted, note_interrupt
 from jaxkv.cli.progress import Progress
 
 BLOCKS = 20  # default number of blocks with a mean loss each
@@ -26,20 +24,18 @@ def add_scoring(
     parser: argparse.ArgumentParser, max_tokens: int | None = None, blocks: int = BLOCKS
 ) -> None:
     """The flags of a text to score."""
-    default = "the whole file" if max_tokens is None else max_tokens
+    limit = "the whole file" if max_tokens is None else max_tokens
     flags.add_text(parser)
-    parser.add_argument(
-        "--max-tokens", type=flags.integer(2), default=max_tokens, metavar="N",
-        help=f"score only the first N tokens, including a BOS (default: {default})",
+    flags.add(
+        parser,
+        ("max-tokens", flags.integer(2), None, "N", "score only the first N tokens, including a "
+         f"BOS (default: {limit})"),
+        ("chunk", flags.integer(1), None, "C", "tokens per chunk; changes only the speed (default: "
+         "by policy)"),
+        ("block", flags.integer(1), None, "N", "report the mean loss of each N tokens (default: "
+         f"{blocks} equal blocks)"),
     )  # fmt: skip
-    parser.add_argument(
-        "--chunk", type=flags.integer(1), metavar="C",
-        help="tokens per chunk; changes only the speed (default: by policy)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block", type=flags.integer(1), metavar="N",
-        help=f"report the mean loss of each N tokens (default: {blocks} equal blocks)",
-    )  # fmt: skip
+    parser.set_defaults(max_tokens=max_tokens)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
     tokens = encode(llm, text)[: args.max_tokens]
     prompt = args.prompt_tokens or 0
-    pressed, total = threading.Event(), len(tokens) - 1 - prompt
-    with Progress("scoring", total) as progress, on_interrupt(pressed.set):
+    total = len(tokens) - 1 - prompt
+    with Progress("scoring", total) as progress, note_interrupt() as pressed:
         scored = score(
             llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set, prompt
         )
-    code = INTERRUPTED if pressed.is_set() else 0
-    if code:
-        say_interrupted(args.policy, len(scored.losses), total)
+    code = 0
+    if pressed.is_set():
+        code = interrupted(scored_of(args.policy, len(scored.losses), total))
     result = {
         "perplexity": scored.perplexity,
         "loss": scored.loss,
@@ -83,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def say_interrupted(policy: str, done: int, total: int, unscored: int = 0) -> None:
-    """Say in one line what was scored before Ctrl-C. unscored: policies that were not."""
+def scored_of(policy: str, done: int, total: int, unscored: int = 0) -> str:
+    """What was scored before Ctrl-C. unscored: policies that were not."""
     scored = f"{policy} is scored on the first {done} of {total} predictions"
-    rest = f"; {unscored} more not scored" if unscored else ""
-    print(f"jaxkv: interrupted: {scored}{rest}", file=sys.stderr)
+    return f"{scored}; {unscored} more not scored" if unscored else scored

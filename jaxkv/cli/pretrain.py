@@ -21,48 +21,35 @@ if TYPE_CHECKING:
     from jaxkv.models.training.recipes import Recipe
 
 
+STARTS = (
+    ("preset", str, None, None, "recipe: tiny, default, small or 160m (see "
+     "models/training/recipes.py)"),
+    ("from", str, None, "MODEL", "continue the training of a model: a folder, Hub id, GGUF file or "
+     "smollm2-135m", {"dest": "base"}),
+)  # fmt: skip
+FLAGS = (
+    ("train", str, None, "PART", "the weights that --from updates: all, attention or sinks "
+     "(default all); others are frozen"),
+    ("set", str, [], "FIELD=VALUE", "change a field of the recipe, such as steps, lr or "
+     "sinks=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py lists all)",
+     {"action": "append", "dest": "settings"}),
+    ("data", str, None, "DIR", "output folder of `jaxkv data`", {"required": True}),
+    ("out", str, None, "DIR", "folder of this run, created if absent; the same command resumes the "
+     "run", {"required": True}),
+    ("mesh", str, None, None, "device mesh: data=8 shards samples and weights over 8 devices"),
+    ("distributed", str, None, "HOST:PORT,PROCESSES,NUMBER", "join a run of several processes: "
+     "address of the first process, number of processes, index of this one (default: from the "
+     "cluster's launcher)", {"nargs": "?", "const": ""}),
+)  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument(
-        "--preset", help="recipe: tiny, default, small or 160m (see models/training/recipes.py)"
-    )
-    start.add_argument(
-        "--from", dest="base", metavar="MODEL",
-        help="continue the training of a model: a folder, Hub id, GGUF file or smollm2-135m",
-    )  # fmt: skip
-    parser.add_argument(
-        "--train", metavar="PART",
-        help="the weights that --from updates: all, attention or sinks (default all); others are "
-        "frozen",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
-        help="change a field of the recipe, such as steps, lr or "
-        "sinks=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py lists all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data", required=True, metavar="DIR", help="output folder of `jaxkv data`"
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR",
-        help="folder of this run, created if absent; the same command resumes the run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mesh", help="device mesh: data=8 shards samples and weights over 8 devices"
-    )
-    parser.add_argument(
-        "--distributed", nargs="?", const="", metavar="HOST:PORT,PROCESSES,NUMBER",
-        help="join a run of several processes: address of the first process, number of processes, "
-        "index of this one (default: from the cluster's launcher)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="compile a step, print its memory on one device, and exit; nothing is allocated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
+    flags.add(parser.add_mutually_exclusive_group(required=True), *STARTS)
+    flags.add(parser, *FLAGS)
+    flags.add_switches(
+        parser,
+        plan="compile a step, print its memory on one device, and exit; nothing is allocated",
+        tensorboard="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
     )
 
 

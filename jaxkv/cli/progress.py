@@ -12,6 +12,12 @@ DELAY = 0.5  # seconds before the first display
 REDRAW, REPEAT = 0.2, 5.0  # seconds between redraws in a terminal, between lines elsewhere
 
 
+def say(text: str) -> None:
+    """Print lines to standard error."""
+    for line in text.splitlines():
+        print(f"jaxkv: {line}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """One line that is redrawn in a terminal and erased at the end.
 

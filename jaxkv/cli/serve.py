@@ -21,7 +21,7 @@ from jaxkv.cli import flags
 from jaxkv.cli.files import read_text
 from jaxkv.cli.interrupts import INTERRUPTED, disregard, on_interrupt
 from jaxkv.cli.keys import ADMIN_KEYS, KEYS, read_keys, reload_at_hangup
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -29,69 +29,93 @@ if TYPE_CHECKING:
     from jaxkv.serve.engine import Engine, PrefixConfig
     from jaxkv.serve.engine.plan import ServingMemory
     from jaxkv.serve.http import Drain, ServerConfig
-    from jaxkv.serve.http.connections import Server
+    from jaxkv.serve.http.server import Server
 
 COUNT = flags.integer(1)
 FAILED = 70  # the exit code if the engine fails
 STOP = 5.0  # seconds for the engine's last step
-SERVER, ENGINE, PREFIXES = "server", "engine", "prefix cache"
-# Group, flag, type, default, metavar, help.
-FLAGS = (
-    (SERVER, "host", str, "127.0.0.1", "HOST", "address to listen on; 127.0.0.1 accepts "
-     "connections from this machine only"),
-    (SERVER, "port", flags.integer(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
-     "and prints it"),
-    (SERVER, "served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
-     "answers state the first (default: the Hub id, or the name of the model folder or file)"),
-    (SERVER, "chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
-     "model's own"),
-    (SERVER, "api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, "
-     "KEY SALT, or either with name=NAME; keys with equal salts share a prefix cache, and usage is "
-     "reported by name (default: no key is required)"),
-    (SERVER, "admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
-     "keys, /metrics needs an admin key (default: there is none)"),
-    (SERVER, "allowed-origins", flags.origins, (), "ORIGINS", "origins of web pages on other sites "
-     "that may use the server, such as https://chat.example,http://localhost:3000; * is all "
-     "(default: none)"),
-    (SERVER, "per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
-     "(default: half of --max-batch and --queue together)"),
-    (SERVER, "metrics-prefix", flags.metric_name, "jaxkv", "NAME", "prefix of the names of "
-     "metrics; routers that know vLLM read the prefix vllm"),
-    (SERVER, "log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
-     "json (also every request, one object per line) on standard error"),
-    (SERVER, "drain", flags.integer(0), 0, "SECONDS", "after SIGTERM, finish the running answers "
-     "for up to so long; meanwhile /health fails and new requests are refused with status 503"),
-    (ENGINE, "step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
-     "takes longer"),
-    (ENGINE, "memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
-     f"prefixes, such as 4GiB (default: {defaults.MEMORY_SHARE:.0%}% of what is free)"),
-    (ENGINE, "max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
-     f"(default: {defaults.MAX_BATCH}, or fewer if --memory holds fewer)"),
-    (ENGINE, "max-len", flags.integer(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
-     f"prompt and its answer together (default: {defaults.GROWING_LEN} for growing caches, which "
-     f"reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the two)"),
-    (ENGINE, "max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
-     "tokens of running answers, at least a chunk (default: a chunk)"),
-    (ENGINE, "chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
-     "multiples of it"),
-    (ENGINE, "queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
-     "status 503"),
-    (ENGINE, "queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
-     "requests"),
-    (PREFIXES, "prefix-memory", flags.memory, None, "SIZE", "device memory of the prefix cache, "
-     "such as 4GiB; 0 disables it (default: what --memory leaves; without --memory, at most "
-     f"{defaults.PREFIX_MEMORY // 2**20}MiB)"),
-    (PREFIXES, "prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
-     "device evicts (default 0)"),
-    (PREFIXES, "prefix-dir", str, None, "FOLDER", "folder of prefixes that survive a restart, and "
-     "of prompts therefore; one server at a time uses it (default: none)"),
-    (PREFIXES, "prefix-dir-size", flags.memory, None, "SIZE", "maximum bytes of --prefix-dir; the "
-     "least recently used prefixes are deleted first (default: "
-     f"{defaults.PREFIX_DIR_SIZE // 2**30}GiB)"),
-    (PREFIXES, "prefix-where", str, "last+branch", "WHERE", "chunk boundaries at which snapshots "
-     "are stored: last (the last of the prompt), branch (where prompts diverge) or every=N; + "
-     "joins several"),
-)  # fmt: skip
+# Group of flags -> name, type, default, metavar and help of each, as flags.add takes them.
+FLAGS = {
+    "server": (
+        ("host", str, "127.0.0.1", "HOST", "address to listen on; 127.0.0.1 accepts "
+         "connections from this machine only"),
+        ("port", flags.integer(0, 65535), 8000, "N", "port to listen on; 0 picks a free port "
+         "and prints it"),
+        ("served-model-name", str, None, "NAME,...", "names of the model in the API, of which "
+         "answers state the first (default: the Hub id, or the name of the model folder or file)"),
+        ("chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
+         "model's own"),
+        ("api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, "
+         "KEY SALT, or either with name=NAME; keys with equal salts share a prefix cache, and "
+         "usage is reported by name (default: no key is required)"),
+        ("admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
+         "keys, /metrics needs an admin key (default: there is none)"),
+        ("allowed-origins", flags.origins, (), "ORIGINS", "origins of web pages on other sites "
+         "that may use the server, such as https://chat.example,http://localhost:3000; * is all "
+         "(default: none)"),
+        ("per-key", COUNT, None, "N", "maximum number of concurrent answers per API key "
+         "(default: half of --max-batch and --queue together)"),
+        ("metrics-prefix", flags.metric_name, "jaxkv", "NAME", "prefix of the names of "
+         "metrics; routers that know vLLM read the prefix vllm"),
+        ("log", flags.one_of("text", "json"), "text", "FORMAT", "text (warnings and errors) or "
+         "json (also every request, one object per line) on standard error"),
+        ("drain", flags.integer(0), 0, "SECONDS", "after SIGTERM, finish the running answers "
+         "for up to so long; meanwhile /health fails and new requests are refused with status 503"),
+    ),
+    "engine": (
+        ("step-timeout", COUNT, 300, "SECONDS", "/health fails while one step of the engine "
+         "takes longer"),
+        ("memory", flags.memory, None, "SIZE", "device memory for weights, sequences and "
+         f"prefixes, such as 4GiB (default: {defaults.MEMORY_SHARE:.0%}% of what is free)"),
+        ("max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
+         f"(default: {defaults.MAX_BATCH}, or fewer if --memory holds fewer)"),
+        ("max-len", flags.integer(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
+         f"prompt and its answer together (default: {defaults.GROWING_LEN} for growing caches, "
+         f"which reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the "
+         "two)"),
+        ("max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
+         "tokens of running answers, at least a chunk (default: a chunk)"),
+        ("chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
+         "multiples of it"),
+        ("queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
+         "status 503"),
+        ("queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
+         "requests"),
+    ),
+    "prefix cache": (
+        ("prefix-memory", flags.memory, None, "SIZE", "device memory of the prefix cache, "
+         "such as 4GiB; 0 disables it (default: what --memory leaves; without --memory, at most "
+         f"{defaults.PREFIX_MEMORY // 2**20}MiB)"),
+        ("prefix-host-memory", flags.memory, 0, "SIZE", "host memory for prefixes that the "
+         "device evicts (default 0)"),
+        ("prefix-dir", str, None, "FOLDER", "folder of prefixes that survive a restart, and "
+         "of prompts therefore; one server at a time uses it (default: none)"),
+        ("prefix-dir-size", flags.memory, None, "SIZE", "maximum bytes of --prefix-dir; the "
+         "least recently used prefixes are deleted first (default: "
+         f"{defaults.PREFIX_DIR_SIZE // 2**30}GiB)"),
+        ("prefix-where", str, "last+branch", "WHERE", "chunk boundaries at which snapshots "
+         "are stored: last (the last of the prompt), branch (where prompts diverge) or every=N; + "
+         "joins several"),
+    ),
+}  # fmt: skip
+# Group of flags -> help of those without a value.
+SWITCHES = {
+    "server": {
+        "allow_special_tokens": "turn added tokens that are written out in chat messages into "
+        "their ids, not text",
+        "log_probes": "with --log json, also log the requests for /health and /metrics that "
+        "succeed",
+    },
+    "engine": {
+        "fixed_batch": "compute --max-batch sequences in every step, however few run: no bit of an "
+        "answer then depends on the number of others, and a single client waits longer (default: "
+        "the batch grows with load)",
+    },
+    "prefix cache": {
+        "no_cached_tokens": "leave cached_tokens out of the usage, because it reveals other users' "
+        "prompts",
+    },
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,31 +126,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"the exit code is {FAILED}."
     )
     flags.add_policy(parser)
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for title, name, kind, default, metavar, text in FLAGS:
-        group = groups.get(title) or parser.add_argument_group(title)
-        groups[title] = group
-        stated = default in (None, ()) or kind is flags.memory
-        shown = text if stated else f"{text} (default {default})"
-        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
-    groups[PREFIXES].add_argument(
-        "--no-cached-tokens", action="store_true",
-        help="leave cached_tokens out of the usage, because it reveals other users' prompts",
-    )  # fmt: skip
-    groups[SERVER].add_argument(
-        "--allow-special-tokens", action="store_true",
-        help="turn added tokens that are written out in chat messages into their ids, not text",
-    )  # fmt: skip
-    groups[SERVER].add_argument(
-        "--log-probes", action="store_true",
-        help="with --log json, also log the requests for /health and /metrics that succeed",
-    )  # fmt: skip
-    groups[ENGINE].add_argument(
-        "--fixed-batch", action="store_true",
-        help="compute --max-batch sequences in every step, however few run: no bit of an answer "
-        "then depends on the number of others, and a single client waits longer (default: the "
-        "batch grows with load)",
-    )  # fmt: skip
+    for title, rows in FLAGS.items():
+        group = parser.add_argument_group(title)
+        flags.add(group, *rows)
+        flags.add_switches(group, **SWITCHES[title])
     # The engine's programs and prefix cache are compiled for one device.
     flags.add_model(parser, mesh=False)
 
@@ -169,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         app = server.application(engine, language, keys, config, drain)
         server.begin_listening(listener)  # until the engine is ready, health probes must fail
         ready = (
-            f"jaxkv: serving {language.name} on {server.url(listener)} (policy {args.policy}, "
+            f"serving {language.name} on {server.url(listener)} (policy {args.policy}, "
             f"{at_most(plan.max_batch)}; {memory_of(engine, plan)})"
         )
         lost = partial(is_lost, engine, drain)
@@ -208,7 +211,7 @@ def run_until_stopped(
         try:
             # uvicorn handles both signals itself, and raises them again when it has stopped.
             with on_interrupt(stop), on_interrupt(leave, signal.SIGTERM):
-                print(ready, file=sys.stderr, flush=True)
+                say(ready)
                 server.run(sockets=[listener])
         finally:
             failed, ended = bool(engine.failure), engine.stop(STOP)
@@ -239,11 +242,11 @@ def read_template(args: argparse.Namespace) -> str | None:
 def check_name(name: str) -> str:
     """Returns a model name that clients can send; raises UserError for others."""
     from jaxkv.serve.engine.request import is_unicode
-    from jaxkv.serve.http.fields import TEXT
+    from jaxkv.serve.http.fields import MAX_TEXT
 
-    if not 0 < len(name) <= TEXT or not is_unicode(name):
+    if not 0 < len(name) <= MAX_TEXT or not is_unicode(name):
         raise UserError(
-            f"--served-model-name must be Unicode of 1 to {TEXT} characters, got {name!r:.60}; "
+            f"--served-model-name must be Unicode of 1 to {MAX_TEXT} characters, got {name!r:.60}; "
             "give another"
         )
     return name
@@ -385,7 +388,6 @@ def server_config(
     return server.ServerConfig(
         max_in_flight=max_in_flight,
         max_per_key=per_key,
-        max_answers=max_in_flight,
         max_batch=max_batch,
         max_waiting_tokens=args.queue_tokens,
         report_cached=not args.no_cached_tokens,

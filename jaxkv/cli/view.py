@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 from pathlib import Path
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import check_file, print_json, read_text, write
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
+from jaxkv.cli.interrupts import interrupted, note_interrupt
 from jaxkv.cli.progress import Progress
 from jaxkv.cli.report import names
 from jaxkv.errors import UserError
@@ -19,35 +17,30 @@ POLICY = "streaming:sinks=4,window=60"
 OUT = "view.html"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    flags.add_text(parser)
-    flags.add_policy(parser, POLICY)
-    parser.add_argument(
-        "--max-tokens", type=flags.integer(2), default=TOKENS, metavar="N",
-        help=f"show only the first N tokens, 2000 at most (default {TOKENS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompt-tokens", type=flags.integer(1), metavar="P",
-        help="tokens after which prefill ends, for policies that act there (default: half of them)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--layers", type=_layers, metavar="0,1,...",
-        help="show only these layers, so that more tokens fit on the page (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="FILE.html", default=OUT,
-        help=f"the page to write, in a folder that exists (default {OUT})",
-    )  # fmt: skip
-    flags.add_json(parser)
-    flags.add_model(parser)
-
-
 def _layers(text: str) -> list[int]:
     """The type of --layers."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"must be numbers such as 0,1,29, got {text!r}")
     return [int(part) for part in parts]
+
+
+FLAGS = (
+    ("max-tokens", flags.integer(2), TOKENS, "N", "show only the first N tokens, 2000 at most"),
+    ("prompt-tokens", flags.integer(1), None, "P", "tokens after which prefill ends, for policies "
+     "that act there (default: half of them)"),
+    ("layers", _layers, None, "0,1,...", "show only these layers, so that more tokens fit on the "
+     "page (default: all)"),
+    ("out", str, OUT, "FILE.html", "the page to write, in a folder that exists"),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    flags.add_text(parser)
+    flags.add_policy(parser, POLICY)
+    flags.add(parser, *FLAGS)
+    flags.add_json(parser)
+    flags.add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         )
     view.check(llm, args.policy, len(tokens), prompt, args.layers)
     load()
-    pressed = threading.Event()
-    with Progress("reading", len(tokens)) as progress, on_interrupt(pressed.set):
+    with Progress("reading", len(tokens)) as progress, note_interrupt() as pressed:
         recording = view.record(
             llm, tokens, args.policy, prompt, args.layers, args.seed, progress.at, pressed.is_set
         )
@@ -91,7 +83,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {out} ({show(len(page))}, {len(recording.ids)} tokens); open it in a browser")
     if pressed.is_set():
-        done = f"the page shows the first {len(recording.ids)} of {len(tokens)} tokens"
-        print(f"jaxkv: interrupted: {done}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted(f"the page shows the first {len(recording.ids)} of {len(tokens)} tokens")
     return 0

@@ -1,12 +1,17 @@
 """An HTTP server with OpenAI's API in front of the engine."""
 
-from jaxkv.serve.http.api_keys import ApiKeys, parse_api_keys
+from jaxkv.serve.http.access import ApiKeys, parse_api_keys
 from jaxkv.serve.http.app import application
 from jaxkv.serve.http.connections import raise_descriptor_limit
-from jaxkv.serve.http.drain import Drain
-from jaxkv.serve.http.job import ServerConfig
-from jaxkv.serve.http.listen import begin_listening, bind, make_server, url
 from jaxkv.serve.http.logs import log_as
+from jaxkv.serve.http.server import (
+    Drain,
+    ServerConfig,
+    begin_listening,
+    bind,
+    make_server,
+    url,
+)
 
 __all__ = [
     "ApiKeys",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from inspect import signature
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,19 +17,29 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxkv import __version__
-from jaxkv.serve.http.answers import Answers
-from jaxkv.serve.http.api_keys import METRICS, APIKeyMiddleware, ApiKeys, ConcurrencyLimit
-from jaxkv.serve.http.body import Bodies
-from jaxkv.serve.http.body_parsers import BodyParsers
-from jaxkv.serve.http.drain import Drain
-from jaxkv.serve.http.faults import Fault, shown
-from jaxkv.serve.http.formats import CHAT, COMPLETION
-from jaxkv.serve.http.hosts import HostMiddleware
-from jaxkv.serve.http.job import ServerConfig, unknown_model
-from jaxkv.serve.http.logs import REQUEST_ID
+from jaxkv.serve.http.access import (
+    METRICS,
+    ApiKeys,
+    CheckMiddleware,
+    ConcurrencyLimit,
+    check_host,
+    check_key,
+)
+from jaxkv.serve.http.body import BodyReader, ParserThreads
+from jaxkv.serve.http.completions import CompletionRoute
+from jaxkv.serve.http.errors import (
+    APIError,
+    ErrorResponse,
+    engine_unhealthy,
+    server_failed,
+    shown,
+)
+from jaxkv.serve.http.logs import ID, REQUEST_ID, AccessLogMiddleware
 from jaxkv.serve.http.metrics import Metrics
-from jaxkv.serve.http.observer import ID, Observer
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.serve.http.request import ServedModel
+from jaxkv.serve.http.responses import CHAT, COMPLETION
+from jaxkv.serve.http.server import Drain, ServerConfig
 
 LOG = logging.getLogger(__name__)
 
@@ -45,32 +56,32 @@ def application(
     keys: the accepted API keys; without any, no key is needed. drain: refuses requests once begun.
     """
     config, keys, drain = config or ServerConfig(), keys or ApiKeys(), drain or Drain()
-    names = (language.name, *config.aliases)
+    served = ServedModel(engine, language, config)
     metrics = Metrics(engine.metrics, config.metrics_prefix)
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
-    bodies = Bodies(config.max_bodies, config.max_body, config.read_seconds)
-    parsers = BodyParsers()
+    bodies = BodyReader(config.max_bodies, config.max_body, config.read_seconds)
+    shared = (served, metrics, limit, bodies, ParserThreads(), drain)
     routes = []
     for path, format in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
-        answers = Answers(format, engine, language, config, metrics, limit, bodies, parsers, drain)
-        for end, endpoint in (("", answers), ("/render", answers.render)):
-            routes.append(Route(f"{path}{end}", endpoint, methods=["POST"]))
+        route = CompletionRoute(format, *shared)
+        routes.append(Route(path, route, methods=["POST"]))
+        routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
 
     async def health(request: Request) -> Response:
         drain.check()
         if not engine.healthy:
-            raise Fault(503, "the engine does not answer; restart the server", "engine_unhealthy")
+            raise engine_unhealthy()
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        cards = [card(name, engine, language) for name in names]
+        cards = [card(name, served) for name in served.names]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in names:
-            raise unknown_model(name, language)
-        return JSONResponse(card(name, engine, language))
+        if name not in served.names:
+            raise served.unknown(name)
+        return JSONResponse(card(name, served))
 
     async def prometheus(request: Request) -> Response:
         keys.check_admin(request.headers.get("authorization", ""))
@@ -89,10 +100,10 @@ def application(
             Route("/version", version),
         ],
         middleware=middleware(keys, config),
-        exception_handlers={Fault: refuse, HTTPException: misdirect, Exception: fail},
+        exception_handlers={APIError: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
-    return Observer(app, metrics, config.log_probes)
+    return AccessLogMiddleware(app, metrics, config.log_probes)
 
 
 def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
@@ -103,34 +114,44 @@ def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:
     private = {"allow_private_network": True}
     private = private if private.keys() <= signature(CORSMiddleware).parameters.keys() else {}
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
-        allow_headers=["*"], expose_headers=["retry-after", ID], **private,
-    )  # fmt: skip
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["retry-after", ID],
+        **private,
+    )
     return [
-        Middleware(HostMiddleware, keys=keys, host=config.host, origins=origins),
+        Middleware(CheckMiddleware, check=partial(check_host, keys, config.host, origins)),
         *([cors] if origins else []),
-        Middleware(APIKeyMiddleware, keys=keys),
+        Middleware(CheckMiddleware, check=partial(check_key, keys)),
     ]
 
 
-def card(name: str, engine: EngineProtocol, language: LanguageProtocol) -> dict[str, object]:
-    about = {"id": name, "object": "model", "created": language.created}
-    return about | {"owned_by": "jaxkv", "max_model_len": engine.max_len}
+def card(name: str, served: ServedModel) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.language.created,
+        "owned_by": "jaxkv",
+        "max_model_len": served.engine.max_len,
+    }
 
 
-async def refuse(request: Request, fault: Fault) -> Response:
-    return fault.response()
+async def refuse(request: Request, error: APIError) -> Response:
+    return ErrorResponse(error)
 
 
 async def misdirect(request: Request, error: HTTPException) -> Response:
     """Answer a request for an unknown route or method."""
     route = f"{request.method} {shown(request.url.path)}"
-    fault = Fault(error.status_code, f"there is no {route} here; POST /v1/completions, for one")
-    fault.headers.update(error.headers or {})
-    return fault.response()
+    message = f"there is no {route} here; POST /v1/completions, for one"
+    reported = APIError(error.status_code, message)
+    reported.headers.update(error.headers or {})
+    return ErrorResponse(reported)
 
 
 async def fail(request: Request, error: Exception) -> Response:
     """Answer after a bug of ours: status 500 to the client, the traceback to the log."""
     LOG.error("request %s failed", REQUEST_ID.get(), exc_info=error)
-    return Fault(500, "the server failed; its standard error says why").response()
+    return ErrorResponse(server_failed())

@@ -1,64 +1,84 @@
-"""Read the body of a request within limits, and parse it as strict JSON."""
+"""Read the body of a request within limits, and parse it as strict JSON in a thread.
+
+Python's JSON parser lets no other thread run until it ends. Meanwhile every stream waits: half a
+second for a list of four million numbers. So members, lists and objects are counted before parsing,
+and long lists of token ids are parsed in pieces.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from jaxkv.serve.http.body_parsers import SHORT
-from jaxkv.serve.http.faults import Fault, shown
-from jaxkv.serve.http.long_json import lift_ids
+from jaxkv.serve.http.errors import APIError, shown
+
+T = TypeVar("T")
+SHORT = 2**16  # bytes: tokenizing so many takes less than a tenth of a second
+MEMBERS = 2**16  # commas, colons and opening brackets: parsed in some 20 ms
+PIECE = 2**12  # ids of a piece: parsed in less than a millisecond
+LONG = 64  # ids of a list that does not count as members
+PAUSE = 1e-4  # seconds after each piece in which other threads run
+# Pieces of a body, matched in less than a millisecond each. Outside of texts, a bracket is one.
+OUTSIDE = re.compile(rb'[^"\[]{1,65536}+|[\["]')
+INSIDE = re.compile(rb'(?:[^"\\]|\\.){1,65536}+|"', re.DOTALL)
+ID = rb"[ \t\r\n]*+(?:0|[1-9]\d{0,9}+)[ \t\r\n]*+"
+IDS = re.compile(rb"(?:%b,){1,%d}+" % (ID, PIECE))
+LAST = re.compile(rb"%b\]" % ID)
+PLACEHOLDER = b"NaN"  # no JSON, but the parser calls a function for it
+STRUCTURE = (b",", b":", b"[", b"{")
 
 
-class Gone(Exception):
-    """The client has disconnected."""
-
-
-class Bodies:
+class BodyReader:
     """Reads the bodies of requests. Bodies that are still coming are counted apart from answers.
 
-    count: bodies at a time. When another comes, the API key with the most loses its oldest one, so
-    clients that send no body cannot lock others out. size: bytes of one, whatever its header
+    max_bodies: bodies at a time. When another comes, the API key with the most loses its oldest
+    one, so clients that send no body cannot lock others out. max_bytes: of one, whatever its header
     claims. seconds: limit for the whole body.
     """
 
-    def __init__(self, count: int, size: int, seconds: float) -> None:
-        self._count, self._size, self._seconds = count, size, seconds
+    def __init__(self, max_bodies: int, max_bytes: int, seconds: float) -> None:
+        self._max_bodies, self._max_bytes, self._seconds = max_bodies, max_bytes, seconds
         self._coming: defaultdict[bytes, dict[asyncio.Timeout, None]] = defaultdict(dict)
 
     async def read(self, owner: bytes, scope: Scope, receive: Receive) -> bytes:
         """Read the whole body. owner: identifies the API key.
 
-        Raises Fault for a body that is too large, too slow, compressed or not declared as JSON, and
-        Gone if the client disconnects.
+        Raises APIError for a body that is too large, too slow, compressed or not declared as JSON,
+        and ClientDisconnect if the client disconnects.
         """
-        _check_headers(Headers(scope=scope), self._size)
+        _check_headers(Headers(scope=scope), self._max_bytes)
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 last = deadline.when()
                 with self._counted(owner, deadline):
-                    return await _collect(receive, self._size)
+                    return await _collect(receive, self._max_bytes)
         except TimeoutError:
             if deadline.when() == last:
                 message = f"the body must come within {self._seconds:g} s; send it again, faster"
-                fault = Fault(408, message)
+                error = APIError(408, message)
             else:
-                message = f"more than {self._count} bodies are coming, and this one was the oldest"
-                fault = Fault(503, f"{message}; send it again", "too_many_bodies", retry=1.0)
-            fault.headers["connection"] = "close"
-            raise fault from None
+                message = f"more than {self._max_bodies} bodies are coming, and this one was the "
+                message += "oldest; send it again"
+                error = APIError(503, message, "too_many_bodies", retry=1.0)
+            error.headers["connection"] = "close"
+            raise error from None
 
     @contextlib.contextmanager
     def _counted(self, owner: bytes, deadline: asyncio.Timeout) -> Iterator[None]:
-        if sum(map(len, self._coming.values())) >= self._count:
+        if sum(map(len, self._coming.values())) >= self._max_bodies:
             largest = max(self._coming.values(), key=len)
             oldest = next(iter(largest))
             del largest[oldest]
@@ -79,10 +99,10 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     # --allowed-origins gives.
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Fault(415, f"content-type must be application/json, got {shown(kind)}; set it")
+        raise APIError(415, f"content-type must be application/json, got {shown(kind)}; set it")
     packed = headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
-        raise Fault(415, f"a body must not be compressed, got {shown(packed)}; send it as it is")
+        raise APIError(415, f"a body must not be compressed, got {shown(packed)}; send it as it is")
     if int(headers.get("content-length", 0)) > max_bytes:
         raise _too_large(max_bytes)
 
@@ -92,7 +112,7 @@ async def _collect(receive: Receive, max_bytes: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnect
         parts += message.get("body", b"")
         if len(parts) > max_bytes:
             raise _too_large(max_bytes)
@@ -100,14 +120,37 @@ async def _collect(receive: Receive, max_bytes: int) -> bytes:
             return bytes(parts)
 
 
-def _too_large(max_bytes: int) -> Fault:
-    return Fault(413, f"a body may have at most {max_bytes} bytes; send fewer or shorter prompts")
+def _too_large(max_bytes: int) -> APIError:
+    message = f"a body may have at most {max_bytes} bytes; send fewer or shorter prompts"
+    return APIError(413, message)
+
+
+class ParserThreads:
+    """Two threads that parse and tokenize: one for bodies up to SHORT, one for longer ones.
+
+    Two, because each may use a hundred times the memory of its body. An API key has at most one
+    body in the queue of a thread. So keys take turns, and one with many bodies does not delay
+    others.
+    """
+
+    def __init__(self) -> None:
+        self._threads = [ThreadPoolExecutor(1, f"jaxkv-parse-{kind}") for kind in ("short", "long")]
+        self._turns: WeakValueDictionary[tuple[bool, bytes], asyncio.Lock] = WeakValueDictionary()
+
+    async def run(self, owner: bytes, size: int, parse: Callable[..., T], *arguments: object) -> T:
+        """`parse(*arguments)` in a thread. owner: identifies the API key. size: of the body."""
+        is_long = size > SHORT
+        turn = self._turns.setdefault((is_long, owner), asyncio.Lock())
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads[is_long], parse, *arguments)
 
 
 def parse(raw: bytes) -> dict[str, Any]:
     """Parse the JSON object in a body.
 
-    Raises Fault for anything else, and for duplicate names, NaN and numbers of thousands of digits.
+    Raises APIError for anything else, and for duplicate names, NaN and numbers of thousands of
+    digits.
     """
     lists: list[list[int]] = []
     if len(raw) > SHORT:
@@ -116,19 +159,17 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=constant)
     except UnicodeDecodeError as error:
-        raise Fault(400, f"the body must be UTF-8, byte {error.start} is not; encode it so") from (
-            None
-        )
+        message = f"the body must be UTF-8, byte {error.start} is not; encode it so"
+        raise APIError(400, message) from None
     except RecursionError:
-        raise Fault(400, "the body is nested too deeply; a request needs five levels") from None
+        raise APIError(400, "the body is nested too deeply; a request needs five levels") from None
     except json.JSONDecodeError as error:
-        raise Fault(
-            400, f"the body must be JSON: {error.msg} at character {error.pos}; correct it"
-        ) from None
+        message = f"the body must be JSON: {error.msg} at character {error.pos}; correct it"
+        raise APIError(400, message) from None
     except ValueError:  # from int(), for thousands of digits
-        raise Fault(400, "a number in the body has too many digits; give fewer") from None
+        raise APIError(400, "a number in the body has too many digits; give fewer") from None
     if not isinstance(value, dict):
-        raise Fault(400, f"the body must be a JSON object, got {shown(value)}; send {{...}}")
+        raise APIError(400, f"the body must be a JSON object, got {shown(value)}; send {{...}}")
     return value
 
 
@@ -136,7 +177,8 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise Fault(400, f"{shown(twice)} is given twice; remove the duplicate", param=twice[:60])
+        message = f"{shown(twice)} is given twice; remove the duplicate"
+        raise APIError(400, message, param=twice[:60])
     return members
 
 
@@ -144,4 +186,49 @@ def _constant(lists: Iterator[list[int]], constant: str) -> Any:
     """The next list of ids, for which NaN stands; other constants are refused."""
     if constant == "NaN" and (ids := next(lists, None)) is not None:
         return ids
-    raise Fault(400, f"the body must be JSON, which has no {constant}; give a number")
+    raise APIError(400, f"the body must be JSON, which has no {constant}; give a number")
+
+
+def lift_ids(raw: bytes) -> tuple[bytes, list[list[int]]]:
+    """The text with NaN in place of each long list of ids, and the lists in their order.
+
+    A NaN of the text stays, so that there are more than lists. Raises APIError for more than
+    MEMBERS in the rest.
+    """
+    if sum(map(raw.count, STRUCTURE)) <= MEMBERS:
+        return raw, []
+    rest: list[bytes] = []
+    lists: list[list[int]] = []
+    members = copied = position = 0
+    inside = False  # a text
+    while members <= MEMBERS and (match := (INSIDE if inside else OUTSIDE).match(raw, position)):
+        piece, position = match[0], match.end()
+        inside ^= piece == b'"'
+        if inside:
+            continue
+        members += sum(map(piece.count, STRUCTURE))
+        if piece == b"[":
+            ids, end = _ids(raw, position)
+            if len(ids) > LONG:
+                rest += [raw[copied : match.start()], PLACEHOLDER]
+                lists.append(ids)
+                copied = position = end
+    if members > MEMBERS:
+        message = f"a body may have {MEMBERS} members of lists and objects besides token ids"
+        raise APIError(400, f"{message}, got more; send several requests")
+    return b"".join([*rest, raw[copied:]]), lists
+
+
+def _ids(raw: bytes, start: int) -> tuple[list[int], int]:
+    """The ids of a list, and where it ends; no ids if it has anything else."""
+    ids: list[int] = []
+    end = start
+    while match := IDS.match(raw, end):
+        ids += json.loads(b"[%b]" % match[0][:-1])
+        end = match.end()
+        if len(ids) >= PIECE:
+            time.sleep(PAUSE)
+    last = LAST.match(raw, end)
+    if last is None:
+        return [], start
+    return [*ids, int(last[0][:-1])], last.end()

@@ -1,41 +1,32 @@
-"""Connections of clients: limits that keep idle and broken ones from locking others out."""
+"""Connections of clients: limits that keep idle and broken ones from locking others out.
+
+Requests whose end a proxy may see elsewhere are refused, because they could smuggle another in.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import logging
 import math
 import os
-import signal
-import socket
-import time
-from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 import h11
-import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxkv.serve.http.drain import Drain
-from jaxkv.serve.http.framing import RequestParser
-
-LOG = logging.getLogger(__name__)
-MOST = 8192  # connections, because each takes some 20 KB
+MAX_CONNECTIONS = 8192  # because each takes some 20 KB
 SPARE = 64  # descriptors that are left for files and for connections on their way
-ACCEPTED = 4  # connections that asyncio accepts before the limit counts them
 AHEAD = 2**16  # bytes that a client may send beyond the request that is being answered
 # The rest of a body whose request was refused is read this long, so that the client, which may not
 # read before it has sent everything, gets the response.
 LINGER_SECONDS, LINGER_BYTES = 0.5, 2**20
-EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-QUIET = 60.0  # seconds between reports of the same condition
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
     b"content-length: 0\r\n\r\n"
 )
+HEADER = 2**16  # bytes of a header, and of the line before a chunk
+OVERHEAD = 2**16  # bytes of a body's framing, besides PER_BYTE of each of its bytes
+PER_BYTE = 6  # bytes of framing: a chunk of one byte has five
 
 
 def raise_descriptor_limit() -> None:
@@ -50,18 +41,65 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
 
 
-def most_connections() -> int:
-    """The connections that fit under the limit of open files, at most MOST."""
+def max_connections() -> int:
+    """The connections that fit under the limit of open files, at most MAX_CONNECTIONS."""
     try:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         used = len(os.listdir("/dev/fd"))
     except (ImportError, OSError):
-        return MOST
+        return MAX_CONNECTIONS
     if limit == resource.RLIM_INFINITY:
-        return MOST
-    return max(1, min(MOST, limit - used - min(SPARE, limit // 4)))
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, limit - used - min(SPARE, limit // 4)))
+
+
+class RequestParser(h11.Connection):
+    """h11's parser, which also refuses two lengths of one body, and endless chunk extensions.
+
+    h11 refuses a Content-Length of other characters than digits or unlike another, transfer codings
+    other than chunked, and control characters. It joins folded lines, as RFC 9112 5.2 allows.
+    refusal: why the bytes were refused, for the response.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEADER)
+        self.refusal = ""
+        self._received = self._body = 0  # bytes of the body that is coming, with and without chunks
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is h11.SEND_BODY:
+            self._received += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        """The next event. Raises h11.RemoteProtocolError for bytes that are refused."""
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._received = self._body = 0
+                _check_length(event)
+            elif isinstance(event, h11.Data):
+                self._body += len(event.data)
+            long = self._received - self._body > OVERHEAD + PER_BYTE * self._body
+            if event is h11.NEED_DATA and long:  # all that was received is parsed
+                raise h11.RemoteProtocolError("the chunks of a body have too long extensions")
+        except h11.RemoteProtocolError as error:
+            self.refusal = str(error)
+            raise
+        return event
+
+
+def _check_length(request: h11.Request) -> None:
+    """Raise for two lengths of one body (RFC 9112 6.3), and for chunks in HTTP/1.0 (6.1)."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" not in names:
+        return
+    if b"content-length" in names:
+        raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both")
+    if request.http_version < b"1.1":
+        raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding; send a Content-Length")
 
 
 class ConnectionLimit:
@@ -192,54 +230,3 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self.flow.resume_reading()
-
-
-class Server(uvicorn.Server):
-    """A server that goes on, and does not flood the log, when the system has no descriptors.
-
-    drain: begins at SIGTERM. lost: whether the engine cannot go on, which ends the server.
-    """
-
-    def __init__(self, config: uvicorn.Config, drain: Drain, lost: Callable[[], bool]) -> None:
-        super().__init__(config)
-        self._drain, self._lost = drain, lost
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins to drain or ends the server; one more ends the answers.
-
-        uvicorn's own second Ctrl-C waits for open connections, from Python 3.12 on.
-        """
-        if self.should_exit:
-            for task in self.server_state.tasks:
-                task.get_loop().call_soon_threadsafe(task.cancel)
-        elif sig != signal.SIGTERM or not self._drain.begin():
-            super().handle_exit(sig, frame)
-
-    async def on_tick(self, counter: int) -> bool:
-        if self._drain.expired:
-            self.config.timeout_graceful_shutdown = 0  # the other answers get an error at once
-        return await super().on_tick(counter) or self._drain.over or self._lost()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(Reporter())
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(socket.SOMAXCONN)  # uvicorn's backlog only limits accepting at once
-
-
-class Reporter:
-    """The event loop's exception handler. It reports exhausted descriptors once a minute."""
-
-    def __init__(self) -> None:
-        self._reported = -QUIET
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in EXHAUSTED):
-            loop.default_exception_handler(dict(context))
-        elif time.monotonic() - self._reported >= QUIET:
-            self._reported = time.monotonic()
-            LOG.warning(
-                "new connections wait: %s; raise the limit of open files (ulimit -n)",
-                error.strerror,
-            )

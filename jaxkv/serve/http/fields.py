@@ -1,138 +1,122 @@
 """The fields of a request: a table with the type, range and default of each.
 
 Unknown fields and unsupported values are refused, because ignoring them would change the answer.
-Null in any field is accepted, and so are the values of `neutral`, which ask for nothing.
+Null in any field is accepted, and so are the values of other servers' fields that ask for nothing.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkv.serve.engine.request import is_unicode
-from jaxkv.serve.http.faults import Fault, shown
-from jaxkv.serve.http.long_json import PIECE
-from jaxkv.serve.http.neutral import EFFORTS, NEUTRAL, STREAM_OPTIONS
+from jaxkv.serve.http.body import PIECE
+from jaxkv.serve.http.errors import APIError, shown
 
-WHOLE = 2**31 - 1
-LIKELIEST = 20  # log probabilities beside each token
-STOPS, STOP_IDS, BIASES = 4, 128, 300
-STOP, TEXT = 200, 1000  # characters
-LEVELS = 20  # of the variables of a template
+MAX_COUNT = 2**31 - 1
+MAX_TOP_LOGPROBS = 20  # log probabilities beside each token
+MAX_STOPS, MAX_STOP_IDS, MAX_BIASES = 4, 128, 300
+MAX_STOP, MAX_TEXT = 200, 1000  # characters
+MAX_LEVELS = 20  # of the variables of a template
 
 Check = Callable[[str, Any], Any]
 
 
-@dataclass(frozen=True)
-class Field:
-    """check: returns the parsed value or raises Fault. default: for absent and null.
+class Field(NamedTuple):
+    """check: returns the parsed value or raises APIError. default: for absent and null.
 
-    remedy: what to do where a required field is absent.
+    remedy: what to do where the field is absent, if it is required.
     """
 
     check: Check
     default: Any = None
-    required: bool = False
-    remedy: str = "give it"
+    remedy: str = ""
 
 
-def wrong(name: str, rule: str, value: object) -> Fault:
-    return Fault(400, f"{name} must be {rule}, got {shown(value)}; correct it", param=name)
+def invalid(name: str, rule: str, value: object) -> APIError:
+    return APIError(400, f"{name} must be {rule}, got {shown(value)}; correct it", param=name)
+
+
+def check_of(
+    rule: str, accepts: Callable[[Any], bool], parse: Callable[[Any], Any] = lambda value: value
+) -> Check:
+    """A check of one rule. rule: what the value must be, in words."""
+
+    def check(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise invalid(name, rule, value)
+        return parse(value)
+
+    return check
 
 
 def integer(minimum: int, maximum: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise wrong(name, f"a whole number from {minimum} to {maximum}", value)
-        return value
-
-    return check
+    rule = f"a whole number from {minimum} to {maximum}"
+    return check_of(rule, lambda value: type(value) is int and minimum <= value <= maximum)
 
 
-def unlimited(minimum: int) -> Check:
+def token_limit(minimum: int) -> Check:
     """A number of tokens, or -1 for no limit of the client's."""
-
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or (value != -1 and not minimum <= value <= WHOLE):
-            raise wrong(
-                name, f"a whole number from {minimum} to {WHOLE}, or -1 for no limit", value
-            )
-        return value
-
-    return check
-
-
-def seed(name: str, value: Any) -> int | None:
-    """None draws a seed; clients of llama.cpp send -1 for that."""
-    return None if type(value) is int and value == -1 else integer(0, 2**32 - 1)(name, value)
-
-
-def number(minimum: float, maximum: float, above: bool = False) -> Check:
-    """above: `minimum` itself is not allowed."""
-    span = (
-        f"above {minimum:g} and at most {maximum:g}"
-        if above
-        else f"from {minimum:g} to {maximum:g}"
+    rule = f"a whole number from {minimum} to {MAX_COUNT}, or -1 for no limit"
+    return check_of(
+        rule, lambda value: type(value) is int and (value == -1 or minimum <= value <= MAX_COUNT)
     )
 
-    def check(name: str, value: Any) -> float:
-        holds = type(value) in (int, float) and minimum <= value <= maximum
-        if not holds or (above and value == minimum):
-            raise wrong(name, f"a number {span}", value)
-        return float(value)
 
-    return check
+def number(minimum: float, maximum: float) -> Check:
+    rule = f"a number from {minimum:g} to {maximum:g}"
+    return check_of(rule, lambda value: _is_number(value) and minimum <= value <= maximum, float)
 
 
-def likeliest(name: str, value: Any) -> int | None:
-    """How many of the likeliest tokens to report; false, as in a chat, asks for none."""
-    return None if value is False else integer(0, LIKELIEST)(name, value)
+def text_up_to(max_length: int) -> Check:
+    rule = f"a text of 1 to {max_length} characters"
+    return check_of(rule, lambda value: type(value) is str and 0 < len(value) <= max_length)
 
 
-def flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise wrong(name, "true or false", value)
-    return value
+def one_of(*values: str) -> Check:
+    rule = f"one of {', '.join(values)}"
+    return check_of(rule, lambda value: type(value) is str and value in values)
 
 
-def text(name: str, value: Any, max_length: int = TEXT) -> str:
-    if type(value) is not str or not 0 < len(value) <= max_length:
-        raise wrong(name, f"a text of 1 to {max_length} characters", value)
-    return value
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
-def note(name: str, value: Any) -> str:
-    """A text for the client's records, perhaps empty."""
-    return value if value == "" else text(name, value)
+text = text_up_to(MAX_TEXT)
+flag = check_of("true or false", lambda value: type(value) is bool)
+mapping = check_of("an object", lambda value: type(value) is dict)
+top_p = check_of(
+    "a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1, float
+)
+token_ids = check_of(
+    f"a list of at most {MAX_STOP_IDS} token ids",
+    lambda value: type(value) is list and _is_ids(value or [0]) and len(value) <= MAX_STOP_IDS,
+    tuple,
+)
 
 
-def salt(name: str, value: Any) -> str:
-    """A text that can be hashed: valid Unicode."""
-    return valid_unicode(name, text(name, value))
+def unless(sentinel: Any, replacement: Any, check: Check) -> Check:
+    """A check that also accepts `sentinel`, which clients send for `replacement`."""
+
+    def check_others(name: str, value: Any) -> Any:
+        is_sentinel = type(value) is type(sentinel) and value == sentinel
+        return replacement if is_sentinel else check(name, value)
+
+    return check_others
 
 
 def valid_unicode(name: str, value: str) -> str:
     """A text without lone surrogates."""
     if not is_unicode(value):
-        raise wrong(name, "valid Unicode without lone surrogates", value)
+        raise invalid(name, "valid Unicode without lone surrogates", value)
     return value
 
 
-def among(*values: str) -> Check:
-    def check(name: str, value: Any) -> str:
-        if type(value) is not str or value not in values:
-            raise wrong(name, f"one of {', '.join(values)}", value)
-        return value
-
-    return check
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise wrong(name, "an object", value)
-    return value
+def salt(name: str, value: Any) -> str:
+    """A text that can be hashed."""
+    return valid_unicode(name, text(name, value))
 
 
 def variables(name: str, value: Any) -> dict[str, Any]:
@@ -140,8 +124,8 @@ def variables(name: str, value: Any) -> dict[str, Any]:
     depth, level = 0, [mapping(name, value)]
     while level:
         depth, level = depth + 1, [part for outer in level for part in _parts(outer)]
-    if depth > LEVELS:
-        raise wrong(name, f"an object of at most {LEVELS} levels", value)
+    if depth > MAX_LEVELS:
+        raise invalid(name, f"an object of at most {MAX_LEVELS} levels", value)
     valid_unicode(name, json.dumps(value, ensure_ascii=False))
     return value
 
@@ -150,65 +134,53 @@ def _parts(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if type(value) is not list or not (value == [] or _is_ids(value)) or len(value) > STOP_IDS:
-        raise wrong(name, f"a list of at most {STOP_IDS} token ids", value)
-    return tuple(value)
-
-
-def top_k(name: str, value: Any) -> int:
-    """0 is all tokens; clients of vLLM send -1 for that."""
-    count = integer(-1, WHOLE)(name, value)
-    return 0 if count == -1 else count
-
-
 def response_format(name: str, value: Any) -> None:
     if value != {"type": "text"}:
         message = f"{name} must be of type text, got {shown(value)}; jaxkv does not constrain"
         message = f"{message} tokens, so ask for JSON in the prompt and check the answer"
-        raise Fault(400, message, param=name)
+        raise APIError(400, message, param=name)
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
     several = [value] if type(value) is str else value
-    if type(several) is not list or len(several) > STOPS:
-        raise wrong(name, f"a text or at most {STOPS} of them", value)
-    return tuple(text(name, stop, STOP) for stop in several)
+    if type(several) is not list or len(several) > MAX_STOPS:
+        raise invalid(name, f"a text or at most {MAX_STOPS} of them", value)
+    return tuple(text_up_to(MAX_STOP)(name, stop) for stop in several)
 
 
 def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    rule = f"an object of at most {BIASES} token ids, each with a number from -100 to 100"
-    if value == []:  # llama.cpp's default
-        return ()
-    if type(value) is not dict or len(value) > BIASES:
-        raise wrong(name, rule, value)
+    rule = f"an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100"
+    if type(value) is not dict or len(value) > MAX_BIASES or not all(map(_is_id_text, value)):
+        raise invalid(name, rule, value)
     size = number(-100.0, 100.0)
-    for token in value:
-        short = len(token) <= len(str(WHOLE))  # before int(), which is slow for thousands of digits
-        if not (short and token.isascii() and token.isdigit() and token == str(int(token))):
-            raise wrong(name, rule, value)
     return tuple(sorted((int(token), size(name, bias)) for token, bias in value.items()))
+
+
+def _is_id_text(text: str) -> bool:
+    """Whether a text is a token id as JSON writes it, without leading zeros."""
+    # Its length comes first, because int() is slow for thousands of digits.
+    short = len(text) <= len(str(MAX_COUNT))
+    return short and text.isascii() and text.isdigit() and text == str(int(text))
 
 
 def stream_options(name: str, value: Any) -> bool:
     """Whether to send the usage."""
     if type(value) is not dict or value.keys() - {"include_usage", *STREAM_OPTIONS}:
-        raise wrong(name, f"an object of include_usage, {', '.join(STREAM_OPTIONS)}", value)
-    for option, neutral in STREAM_OPTIONS.items():
+        raise invalid(name, f"an object of include_usage, {', '.join(STREAM_OPTIONS)}", value)
+    for option, check in STREAM_OPTIONS.items():
         if value.get(option) is not None:
-            neutral.check(f"{name}.{option}", value[option])
+            check(f"{name}.{option}", value[option])
     return flag(f"{name}.include_usage", value.get("include_usage") or False)
 
 
 def prompt(name: str, value: Any) -> list[str | list[int]]:
     """A list of texts or of lists of ids, also for one prompt."""
-    rule = "a text, a list of token ids, or a list of either"
     several = value if type(value) is list and not _is_ids(value) else [value]
     if not several or not (
         all(type(entry) is str for entry in several)
         or all(type(entry) is list and _is_ids(entry) for entry in several)
     ):
-        raise wrong(name, rule, value)
+        raise invalid(name, "a text, a list of token ids, or a list of either", value)
     return [valid_unicode(name, entry) if type(entry) is str else entry for entry in several]
 
 
@@ -221,36 +193,36 @@ def pieces(ids: list[Any]) -> Iterator[list[Any]]:
     return (ids[start : start + PIECE] for start in range(0, len(ids), PIECE))
 
 
-MESSAGE = {"role", "content"}
-NAMED = MESSAGE | {"name"}
 ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 
 
 def messages(name: str, value: Any) -> list[dict[str, str]]:
     """Role and content of each message; parts of a content are joined."""
     if type(value) is not list or not value:
-        raise wrong(name, "a list of at least one message", value)
+        raise invalid(name, "a list of at least one message", value)
     return [_message(f"{name}[{at}]", message) for at, message in enumerate(value)]
 
 
 def _message(name: str, value: Any) -> dict[str, str]:
     # A client may send an answer's message back; its other fields are null or empty.
-    extra = type(value) is dict and any(
-        value[key] not in (None, "", [], {}) for key in value.keys() - NAMED
-    )
-    if type(value) is not dict or extra or not value.keys() >= MESSAGE:
+    if (
+        type(value) is not dict
+        or not value.keys() >= {"role", "content"}
+        or any(
+            value[key] not in (None, "", [], {})
+            for key in value.keys() - {"role", "content", "name"}
+        )
+    ):
         rule = 'an object with "role" and "content", perhaps "name", and nothing else'
-        raise wrong(name, rule, value)
-    role, content = value["role"], value["content"]
-    if type(role) is not str or role not in ROLES:
-        raise wrong(f"{name}.role", f"one of {', '.join(ROLES)}", role)
+        raise invalid(name, rule, value)
+    role, content = one_of(*ROLES)(f"{name}.role", value["role"]), value["content"]
     parts = [{"type": "text", "text": content}] if type(content) is str else content
     if type(parts) is not list or not all(map(_is_text_part, parts)):
-        raise wrong(f"{name}.content", "a text, or a list of parts of type text", content)
+        raise invalid(f"{name}.content", "a text, or a list of parts of type text", content)
     joined = valid_unicode(f"{name}.content", "".join(part["text"] for part in parts))
     message = {"role": ROLES[role], "content": joined}
     if value.get("name") is not None:
-        message["name"] = valid_unicode(f"{name}.name", text(f"{name}.name", value["name"]))
+        message["name"] = salt(f"{name}.name", value["name"])
     return message
 
 
@@ -263,89 +235,260 @@ def _is_text_part(part: Any) -> bool:
     )
 
 
+TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text",
+         dict: "an object", list: "a list"}  # fmt: skip
+
+
+def ignored(values: tuple[Any, ...], reason: str) -> Check:
+    """A check that accepts values which change no answer; a type accepts each value of it.
+
+    reason: why others are refused.
+    """
+    names = (TYPES[value] if isinstance(value, type) else shown(value) for value in values)
+    rule = f"must be {' or '.join(names)}" if values else "is not supported"
+
+    def check(name: str, value: Any) -> None:
+        if not any(_equal(value, accepted) for accepted in values):
+            message = f"{name} {rule}, got {shown(value)}: {reason}; leave it out"
+            raise APIError(400, message, param=name)
+
+    return check
+
+
+def _equal(value: Any, accepted: Any) -> bool:
+    """Equal, where true is not 1 but 1.0 is."""
+    if isinstance(accepted, type):
+        return type(value) is accepted
+    return value == accepted and (type(value) is bool) == (type(accepted) is bool)
+
+
+NUMBER = (int, float)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+CACHE = "this server caches every prefix, and answers are equal with and without it"
+RECORDS = "the provider's records and bills have it, and this server has none"
+TEXT_ONLY = "the models are decoders of text"
+NO_TOOLS = "a client must parse calls of tools itself"
+ONE_ANSWER = "only sampling is supported, with n for several answers"
+IDS = "only log probabilities and text are reported; /render returns token ids"
+UNCUT = "text and special tokens of an answer are reported in one way"
+UNTRUNCATED = "prompts are never cut"
+PENALTY = "only repetition_penalty, presence_penalty and frequency_penalty are supported"
+SAMPLER = "only temperature, top_k, top_p and min_p are supported"
+GRAMMAR = "tokens are not constrained"
+THOUGHTS = "thoughts are not told apart"
+DISAGGREGATED = "one server computes prefill and decode"
+NO_VARIABLE = "the chat template has no such variable"
+
+# Fields of OpenAI, vLLM, its router and llama.cpp: the values that change no answer, and why
+# others are refused. A type stands for each value of it.
+IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
+    "both": (
+        ("best_of n_cmpl length_penalty", (1,), ONE_ANSWER),
+        ("use_beam_search", (False,), ONE_ANSWER),
+        ("watermarking", (False,), "answers have no watermark"),
+        ("include_stop_str_in_output no_stop_trim", (False,),
+         "an answer ends before its stop string"),
+        ("skip_special_tokens", (True,), UNCUT),
+        ("spaces_between_special_tokens", (bool,), UNCUT),
+        ("truncate_prompt_tokens", (), UNTRUNCATED),
+        ("truncation_side", ("left", "right"), UNTRUNCATED),
+        ("n_keep", (int,), UNTRUNCATED),
+        ("prompt_logprobs", (), "echo with logprobs scores the prompt of a completion"),
+        ("logprob_token_ids", (), "the likeliest tokens and the sampled one are scored"),
+        ("n_probs", (0,), "logprobs reports log probabilities"),
+        ("post_sampling_probs", (False,), "log probabilities are those of the model"),
+        ("allowed_token_ids structured_outputs json_schema", (), GRAMMAR),
+        ("grammar", ("",), GRAMMAR),
+        ("n_indent", (0,), GRAMMAR),
+        ("bad_words", ([],), "logit_bias bans single tokens"),
+        ("repetition_detection", (), "stop and max_tokens end an answer"),
+        ("thinking_token_budget", (-1,), THOUGHTS),
+        ("priority", (0,), "API keys take turns instead"),
+        ("request_id", (), "the header X-Request-ID names a request"),
+        ("session_id", (str,), RECORDS),
+        ("stream_interval", (1,), "each token is sent at once"),
+        ("return_tokens_as_token_ids return_token_ids return_token_offsets return_hidden_states "
+         "return_tokens", (False,), IDS),
+        ("return_mm_kwargs", (bool,), TEXT_ONLY),
+        ("routed_experts_prompt_start", (0,), "there are no experts"),
+        ("kv_transfer_params ec_transfer_params", (), DISAGGREGATED),
+        ("vllm_xargs", ({},), "there are no extensions"),
+        ("cache_prompt", (bool,), CACHE),
+        ("n_cache_reuse", (0,), "only exact prefixes are reused"),
+        ("id_slot", (-1,), "the server chooses the batch entry"),
+        ("n_predict", (-1,), "max_tokens bounds an answer"),
+        ("t_max_predict_ms", (0,), "max_tokens bounds an answer"),
+        ("min_keep", (0, 1), SAMPLER),
+        ("samplers", (), SAMPLER),
+        ("typical_p", (1,), SAMPLER),
+        ("dynatemp_range xtc_probability mirostat", (0,), SAMPLER),
+        ("dynatemp_exponent xtc_threshold mirostat_tau mirostat_eta", NUMBER, SAMPLER),
+        ("repeat_penalty", (1,), PENALTY),
+        ("repeat_last_n dry_allowed_length dry_penalty_last_n", (int,), PENALTY),
+        ("dry_multiplier", (0,), PENALTY),
+        ("dry_base", NUMBER, PENALTY),
+        ("dry_sequence_breakers", (list,), PENALTY),
+        ("timings_per_token", (False,), "/metrics has times"),
+        ("return_progress", (False,), "a stream begins with the first token"),
+        ("sse_ping_interval", (), "silent streams get a comment every 5 seconds"),
+        ("response_fields", ([],), "responses have all fields"),
+        ("lora", ([],), "there are no adapters"),
+    ),
+    "completions": (
+        ("suffix", ("",), "nothing is inserted before a text"),
+        ("prompt_embeds", (), TEXT_ONLY),
+        ("add_special_tokens", (True,), "a text begins with the model's BOS"),
+    ),
+    "chat": (
+        ("audio", (), TEXT_ONLY),
+        ("modalities", (["text"],), TEXT_ONLY),
+        ("media_io_kwargs mm_processor_kwargs", ({},), TEXT_ONLY),
+        ("functions tools", ([],), NO_TOOLS),
+        ("function_call tool_choice", ("none", "auto"), NO_TOOLS),
+        ("parallel_tool_calls parse_tool_calls", (bool,), NO_TOOLS),
+        ("moderation", (), "nothing is moderated"),
+        ("prediction", (dict,), "it may only make an answer faster"),
+        ("prompt_cache_options", (dict,), CACHE),
+        ("prompt_cache_retention", ("in_memory", "24h"), CACHE),
+        ("store", (False,), "nothing is stored"),
+        ("verbosity", ("low", "medium", "high"), "the models have no such setting"),
+        ("web_search_options", (), "there is no search"),
+        ("include_reasoning separate_reasoning stream_reasoning", (bool,), THOUGHTS),
+        ("reasoning_format", ("none",), THOUGHTS),
+        ("thinking_forced_open", (False,), THOUGHTS),
+        ("echo", (False,), "a message is answered without the prompt"),
+        ("add_special_tokens", (False,), "the chat template writes special tokens"),
+        ("documents", ([],), "write them into a message"),
+        ("chat_template", (), "the server's --chat-template replaces the template"),
+        ("return_prompt_text", (False,), IDS),
+    ),
+}  # fmt: skip
+# Of stream_options, besides include_usage.
+STREAM_OPTIONS: dict[str, Check] = {
+    "include_obfuscation": ignored((False,), "events are not padded"),
+    "continuous_usage_stats": ignored((False,), "the last event has the usage"),
+}
+# Of chat_template_kwargs, where the template does not read them: a model without such modes.
+VARIABLES: dict[str, Check] = {
+    "enable_thinking": ignored((bool,), NO_VARIABLE),
+    "thinking": ignored((bool,), NO_VARIABLE),
+    "reasoning_effort": ignored(EFFORTS, NO_VARIABLE),
+}
 SHARED = {
-    "model": Field(text, required=True, remedy="give a name that /v1/models lists"),
+    "model": Field(text, remedy="give a name that /v1/models lists"),
     # Where these five are absent, the settings of the model apply.
     "temperature": Field(number(0.0, 2.0)),
-    "top_p": Field(number(0.0, 1.0, above=True)),
-    "top_k": Field(top_k),
+    "top_p": Field(top_p),
+    "top_k": Field(unless(-1, 0, integer(-1, MAX_COUNT))),  # vLLM's -1 is all tokens, as 0 here
     "min_p": Field(number(0.0, 1.0)),
     "repetition_penalty": Field(number(0.01, 100.0)),
     "presence_penalty": Field(number(-2.0, 2.0), 0.0),
     "frequency_penalty": Field(number(-2.0, 2.0), 0.0),
-    "logit_bias": Field(biases, ()),
+    "logit_bias": Field(unless([], (), biases), ()),  # llama.cpp's default is a list
     "n": Field(integer(1, 128), 1),
-    "seed": Field(seed),
+    "seed": Field(unless(-1, None, integer(0, 2**32 - 1))),  # llama.cpp's -1 draws a seed
     "stop": Field(stops, ()),
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),
     "stream_options": Field(stream_options),
     "cache_salt": Field(salt),
-    "min_tokens": Field(integer(0, WHOLE), 0),
+    "min_tokens": Field(integer(0, MAX_COUNT), 0),
     "stop_token_ids": Field(token_ids, ()),
     "response_format": Field(response_format),
     # These are for the provider's records and bills; jaxkv has none.
-    "user": Field(note),
+    "user": Field(unless("", "", text)),
     "metadata": Field(mapping),
-    "service_tier": Field(among("auto", "default")),
-    "prompt_cache_key": Field(note),
-    "safety_identifier": Field(note),
+    "service_tier": Field(one_of("auto", "default")),
+    "prompt_cache_key": Field(unless("", "", text)),
+    "safety_identifier": Field(unless("", "", text)),
 }
-FIELDS: dict[str, dict[str, Field]] = {
-    "completions": SHARED
-    | {
-        "prompt": Field(prompt, required=True),
-        "max_tokens": Field(unlimited(0)),
-        "logprobs": Field(likeliest),
+ROUTES = {
+    "completions": {
+        "prompt": Field(prompt, remedy="give it"),
+        "max_tokens": Field(token_limit(0)),
+        "logprobs": Field(unless(False, None, integer(0, MAX_TOP_LOGPROBS))),  # as in a chat
         "echo": Field(flag, False),
     },
-    "chat": SHARED
-    | {
-        "messages": Field(messages, required=True),
-        "max_tokens": Field(unlimited(1)),
-        "max_completion_tokens": Field(unlimited(1)),
+    "chat": {
+        "messages": Field(messages, remedy="give it"),
+        "max_tokens": Field(token_limit(1)),
+        "max_completion_tokens": Field(token_limit(1)),
         "logprobs": Field(flag, False),
-        "top_logprobs": Field(integer(0, LIKELIEST)),
+        "top_logprobs": Field(integer(0, MAX_TOP_LOGPROBS)),
         "chat_template_kwargs": Field(variables),
-        "reasoning_effort": Field(among(*EFFORTS)),
+        "reasoning_effort": Field(one_of(*EFFORTS)),
         "add_generation_prompt": Field(flag),
         "continue_final_message": Field(flag, False),
     },
 }
+# Every field of each route.
+FIELDS: dict[str, dict[str, Field]] = {
+    kind: {
+        name: Field(ignored(values, reason))
+        for names, values, reason in (*IGNORED["both"], *IGNORED[kind])
+        for name in names.split()
+    }
+    | SHARED
+    | fields
+    for kind, fields in ROUTES.items()
+}
 
 
-def read(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of every field of a request. kind: a key of FIELDS. Raises Fault."""
-    table, neutral = FIELDS[kind], NEUTRAL[kind]
+def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of every field of a request. kind: a key of FIELDS. Raises APIError."""
+    table = FIELDS[kind]
     for name, value in body.items():
-        if name in neutral and value is not None:
-            neutral[name].check(name, value)
-        elif name not in table and value is not None:
-            message = f"unknown or unsupported field {shown(name)}; leave it out"
-            raise Fault(400, message, param=name[:60])
+        if name not in table and value is not None:
+            near = difflib.get_close_matches(name[:60], table, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            message = f"unknown or unsupported field {shown(name)}; {remedy}"
+            raise APIError(400, message, param=name[:60])
     values = {}
     for name, field in table.items():
         value = body.get(name)
-        if value is None and field.required:
-            raise Fault(400, f"{name} is missing; {field.remedy}", param=name)
+        if value is None and field.remedy:
+            raise APIError(400, f"{name} is missing; {field.remedy}", param=name)
         values[name] = field.default if value is None else field.check(name, value)
     if values["stream_options"] is not None and not values["stream"]:
         message = "stream_options is for streams, got stream=false; leave it out"
-        raise Fault(400, message, param="stream_options")
+        raise APIError(400, message, param="stream_options")
     if values.get("top_logprobs") and not values["logprobs"]:  # 0 asks for none
         message = "top_logprobs needs logprobs, got logprobs=false; set it to true"
-        raise Fault(400, message, param="top_logprobs")
+        raise APIError(400, message, param="top_logprobs")
     if values.get("continue_final_message"):
         _check_continued(values)
     return values
 
 
 def _check_continued(values: dict[str, Any]) -> None:
-    """Raise Fault unless the last message can be continued."""
+    """Raise APIError unless the last message can be continued."""
     if values["add_generation_prompt"]:
         message = "continue_final_message and add_generation_prompt exclude each other; give one"
-        raise Fault(400, message, param="add_generation_prompt")
+        raise APIError(400, message, param="add_generation_prompt")
     role = values["messages"][-1]["role"]
     if role != "assistant":
         message = f"continue_final_message needs a last message of the assistant, got {role}"
-        raise Fault(400, f"{message}; leave it out", param="continue_final_message")
+        raise APIError(400, f"{message}; leave it out", param="continue_final_message")
+
+
+def template_variables(
+    requested: Mapping[str, Any] | None, effort: str | None, names: frozenset[str]
+) -> dict[str, Any]:
+    """The variables for a chat template that reads `names`.
+
+    requested: variables of the request.
+    effort: its reasoning_effort, which also turns thinking on or off.
+    Raises APIError for another name, except one of VARIABLES with an accepted value.
+    """
+    hints = {} if effort is None else {"reasoning_effort": effort}
+    hints |= {"enable_thinking": effort != "none"} if hints else {}
+    variables = {name: value for name, value in hints.items() if name in names} | (requested or {})
+    unread = [name for name in variables if name in VARIABLES and name not in names]
+    for name in unread:
+        VARIABLES[name](f"chat_template_kwargs.{name}", variables.pop(name))
+    unknown = next((name for name in variables if name not in names), None)
+    if unknown is not None and names:  # without any, the template itself refuses it
+        message = f"the chat template has no variable {shown(unknown)}, it reads "
+        message += f"{', '.join(sorted(names))}; leave it out"
+        raise APIError(400, message, param="chat_template_kwargs")
+    return variables

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from jaxkv.cli import main
+from jaxkv.cli import main, progress
 from tests.tiny import write_tiny
 
 
@@ -52,7 +53,10 @@ def no_keys(monkeypatch) -> None:
 
 
 @pytest.fixture
-def run(capsys) -> Callable[..., Ran]:
+def run(capsys, monkeypatch) -> Callable[..., Ran]:
+    """Runs a command. A busy machine prints no lines of progress."""
+    monkeypatch.setattr(progress, "REPEAT", math.inf)
+
     def run(*words: object) -> Ran:
         code = main([str(word) for word in words])
         return Ran(code, *capsys.readouterr())

@@ -44,6 +44,14 @@ def test_every_flag(command):
             assert f"unrecognized arguments: {wrong}; did you mean {flag}?" in str(error.value)
 
 
+def test_a_parser_without_commands_names_the_nearest_flag_too():
+    """As those of experiments."""
+    parser = Parser("experiment")
+    parser.add_argument("--model", required=True)
+    with pytest.raises(UserError, match="--modle; did you mean --model"):
+        parser.parse_args(["--modle", "m"])
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy(name):
     # Without its last letter topk is as near to topp.
@@ -57,6 +65,7 @@ def test_flags_and_commands(run, model, text):
     refused(run(*words), "--max-tokens; did you mean --max-new-tokens?", "generate --help")
     refused(run("perplexity", "--txt", text), "--txt; did you mean --text?")
     refused(run("generat", "Hi"), "unknown command 'generat'", "did you mean generate?")
+    refused(run("policies", "windw"), "unknown policy 'windw'", "mean 'window'", "balance-stream")
     refused(run("--vesion"), "--vesion; did you mean --version?")
 
 

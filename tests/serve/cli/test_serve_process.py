@@ -20,8 +20,7 @@ import openai
 import pytest
 
 from jaxkv import models
-from jaxkv.serve.http.listen import GRACE
-from tests.serve.http.conftest import eventually
+from jaxkv.serve.http.server import GRACE
 
 ROOT = Path(__file__).resolve().parents[3]
 POLICY = "streaming:sinks=2,window=30"
@@ -125,18 +124,6 @@ def head_of(length: int) -> bytes:
     ).encode()
 
 
-def test_requests_without_bodies_do_not_lock_others_out(process, client):
-    """As many as there may be answers, all with one API key."""
-    port = int(process[1].rpartition(":")[2])
-    with contextlib.ExitStack() as opened:
-        for _ in range(2 + 256 + 14):
-            stalled = socket.create_connection(("127.0.0.1", port), timeout=20)
-            opened.enter_context(stalled).sendall(head_of(100))
-        for _ in range(3):
-            answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
-            assert answer.usage.completion_tokens == 1
-
-
 @pytest.mark.slow
 def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
     """Bodies that take seconds to tokenize, and are refused then."""
@@ -151,33 +138,6 @@ def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
         early, _, _ = select.select(senders, [], [], 0)
         assert len(early) < len(senders)
         assert [sender.recv(12) for sender in senders] == [b"HTTP/1.1 400"] * 3
-
-
-def running_requests(client) -> float:
-    admin = {"authorization": "Bearer root"}
-    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
-    return float(re.search(r"^jaxkv:num_requests_running (\S+)$", metrics, re.M)[1])
-
-
-def test_clients_that_leave_after_a_pipelined_request(process, client):
-    """They free all slots of their API key, although their answers have no end."""
-    body = json.dumps(
-        {"model": "tiny", "prompt": "x", "max_tokens": 10**6, "ignore_eos": True}
-    ).encode()
-    pipelined = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    port = int(process[1].rpartition(":")[2])
-    leavers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
-    for leaver in leavers:
-        leaver.sendall(head_of(len(body)) + body)
-    eventually(lambda: running_requests(client) == 2, 20)
-    for leaver in leavers:
-        leaver.sendall(pipelined)
-    time.sleep(0.2)  # the server reads them before it sees the end
-    for leaver in leavers:
-        leaver.close()
-    eventually(lambda: running_requests(client) == 0, 20)
-    answer = client.completions.create(model="tiny", prompt="x", max_tokens=1, timeout=20)
-    assert answer.usage.completion_tokens == 1
 
 
 def test_a_message_cannot_contain_special_tokens(client):

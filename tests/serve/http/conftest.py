@@ -15,6 +15,9 @@ import openai
 import pytest
 
 from jaxkv.serve import http as server
+from jaxkv.serve.http.access import ANYONE
+from jaxkv.serve.http.request import ServedModel, parse_request
+from jaxkv.serve.http.responses import CHAT
 from tests.serve.http.fake import FakeEngine, language
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -111,6 +114,14 @@ def events(raw: bytes) -> list[Any]:
     assert done == "data: [DONE]"
     assert all(event.startswith("data: {") and "\n" not in event for event in reply)
     return [json.loads(event.removeprefix("data: ")) for event in reply]
+
+
+def chat_prompt(template: str | None, **fields: Any) -> bytes:
+    """The bytes of the prompt that a template makes of a chat."""
+    model = ServedModel(FakeEngine(), language(template), server.ServerConfig())
+    raw = json.dumps({"model": "bytes", "max_tokens": 1} | fields).encode()
+    (request,) = parse_request(raw, CHAT, ANYONE, model).requests
+    return bytes(token for token in request.tokens if token < 256)
 
 
 @contextlib.contextmanager

@@ -294,7 +294,7 @@ def test_a_failing_detokenizer_ends_its_answer(monkeypatch, stream):
 def test_too_many_answers_are_refused_before_tokenization(monkeypatch):
     words = language()
     monkeypatch.setattr(type(words), "encode", lambda *_: pytest.fail("tokenized"))
-    with serving(FakeEngine(), words, max_answers=8) as served:
+    with serving(FakeEngine(), words, max_in_flight=8) as served:
         assert served.complete(["x"] * 5, n=2).error["param"] == "n"
         assert served.complete(["x"] * 9).error["param"] == "prompt"
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.serve.http.conftest import serving
+from tests.serve.http.conftest import chat_prompt, serving
 from tests.serve.http.fake import BOS, TEMPLATE, FakeEngine, language
 
 TALK = [
@@ -16,31 +16,20 @@ TALK = [
 GENERATING = TEMPLATE.replace("[assistant]", "{% if add_generation_prompt %}[assistant]{% endif %}")
 
 
-def rendered(fields: dict, template: str = TEMPLATE) -> bytes:
-    """The prompt of a chat."""
-    with serving(FakeEngine(), language(template)) as served:
-        answer = served.ask(
-            "POST", "/v1/chat/completions", {"model": "bytes", "max_tokens": 1} | fields
-        )
-        assert answer.status == 200, answer.error
-        (request,) = served.engine.requests
-    return bytes(token for token in request.tokens if token < 256)
-
-
 def test_the_last_message_is_continued():
     """Exactly, also if it ends with a space, which a template may cut off."""
     continued = {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False}
     for template in (GENERATING, GENERATING.replace("m.content", "m.content | trim")):
-        assert rendered(continued, template) == b"[user]Say[assistant]I am "
-    assert rendered({"messages": TALK}, GENERATING) == b"[user]Say[assistant]I am [assistant]"
+        assert chat_prompt(template, **continued) == b"[user]Say[assistant]I am "
+    assert chat_prompt(GENERATING, messages=TALK) == b"[user]Say[assistant]I am [assistant]"
     without = {"messages": TALK, "add_generation_prompt": False}
-    assert rendered(without, GENERATING) == b"[user]Say[assistant]I am "
+    assert chat_prompt(GENERATING, **without) == b"[user]Say[assistant]I am "
 
 
 def test_a_template_reads_names_and_variables():
     template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}{{ mood.level }}"
     fields = {"messages": TALK[:1], "chat_template_kwargs": {"mood": {"level": 7}}}
-    assert rendered(fields, template) == b"AnnSay7"
+    assert chat_prompt(template, **fields) == b"AnnSay7"
 
 
 def test_variables_cannot_contain_special_tokens():

@@ -1,15 +1,14 @@
-"""Clients that connect and send little cannot lock others out."""
+"""Clients that send little, leave or stop reading free what they hold and do not affect others."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import logging
-import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.serve.http.conftest import ENDLESS, POST, eventually, serving
 from tests.serve.http.fake import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
+WIDE = ENDLESS | {"prompt": "wide", "stream": True}  # long tokens fill the kernel's buffers soon
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SERVER = f"""
 import resource, sys
@@ -161,32 +161,12 @@ def test_idle_sockets_at_the_limit_of_open_files():
             process.kill()
 
 
-def test_exhausted_descriptors_are_reported_once(caplog, monkeypatch, unchecked):
-    report, passed_on = connections.Reporter(), []
-
-    class Loop:
-        default_exception_handler = passed_on.append
-
-    now = [1000.0]
-    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
-    full = {"exception": OSError(errno.EMFILE, os.strerror(errno.EMFILE))}
-    with caplog.at_level(logging.WARNING):
-        for _ in range(50):
-            report(Loop, full)
-        assert len(caplog.records) == 1 and "ulimit -n" in caplog.text
-        now[0] += 61
-        report(Loop, full)
-        assert len(caplog.records) == 2
-    report(Loop, {"exception": OSError(errno.EPIPE, "broken")})
-    assert len(passed_on) == 1
-
-
 def test_the_limit_of_open_files_is_raised():
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        assert connections.most_connections() <= 512 - connections.SPARE
+        assert connections.max_connections() <= 512 - connections.SPARE
         connections.raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
@@ -240,3 +220,130 @@ def test_pipelining_is_bounded(strict):
     eventually(lambda: not strict.engine.handles, 2)
     connection.close()
     strict.works()
+
+
+@pytest.mark.parametrize("stream, abruptly, n", [
+    (False, False, 1), (False, True, 3), (True, False, 3), (True, True, 1),
+])  # fmt: skip
+def test_a_client_that_disconnects(strict, stream, abruptly, n):
+    before = len(strict.engine.ended)
+    connection = strict.send(ENDLESS | {"stream": stream, "n": n})
+    if stream:
+        assert connection.recv(100)
+    eventually(lambda: len(strict.engine.handles) == n)
+    if abruptly:  # close with a reset
+        linger = struct.pack("ii", 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
+    eventually(lambda: not strict.engine.handles, 2)
+    assert {outcome.reason for outcome in strict.engine.ended[before:]} == {"cancelled"}
+    strict.works()
+
+
+def test_a_client_that_disconnects_while_queued(strict):
+    running = [strict.send(ENDLESS) for _ in range(strict.engine.max_batch)]
+    eventually(lambda: len(strict.engine.handles) == strict.engine.max_batch)
+    waiting = strict.send(ENDLESS | {"stream": True})
+    eventually(lambda: len(strict.engine.handles) == strict.engine.max_batch + 1)
+    handle = strict.engine.handles[-1]
+    waiting.close()
+    eventually(lambda: handle.cancelled, 2)
+    for connection in running:
+        connection.close()
+    eventually(lambda: not strict.engine.handles, 2)
+    strict.works()
+
+
+def test_a_client_that_disconnects_within_its_body(strict):
+    with strict.connect() as connection:
+        connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")
+    strict.works()
+
+
+def test_a_client_that_stops_reading():
+    """Its request is cancelled after `write_seconds`; others are served meanwhile."""
+    with serving(FakeEngine(pause=0.0005), write_seconds=1.0, max_unread=10**9) as served:
+        stuck = served.send(WIDE, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.handles)
+        assert served.complete("|fine").json["choices"][0]["text"] == "fine"
+        eventually(lambda: len(served.engine.ended) == 2)
+        assert [outcome.reason for outcome in served.engine.ended] == ["eos", "cancelled"]
+        stuck.close()
+        served.works()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
+def test_unread_data_is_dropped_after_a_timeout():
+    """The kernel drops the connection with its unread data."""
+    with serving(FakeEngine(pause=0.0005), kernel_seconds=0.5, max_unread=10**9) as served:
+        stuck = served.send(WIDE, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.ended)
+        with pytest.raises(ConnectionResetError):
+            while stuck.recv(1 << 16):
+                pass
+        stuck.close()
+        served.works()
+
+
+def test_a_client_that_reads_too_slowly():
+    """Its answer ends with an error when `max_unread` events are unread."""
+    with serving(FakeEngine(), max_unread=50) as served:
+        stuck = served.send(WIDE, SO_RCVBUF=4096)
+        eventually(lambda: served.engine.ended)
+        assert served.engine.ended[0].reason == "stop"  # the listener asks the engine to stop
+        assert served.engine.ended[0].new_tokens < 90_000
+        served.works()
+        raw = b""
+        while not raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            received = stuck.recv(1 << 16)
+            assert received
+            raw = raw[-1000:] + received
+        assert b"read too slowly" in raw
+        stuck.close()
+
+
+def test_many_at_once(caplog):
+    """Each client gets its own answer, whole or streamed, while others disconnect."""
+    with serving(FakeEngine(max_batch=8)) as served:
+        wrong = []
+
+        def ask(number: int) -> None:
+            answer = served.complete(f"|answer {number} ✓", stream=number % 2 == 0)
+            if number % 2:
+                text = answer.json["choices"][0]["text"]
+            else:
+                reply = answer.raw.decode().split("\n\n")[:-2]
+                choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in reply]
+                text = "".join(choice["text"] for choice in choices)
+            if text != f"answer {number} ✓":
+                wrong.append((number, text))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        disconnecting = [served.send(WIDE) for _ in range(4)]
+        for connection in disconnecting:
+            connection.recv(1)
+        for thread in threads:
+            thread.start()
+        for connection in disconnecting:
+            connection.close()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        served.works()
+    assert not caplog.text  # such as errors of writing to closed connections
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops(stream, monkeypatch):
+    """Answers that do not end in time get an error: the server is stopping."""
+    monkeypatch.setattr("jaxkv.serve.http.server.GRACE", 0.3)
+    with serving(FakeEngine(pause=0.002)) as served:
+        connection = served.send(ENDLESS | {"stream": stream})
+        eventually(lambda: served.engine.handles)
+        if stream:
+            assert connection.recv(10)
+    raw = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    connection.close()
+    assert b"the server is stopping" in raw
+    assert (b"data: [DONE]" in raw) == stream and (b" 503 " in raw) != stream
+    assert served.engine.ended[-1].reason == "cancelled"

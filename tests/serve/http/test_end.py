@@ -172,7 +172,7 @@ def test_an_error_before_the_first_event_has_its_status(caplog):
 
 def test_as_many_answers_as_run_and_wait(engine, llm):
     """n = max_batch + queue is answered; one more is refused before the engine sees it."""
-    limits = {"max_in_flight": 5, "max_answers": 5, "max_batch": 2}
+    limits = {"max_in_flight": 5, "max_batch": 2}
     with serving(engine, Language(llm, "tiny"), **limits) as served:
         for _ in range(20):
             answer = served.ask("POST", "/v1/completions", TALE | {"n": 5, "max_tokens": 2})

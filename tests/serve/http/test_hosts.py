@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from jaxkv.serve.http import ApiKeys, hosts, parse_api_keys
+from jaxkv.serve.http import ApiKeys, access, parse_api_keys
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
 
@@ -62,7 +63,7 @@ def test_the_address_of_a_connection_is_served(server, host, served):
         if message["type"] == "http.response.start":
             seen.append(message["status"])
 
-    guard = hosts.HostMiddleware(app, ApiKeys(), "0.0.0.0", ())
+    guard = access.CheckMiddleware(app, partial(access.check_host, ApiKeys(), "0.0.0.0", ()))
     headers = [(b"host", host.encode())]
     scope = {"type": "http", "path": "/version", "headers": headers, "server": server, "state": {}}
     asyncio.run(guard(scope, None, send))
@@ -123,4 +124,4 @@ def test_every_origin_may_be_allowed():
     ("null", False),
 ])  # fmt: skip
 def test_origins_are_validated(text, valid):
-    assert hosts.is_origin(text) == valid
+    assert access.is_origin(text) == valid

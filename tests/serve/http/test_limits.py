@@ -8,11 +8,13 @@ import time
 
 import pytest
 
+from jaxkv.defaults import MAX_TOKENS
 from jaxkv.models.generation.language import Language
 from jaxkv.serve.http import parse_api_keys
-from tests.serve.http.conftest import POST, serving
+from jaxkv.serve.http.request import TOTAL
+from tests.serve.http.conftest import POST, eventually, serving
 from tests.serve.http.fake import FakeEngine, language
-from tests.serve.http.test_bad_input import GOOD, refused
+from tests.serve.http.test_fields import GOOD, refused
 
 
 def test_texts_that_are_too_long_are_not_tokenized(monkeypatch):
@@ -141,12 +143,12 @@ def test_the_key_with_most_bodies_loses_one():
             time.sleep(0.02)
         for connection in greedy[:3]:
             assert b" 503 " in connection.recv(1000)
-        modest.sendall(json.dumps(GOOD).encode().ljust(100))  # the oldest of all
+        modest.sendall(json.dumps(GOOD["completions"]).encode().ljust(100))  # the oldest of all
         assert b" 200 " in modest.recv(1000)
 
 
 def test_too_many_answers():
-    with serving(FakeEngine(), max_answers=8) as served:
+    with serving(FakeEngine(), max_in_flight=8) as served:
         refused(served.complete(["x"] * 9), 400, ["8 answers", "got 9 (prompts: 9, n: 1)"])
         refused(served.complete(["x"] * 3, n=3), 400, ["got 9 (prompts: 3, n: 3)"])
         assert served.complete(["|x"] * 4, n=2).status == 200
@@ -157,3 +159,57 @@ def test_prompts_that_can_never_be_queued_together():
         refused(served.complete([[5, 6, 7]] * 5), 400, ["first 2 may have", "6 tokens", "got 9"])
         assert served.complete([[5, 6, 7]] * 4).status == 200
         assert served.complete([[5, 6, 7]] * 2 + [[5] * 9]).status == 200
+
+
+@pytest.fixture(scope="module")
+def unlimited():
+    """A server whose cache is bounded: texts may be as long as the server allows."""
+    with serving(FakeEngine(max_len=None)) as served:
+        yield served
+
+
+def test_a_stream_goes_on_until_its_client_leaves(unlimited):
+    assert unlimited.ask("GET", "/v1/models").json["data"][0]["max_model_len"] is None
+    with unlimited.client() as client:
+        stream = client.completions.create(
+            model="bytes", prompt="endless", max_tokens=MAX_TOKENS, temperature=0, stream=True
+        )
+        for _, _ in zip(range(3000), stream, strict=False):
+            pass
+        assert unlimited.engine.requests[-1].max_new_tokens == MAX_TOKENS
+        stream.close()
+    eventually(lambda: not unlimited.engine.handles)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_a_limit_of_tokens(unlimited, stream):
+    answer = unlimited.complete("|x", max_tokens=MAX_TOKENS + 1, stream=stream, ignore_eos=True)
+    assert answer.status == 400 and answer.error["param"] == "max_tokens"
+    assert str(MAX_TOKENS) in answer.error["message"]
+    assert unlimited.complete("|x", max_tokens=MAX_TOKENS).json["choices"][0]["text"] == "x"
+
+
+def test_a_prompt_has_a_limit_of_tokens(unlimited):
+    before = len(unlimited.engine.requests)
+    for answer, param in (
+        (unlimited.complete([65] * (MAX_TOKENS + 1)), "prompt"),
+        (unlimited.complete([[65], [65] * (MAX_TOKENS + 1)]), "prompt"),
+        (unlimited.complete("x" * (MAX_TOKENS + 1)), "prompt"),
+        (unlimited.chat("x" * (MAX_TOKENS + 1)), "messages"),
+    ):
+        assert answer.status == 400 and answer.error["param"] == param
+        assert answer.error["code"] == "context_length_exceeded"
+        assert f"{MAX_TOKENS} tokens" in answer.error["message"]
+    assert len(unlimited.engine.requests) == before
+    longest = [65] * (MAX_TOKENS - 2) + [*b"|x"]
+    assert unlimited.complete(longest).json["choices"][0]["text"] == "x"
+
+
+def test_a_prompt_has_a_limit_of_characters(unlimited):
+    for answer, param in (
+        (unlimited.complete("x" * (TOTAL + 1)), "prompt"),
+        (unlimited.complete(["x" * TOTAL, "y"]), "prompt"),
+        (unlimited.chat("x" * (TOTAL + 1)), "messages"),
+    ):
+        assert answer.status == 400
+        assert answer.error["param"] == param and str(TOTAL) in answer.error["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -12,9 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv.serve.http import parse_api_keys
-from jaxkv.serve.http.logs import JsonFormatter
+from jaxkv.serve.http.logs import JsonFormatter, handler
 from jaxkv.serve.http.metrics import KEY_NAMES, Metrics
-from jaxkv.serve.http.observer import handler
 from tests.serve.http.conftest import ENDLESS, eventually, serving
 from tests.serve.http.fake import FakeEngine
 
@@ -88,9 +88,12 @@ def test_responses_are_counted_by_status():
 
 
 def test_refusals_are_counted_by_reason():
-    with serving(FakeEngine(max_len=500), max_in_flight=2) as served:
+    with serving(FakeEngine(max_len=500, pause=0.01), max_in_flight=2) as served:
+        with contextlib.closing(served.send(ENDLESS | {"max_tokens": 400})):
+            eventually(lambda: served.engine.handles)
+            served.complete("|x", n=2)
+        eventually(lambda: not served.engine.handles)
         served.complete("!full")
-        served.complete("|x", n=3)
         served.complete("x" * 600)
         served.complete("|x", temperature=9)
         served.complete("|x", model="other")

@@ -1,4 +1,9 @@
-"""API keys, and the salts that give each its own prefix cache."""
+"""Who may use a server: API keys, the salts that give each its own prefix cache, and host names.
+
+A web page of any site can send requests to the user's machine. With DNS rebinding it may even read
+the answers: the name of its site then resolves to 127.0.0.1. The Host header still has that name.
+So a server without API keys serves only its own host names and their web pages.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,24 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxkv.errors import UserError
-from jaxkv.serve.http.faults import Fault
+from jaxkv.serve.http.errors import APIError, ErrorResponse, shown
 
 OPEN = {"/health"}  # for liveness probes, which have no key
 METRICS = "/metrics"
 SCHEME = "Bearer "
 NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
+LOCAL = {"localhost", "127.0.0.1", "::1"}
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
 
 
 @dataclass(frozen=True)
@@ -95,14 +103,14 @@ class ApiKeys:
         self.tenants, self.admins = tuple(tenants), tuple(admins)
 
     def find(self, authorization: str) -> Tenant:
-        """The tenant of this header's key. Raises Fault."""
+        """The tenant of this header's key. Raises APIError."""
         if not self.tenants:
             return ANYONE
         digest = _digest(authorization)
         return _find(self.tenants, digest) or _refuse("this API key is unknown; check it")
 
     def check_admin(self, authorization: str) -> None:
-        """Raise Fault unless this header has an admin key. Without API keys none is needed."""
+        """Raise APIError unless this header has an admin key. Without API keys none is needed."""
         if not self.tenants:
             return
         digest = _digest(authorization)
@@ -110,12 +118,12 @@ class ApiKeys:
             return
         if _find(self.tenants, digest):
             message = "needs an admin key, because it shows the prefix hits of every API key"
-            raise Fault(403, f"{METRICS} {message}; see --admin-key-file", "admin_key_required")
+            raise APIError(403, f"{METRICS} {message}; see --admin-key-file", "admin_key_required")
         _refuse("this admin key is unknown; check it")
 
 
 def _digest(authorization: str) -> bytes:
-    """The digest of a header's key. Raises Fault if there is none."""
+    """The digest of a header's key. Raises APIError if there is none."""
     key = authorization[len(SCHEME) :].strip()
     if authorization[: len(SCHEME)].lower() != SCHEME.lower() or not key:
         _refuse("an API key is required; send the header Authorization: Bearer KEY")
@@ -129,27 +137,71 @@ def _find(tenants: Sequence[Tenant], digest: bytes) -> Tenant | None:
 
 
 def _refuse(message: str) -> NoReturn:
-    fault = Fault(401, message, "invalid_api_key")
-    fault.headers["www-authenticate"] = "Bearer"
-    raise fault
+    error = APIError(401, message, "invalid_api_key")
+    error.headers["www-authenticate"] = "Bearer"
+    raise error
 
 
-class APIKeyMiddleware:
-    """Middleware: puts the tenant into `state`, or answers 401 without reading the body."""
+class CheckMiddleware:
+    """Middleware: answers with the APIError that `check` raises, without reading the body."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The route of METRICS asks for an admin key.
-        if scope["type"] == "http" and scope["path"] not in {*OPEN, METRICS}:
+        if scope["type"] == "http":
             try:
-                authorization = Headers(scope=scope).get("authorization", "")
-                scope["state"]["tenant"] = self._keys.find(authorization)
-            except Fault as fault:
-                await fault.response()(scope, receive, send)
+                self._check(scope)
+            except APIError as error:
+                await ErrorResponse(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def check_key(keys: ApiKeys, scope: Scope) -> None:
+    """Put the tenant into `state`. Raises APIError for an unknown key."""
+    if scope["path"] not in {*OPEN, METRICS}:  # METRICS needs an admin key
+        authorization = Headers(scope=scope).get("authorization", "")
+        scope["state"]["tenant"] = keys.find(authorization)
+
+
+def check_host(keys: ApiKeys, host: str, origins: Collection[str], scope: Scope) -> None:
+    """Raise APIError for another Host, or another Origin than that host.
+
+    host: the configured name. origins: web pages of other sites that may use the server; `*` is
+    all. With API keys nothing is refused, because no other site knows a key.
+    """
+    if scope["path"] in OPEN or keys.tenants:
+        return
+    headers = Headers(scope=scope)
+    sent = headers.get("host", "")
+    # DNS rebinding needs a name, so the address of this connection is safe.
+    local = (scope.get("server") or ("localhost",))[0].removeprefix("::ffff:").partition("%")[0]
+    if hostname(sent) not in LOCAL | {host.lower(), local}:
+        message = "a server without API keys answers requests to localhost or its --host, got Host "
+        message += f"{shown(sent)}; start it with --api-key-file"
+        raise APIError(421, message, "unknown_host")
+    origin = headers.get("origin")
+    if origin is None or not {origin, "*"}.isdisjoint(origins):
+        return
+    if not is_origin(origin.lower()) or urlsplit(origin).netloc.lower() != sent.lower():
+        message = f"web pages of {shown(origin)} may not use this server; add it to "
+        raise APIError(403, f"{message}--allowed-origins", "unknown_origin")
+
+
+def hostname(host: str) -> str:
+    """The name in a Host header, without the port and the brackets; empty if it is invalid."""
+    match = HOST.fullmatch(host.lower())
+    return match[1].strip("[]") if match else ""
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is what a browser sends as Origin: a scheme, a host and perhaps a port."""
+    try:
+        parts = urlsplit(text)
+        return text == f"{parts.scheme}://{parts.netloc}".lower() and bool(hostname(parts.netloc))
+    except ValueError:
+        return False
 
 
 class ConcurrencyLimit:
@@ -160,18 +212,18 @@ class ConcurrencyLimit:
         self._inside: Counter[bytes] = Counter()
 
     def check(self, tenant: Tenant, count: int = 1) -> None:
-        """Raise Fault if `count` more answers are too many."""
+        """Raise APIError if `count` more answers are too many."""
         inside, limit = self._inside, math.inf if self._max_per_key is None else self._max_per_key
         if inside[tenant.digest] + count > limit:
             message = f"a key may have {self._max_per_key} answers at a time; wait until one ends"
-            raise Fault(429, message, "rate_limit_exceeded", retry=1.0)
+            raise APIError(429, message, "rate_limit_exceeded", retry=1.0)
         if inside.total() + count > self._max_total:
             message = f"at most {self._max_total} answers at a time; try again soon"
-            raise Fault(503, message, "too_many_answers", retry=1.0)
+            raise APIError(503, message, "too_many_answers", retry=1.0)
 
     @contextlib.contextmanager
     def enter(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Count `count` more answers inside the context. Raises Fault if that is too many."""
+        """Count `count` more answers inside the context. Raises APIError if that is too many."""
         self.check(tenant, count)
         self._inside[tenant.digest] += count
         try:

@@ -25,7 +25,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
-class Fault(Exception):
+class APIError(Exception):
     """A refusal. code: for programs. param: the wrong field. retry: seconds to wait first."""
 
     def __init__(
@@ -50,24 +50,26 @@ class Fault(Exception):
         error = {"message": str(self), "type": TYPES.get(self.status, kind)}
         return json.dumps({"error": error | {"param": self.param, "code": self.code}})
 
-    @property
-    def reason(self) -> str:
-        return self.code or REASONS.get(self.status, "invalid_request")
 
-    def response(self) -> Response:
-        return Refusal(self)
+class ErrorResponse(Response):
+    """The response to an APIError. It leaves the reason in `state`, for the metrics."""
 
-
-class Refusal(Response):
-    """The response to a Fault. It leaves the reason in `state`, for the metrics."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.json, fault.status, fault.headers, "application/json")
-        self._reason = fault.reason
+    def __init__(self, error: APIError) -> None:
+        super().__init__(error.json, error.status, error.headers, "application/json")
+        self._reason = error.code or REASONS.get(error.status, "invalid_request")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["refusal"] = self._reason
         await super().__call__(scope, receive, send)
+
+
+def engine_unhealthy() -> APIError:
+    return APIError(503, "the engine does not answer; restart the server", "engine_unhealthy")
+
+
+def server_failed() -> APIError:
+    """The answer to a request that met a bug; the log has the traceback."""
+    return APIError(500, "the server failed; its standard error says why")
 
 
 def shown(value: object) -> str:

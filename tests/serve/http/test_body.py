@@ -1,7 +1,8 @@
-"""Long bodies: bounded, parsed as `json` does, and without stopping other threads for long."""
+"""Bodies: parsed as `json` does, bounded, and by threads that delay no other key or stream."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 
 from jaxkv.serve.http import body
-from jaxkv.serve.http.body_parsers import SHORT
-from jaxkv.serve.http.faults import Fault
-from jaxkv.serve.http.long_json import LONG, MEMBERS, lift_ids
+from jaxkv.serve.http.body import LONG, MEMBERS, SHORT, ParserThreads, lift_ids
+from jaxkv.serve.http.errors import APIError
 
 PADDING = " " * SHORT
 IDS = [int(token) for token in np.random.default_rng(0).integers(0, 50_000, 10_000)]
@@ -34,7 +34,7 @@ HEAVY = {
 def test_members_are_bounded(case):
     raw = HEAVY[case].encode()
     assert len(raw) < 8 * 2**20
-    with pytest.raises(Fault, match=f"may have {MEMBERS} members"):
+    with pytest.raises(APIError, match=f"may have {MEMBERS} members"):
         body.parse(raw)
 
 
@@ -53,7 +53,7 @@ def random_json(rng: np.random.Generator, depth: int = 0) -> object:
     return several if kind == 5 else {str(n): value for n, value in enumerate(several)}
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(24))
 def test_long_bodies_are_parsed_as_short_ones(seed):
     """By Python's own parser; the ids in front make the rest be scanned."""
     rng = np.random.default_rng(seed)
@@ -67,10 +67,10 @@ def test_long_bodies_are_parsed_as_short_ones(seed):
 @pytest.mark.parametrize("wrong", ["[1, 2,]", "[01]", "[1 2]", "[,1]", "[1", "[1]]", '["\\', "NaN"])
 def test_long_bodies_with_errors_are_refused(wrong):
     for ids in (IDS * 7, []):  # lifted, and not
-        with pytest.raises(Fault, match="must be JSON"):
+        with pytest.raises(APIError, match="must be JSON"):
             body.parse(f'{{"ids": {json.dumps(ids)}, "x": {wrong}, "y": "{PADDING}"}}'.encode())
     wrong_ids = json.dumps(IDS * 7)[:-1] + ", " + wrong[1:]
-    with pytest.raises(Fault):
+    with pytest.raises(APIError):
         body.parse(f'{{"ids": {wrong_ids}}}'.encode())
 
 
@@ -80,7 +80,7 @@ def test_a_nan_between_lists_of_ids_is_refused(spaces):
     """Wherever the pieces of a body are divided: the parser meets one NaN more than lists."""
     ids = json.dumps(IDS * 7)
     raw = f'{{"a": {ids}, "b":{" " * spaces}NaN, "c": {ids}}}'.encode()
-    with pytest.raises(Fault, match="the body must be JSON, which has no NaN; give a number"):
+    with pytest.raises(APIError, match="the body must be JSON, which has no NaN; give a number"):
         body.parse(raw)
 
 
@@ -100,7 +100,7 @@ def test_other_threads_go_on(case):
 
     def largest() -> float:
         gaps[:] = [0.0]
-        with contextlib.suppress(Fault):
+        with contextlib.suppress(APIError):
             body.parse(raw)
         time.sleep(0.005)
         return max(gaps)
@@ -113,3 +113,54 @@ def test_other_threads_go_on(case):
         ended.set()
         thread.join()
     assert longest_pause < 0.1
+
+
+def test_keys_take_turns_in_a_thread():
+    order: list[str] = []
+
+    async def main() -> None:
+        parsers, begin = ParserThreads(), threading.Event()
+        tasks = [asyncio.create_task(parsers.run(b"a", 1, begin.wait))]
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(parsers.run(name[:1].encode(), 1, order.append, name)))
+        await asyncio.sleep(0)
+        assert not order
+        begin.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert order == ["b1", "c1", "a1", "b2", "a2", "a3"]
+
+
+def test_a_short_body_does_not_wait_for_long_ones():
+    async def main() -> None:
+        parsers, never = ParserThreads(), threading.Event()
+        long = [asyncio.create_task(parsers.run(b"a", SHORT + 1, never.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(parsers.run(b"a", SHORT, str, 5), 20) == "5"
+        never.set()
+        await asyncio.gather(*long)
+
+    asyncio.run(main())
+
+
+def test_an_error_and_random_cancellations_free_the_thread():
+    async def main() -> None:
+        rng, parsers, done = np.random.default_rng(0), ParserThreads(), []
+        with pytest.raises(ValueError, match="invalid literal"):
+            await parsers.run(b"", 1, int, "x")
+        tasks = []
+        for number in range(500):
+            owner = bytes([int(rng.integers(4))])
+            tasks.append(asyncio.create_task(parsers.run(owner, 1, done.append, number)))
+            if rng.random() < 0.3:
+                await asyncio.sleep(0)
+            if rng.random() < 0.4:
+                tasks[int(rng.integers(len(tasks)))].cancel()
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        lost = sum(isinstance(end, asyncio.CancelledError) for end in ended)
+        assert 50 < lost < 450 and len(done) >= 500 - lost
+        assert await asyncio.wait_for(parsers.run(b"", 1, int, "5"), 20) == 5
+
+    asyncio.run(main())

@@ -1,0 +1,345 @@
+"""The routes that answer a prompt, whole or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxkv.errors import UserError
+from jaxkv.serve.engine.request import Overloaded, Request
+from jaxkv.serve.http.access import ConcurrencyLimit
+from jaxkv.serve.http.body import BodyReader, ParserThreads
+from jaxkv.serve.http.errors import APIError, engine_unhealthy, server_failed
+from jaxkv.serve.http.logs import REQUEST_ID
+from jaxkv.serve.http.metrics import Metrics, UsageRecord
+from jaxkv.serve.http.request import CompletionRequest, ServedModel, parse_request
+from jaxkv.serve.http.responses import (
+    FINISHED,
+    ChoiceListener,
+    ChoiceReader,
+    Delta,
+    Disconnect,
+    Event,
+    EventQueue,
+    Finish,
+    Json,
+    ResponseFormat,
+    usage,
+)
+from jaxkv.serve.http.server import Drain
+
+LOG = logging.getLogger(__name__)
+STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy must forward every event at once
+}
+COMMENT = b": waiting\n\n"  # which clients of server-sent events skip
+
+
+@dataclass(frozen=True)
+class CompletionRoute:
+    """One route. It is its own ASGI application, to learn of a disconnect at any moment."""
+
+    format: ResponseFormat
+    model: ServedModel
+    metrics: Metrics
+    limit: ConcurrencyLimit
+    bodies: BodyReader
+    parsers: ParserThreads
+    drain: Drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, tracked)
+        except ClientDisconnect:
+            pass
+        except (asyncio.CancelledError, Exception) as error:
+            reported = api_error_of(error)
+            if not started:  # otherwise the stream has reported it
+                raise reported from None
+
+    async def render(self, http_request: HTTPRequest) -> Response:
+        """The token ids of each prompt of a request that is not answered.
+
+        Routers ask for them, to send prompts with equal beginnings to one server.
+        """
+        with contextlib.ExitStack() as running:
+            try:
+                request = await self._read(http_request.scope, http_request.receive, running)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+        prompts = [{"token_ids": list(entry.tokens)} for entry in request.requests[:: request.n]]
+        return JSONResponse(prompts if self.format.kind == "completions" else prompts[0])
+
+    async def _read(
+        self, scope: Scope, receive: Receive, running: contextlib.ExitStack
+    ) -> CompletionRequest:
+        """Read and parse a body. Until `running` is closed it counts as one running answer."""
+        tenant = scope["state"]["tenant"]
+        self.drain.check()  # before reading the body
+        self.limit.check(tenant)
+        raw = await self.bodies.read(tenant.digest, scope, receive)
+        running.enter_context(self.drain.answering())
+        running.enter_context(self.limit.enter(tenant))
+        # In a thread, because a long prompt would delay other streams.
+        arguments = (raw, self.format, tenant, self.model)
+        return await self.parsers.run(tenant.digest, len(raw), parse_request, *arguments)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, config = scope["state"]["tenant"], self.model.config
+        with contextlib.ExitStack() as running:
+            request = await self._read(scope, receive, running)
+            running.enter_context(self.limit.enter(tenant, len(request.requests) - 1))
+            id = self.format.prefix + secrets.token_hex(12)
+            record = UsageRecord(id, request.requests, request.n, tenant.name)
+            scope["state"]["usage"] = record
+            # A whole answer keeps all its events.
+            max_unread = config.max_unread * len(request.requests) if request.stream else math.inf
+            events = EventQueue(float(max_unread))
+            writer = Writer(send, config.write_seconds)
+            reply = Reply(self.format, self.model, request, id, events, writer)
+            async with self._submitted(request, events, receive, record):
+                await (reply.stream() if request.stream else reply.complete())
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, request: CompletionRequest, events: EventQueue, receive: Receive, record: UsageRecord
+    ) -> AsyncIterator[None]:
+        """Submit all requests; cancels them at the end of the context."""
+        watcher = asyncio.create_task(_watch(receive, events))
+        handles = []
+        try:
+            for index, entry in enumerate(request.requests):
+                detokenizer = self.model.language.detokenizer(
+                    request.stops, entry.eos, entry.min_new_tokens
+                )
+                listener = ChoiceListener(
+                    index, detokenizer, events, self.metrics, request.scored, record
+                )
+                handles.append(self._submit(entry, listener))
+            self.metrics.use(record.api_key, None)
+            yield
+        finally:
+            watcher.cancel()
+            for handle in handles:
+                self.model.engine.cancel(handle)
+
+    def _submit(self, request: Request, listener: ChoiceListener) -> Any:
+        """Returns the engine's handle. Raises APIError if the engine refuses the request."""
+        if not self.model.engine.healthy:
+            raise engine_unhealthy()
+        try:
+            return self.model.engine.submit(request, listener)
+        except UserError as error:
+            raise APIError(400, str(error)) from None
+        except Overloaded as error:
+            message = f"{error}; try again later"
+            raise APIError(503, message, "queue_full", retry=error.seconds) from None
+
+
+class Writer:
+    """Writes to a client. Raises ClientDisconnect if it does not read for `seconds`."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._put, self._seconds = send, seconds
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def write(self, content: bytes, more_body: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": more_body})
+
+    async def _send(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._put(message)
+                # A write to a buffer does not wait: yield, so that other tasks run and a lost
+                # connection is noticed.
+                await asyncio.sleep(0)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The response to one request, from the engine's events to the client. id: of the response."""
+
+    format: ResponseFormat
+    model: ServedModel
+    request: CompletionRequest
+    id: str
+    events: EventQueue
+    writer: Writer
+
+    async def complete(self) -> None:
+        """Send all answers at once, when the last one has ended."""
+        count = len(self.request.requests)
+        events: list[list[Delta | Finish]] = [self.request.opening(n) for n in range(count)]
+        while count:
+            event = checked(await self.events.get())
+            events[event.index].append(event)
+            count -= isinstance(event, Finish)
+        content = await asyncio.to_thread(self._content, events)
+        length = str(len(content))
+        await self.writer.begin({"content-type": "application/json", "content-length": length})
+        await self.writer.write(content, more_body=False)
+
+    def _content(self, events: Sequence[Sequence[Delta | Finish]]) -> bytes:
+        """The body of a whole response. events: of each answer."""
+        choices = []
+        for index, (reader, deltas) in enumerate(zip(self._readers(), events, strict=True)):
+            texts, tokens = zip(*map(reader.read, deltas), strict=True)
+            logprobs = self.format.logprobs([*chain(*tokens)]) if self.request.scored else None
+            reason = FINISHED[deltas[-1].reason]
+            choices.append(self.format.choice(index, "".join(texts), logprobs, reason))
+        counts = self._usage([deltas[-1] for deltas in events])
+        return encoded(self._head(self.format.answer) | {"choices": choices, "usage": counts})
+
+    async def stream(self) -> None:
+        """Send each event as it comes."""
+        # An error before the first event gets its own status, if it comes soon.
+        first = await self.events.get(self.model.config.comment_seconds)
+        if first is not None:
+            checked(first)
+        await self.writer.begin(STREAM)
+        last = server_sent(b"[DONE]")
+        try:
+            await self._send_events(first)
+        except ClientDisconnect:
+            raise
+        except (asyncio.CancelledError, Exception) as error:
+            last = server_sent(api_error_of(error).json.encode()) + last
+        # In one write: a server that stops leaves no time for a second.
+        await self.writer.write(last, more_body=False)
+
+    async def _send_events(self, first: Event | None) -> None:
+        """Send each event as a chunk. first: the first one, if it has come."""
+        request, readers = self.request, self._readers()
+        event = await self._next() if first is None else checked(first)
+        head = self._head(self.format.chunk) | ({"usage": None} if request.usage else {})
+        finishes: dict[int, Finish] = {}
+
+        async def write(choice: Json) -> None:
+            await self.writer.write(server_sent(encoded(head | {"choices": [choice]})))
+
+        async def send(event: Delta | Finish) -> None:
+            text, tokens = readers[event.index].read(event)
+            reason = FINISHED[event.reason] if isinstance(event, Finish) else None
+            if text or tokens or reason:
+                logprobs = self.format.logprobs(tokens) if tokens else None
+                await write(self.format.delta(event.index, text, logprobs, reason))
+
+        for index in range(len(readers)):
+            if self.format.opening is not None:
+                await write(self.format.opening(index))
+            for delta in request.opening(index):
+                await send(delta)
+        while True:
+            await send(event)
+            if isinstance(event, Finish):
+                finishes[event.index] = event
+            if len(finishes) == len(readers):
+                break
+            event = await self._next()
+        if request.usage:
+            counts = self._usage([finishes[index] for index in sorted(finishes)])
+            await self.writer.write(server_sent(encoded(head | {"choices": [], "usage": counts})))
+
+    async def _next(self) -> Delta | Finish:
+        """The next event. Until it comes, comments keep clients and proxies from giving up."""
+        while (event := await self.events.get(self.model.config.comment_seconds)) is None:
+            await self.writer.write(COMMENT)
+        return checked(event)
+
+    def _readers(self) -> list[ChoiceReader]:
+        request, language = self.request, self.model.language
+        choices = zip(request.requests, request.echoes, request.offsets, strict=True)
+        return [
+            ChoiceReader(language, entry.tokens, echo, offset, request.scored)
+            for entry, echo, offset in choices
+        ]
+
+    def _usage(self, finishes: Sequence[Finish]) -> Json:
+        outcomes = [finish.outcome for finish in finishes]
+        return usage(outcomes, self.request.n, self.model.config.report_cached)
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model.language.name,
+            "system_fingerprint": self.model.config.fingerprint,
+        }
+
+
+def encoded(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def server_sent(content: bytes) -> bytes:
+    """One server-sent event. `content` is JSON without line ends."""
+    return b"data: %b\n\n" % content
+
+
+def checked(event: Event | None) -> Delta | Finish:
+    """The event if the answer continues or ended normally.
+
+    Raises ClientDisconnect or APIError otherwise.
+    """
+    if isinstance(event, Disconnect):
+        raise ClientDisconnect
+    if isinstance(event, Delta) or event.reason in FINISHED:
+        return event
+    if event.reason == "cancelled":
+        raise server_stopping()
+    if event.reason == "slow":
+        message = "the answer was read too slowly and was ended; read it faster"
+        raise APIError(408, message, "answer_read_too_slowly")
+    LOG.error("request %s: the engine failed: %s", REQUEST_ID.get(), event.outcome.error)
+    raise APIError(500, "the engine failed on this answer; ask again, or see the server's log")
+
+
+def server_stopping() -> APIError:
+    message = "the server is stopping; try again later"
+    return APIError(503, message, "server_stopping", retry=10.0)
+
+
+def api_error_of(error: BaseException) -> APIError:
+    """The error that reports an exception to the client."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return server_stopping()
+    LOG.error("request %s failed", REQUEST_ID.get(), exc_info=error)
+    return server_failed()
+
+
+async def _watch(receive: Receive, events: EventQueue) -> None:
+    """Report the disconnect of the client as an event."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    events.put(Disconnect())

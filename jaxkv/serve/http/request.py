@@ -1,0 +1,277 @@
+"""Parse the body of a request into requests to the engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from jaxkv.defaults import MAX_TOKENS
+from jaxkv.errors import UserError
+from jaxkv.serve.engine.request import Request
+from jaxkv.serve.http.access import Tenant
+from jaxkv.serve.http.body import parse
+from jaxkv.serve.http.errors import APIError, shown
+from jaxkv.serve.http.fields import invalid, pieces, template_variables, validate
+from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.serve.http.responses import Delta, ResponseFormat
+from jaxkv.serve.http.server import ServerConfig
+
+COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
+PROBED = 16  # characters per token of max_len that are tokenized first
+TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+TOO_LONG = "context_length_exceeded"
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """An engine, the tokenizer and chat template of its model, and the settings of the server."""
+
+    engine: EngineProtocol
+    language: LanguageProtocol
+    config: ServerConfig
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.language.name, *self.config.aliases)
+
+    @property
+    def max_characters(self) -> float:
+        """The characters of a prompt beyond which it certainly has too many tokens."""
+        max_len = self.engine.max_len
+        return math.inf if max_len is None else COMPOSED * max_len * self.language.longest
+
+    def unknown(self, name: str) -> APIError:
+        """The error for another name than one of `names`."""
+        message = f"no model {shown(name)} is served here; ask for {self.language.name!r}"
+        return APIError(404, message, "model_not_found", "model")
+
+
+class CompletionRequest(NamedTuple):
+    """The engine's requests, in the order of their answers, and the format of these.
+
+    echoes: the text with which each answer begins.
+    offsets: characters of each prompt, from which OpenAI's text_offset counts.
+    n: answers per prompt.
+    stops: strings that end an answer.
+    scored: tokens are reported with log probabilities.
+    stream: answers are sent as they come.
+    usage: a stream ends with token counts.
+    """
+
+    requests: Sequence[Request]
+    echoes: Sequence[str]
+    offsets: Sequence[int]
+    n: int
+    stops: Sequence[str]
+    scored: bool
+    stream: bool
+    usage: bool
+
+    def opening(self, index: int) -> list[Delta]:
+        """What comes before the first token: an echo without scores."""
+        echoes = self.echoes[index] and not self.scored
+        return [Delta(index, "", (), prompt=True)] if echoes else []
+
+
+def parse_request(
+    raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel
+) -> CompletionRequest:
+    """Parse a body. Raises APIError for anything that cannot be answered exactly as requested."""
+    values = validate(format.kind, parse(raw))
+    if values["model"] not in model.names:
+        raise model.unknown(values["model"])
+    _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
+    _check_ids("stop_token_ids", values["stop_token_ids"], model)
+    _check_answers(values, model.config)
+    try:
+        prompts = _chat(values, model) if format.kind == "chat" else _texts(values, model, format)
+        requests = [
+            request
+            for _, ids in prompts
+            for request in _requests(values, ids, tenant, model, format)
+        ]
+    except UserError as error:
+        raise APIError(400, str(error)) from None
+    n = values["n"]
+    return CompletionRequest(
+        requests=requests,
+        echoes=[text if values["echo"] else "" for text, _ in prompts for _ in range(n)],
+        offsets=[len(text) for text, _ in prompts for _ in range(n)],
+        n=n,
+        stops=values["stop"],
+        scored=requests[0].logprobs is not None,
+        stream=values["stream"],
+        usage=bool(values["stream_options"]),
+    )
+
+
+def _check_ids(name: str, ids: Sequence[int], model: ServedModel) -> None:
+    """Raise APIError for ids that are not of the vocabulary."""
+    vocab = model.engine.vocab
+    # In pieces, between which other threads run.
+    if any(min(piece) < 0 or max(piece) >= vocab for piece in pieces(ids)):
+        raise invalid(name, f"of token ids from 0 to {vocab - 1}", [*ids])
+
+
+def _check_answers(values: Values, config: ServerConfig) -> None:
+    """Raise APIError for more answers than there may be at a time, before any tokenizing."""
+    prompts, n = len(values.get("prompt", [""])), values["n"]
+    max_answers = min(config.max_in_flight, config.max_per_key or config.max_in_flight)
+    if prompts * n > max_answers:
+        got = f"{prompts * n} (prompts: {prompts}, n: {n})"
+        message = f"a request may ask for {max_answers} answers, got {got}; send several"
+        raise APIError(400, message, param="n" if n > 1 else "prompt")
+
+
+def _chat(values: Values, model: ServedModel) -> list[tuple[str, list[int]]]:
+    """No text, and the ids of the conversation."""
+    messages = values["messages"]
+    variables = template_variables(
+        values["chat_template_kwargs"], values["reasoning_effort"], model.language.variables
+    )
+    texts = [text for message in messages for text in message.values()]
+    if variables:
+        texts.append(json.dumps(variables))
+    _check_length("".join(texts), "messages", model)
+    begins_answer = values["add_generation_prompt"] is not False
+    try:
+        ids = model.language.render(
+            messages, variables, begins_answer, values["continue_final_message"]
+        )
+    except UserError as error:
+        raise APIError(400, str(error), param="messages") from None
+    return [("", ids)]
+
+
+def _texts(
+    values: Values, model: ServedModel, format: ResponseFormat
+) -> list[tuple[str, list[int]]]:
+    """Text and ids of each prompt. Each is checked before the next one is tokenized."""
+    size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
+    engine = model.engine
+    max_characters = TOTAL if engine.max_len is None else max(TOTAL, model.max_characters)
+    if size > max_characters:
+        message = f"the prompts of a request may have {max_characters} characters together"
+        raise APIError(400, f"{message}, got {size}; send several requests", param="prompt")
+    prompts: list[tuple[str, list[int]]] = []
+    for prompt in values["prompt"]:
+        prompts.append(_prompt(prompt, values, model, format))
+        _check_waiting([len(ids) for _, ids in prompts], values["n"], model.config)
+    return prompts
+
+
+def _prompt(
+    prompt: str | list[int], values: Values, model: ServedModel, format: ResponseFormat
+) -> tuple[str, list[int]]:
+    """Text and ids of one prompt of a completion; the text of ids only if it is used."""
+    if isinstance(prompt, str):
+        _check_length(prompt, "prompt", model)
+        ids = model.language.encode(prompt)
+        _max_new_tokens(values, len(ids), format, model)
+        return prompt, ids
+    _check_ids("prompt", prompt, model)
+    _max_new_tokens(values, len(prompt), format, model)
+    used = values["echo"] or values["logprobs"] is not None
+    return "".join(model.language.pieces(prompt)) if used else "", prompt
+
+
+def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:
+    """Raise APIError for prompts that could never be queued. sizes: tokens of each."""
+    queued = [size for size in sizes for _ in range(n)][config.max_batch :]
+    max_tokens = config.max_waiting_tokens
+    if len(queued) > 1 and sum(queued) > max_tokens:
+        message = f"prompts beyond the first {config.max_batch} may have {max_tokens} tokens"
+        message = f"{message} together, got {sum(queued)} or more; send several requests"
+        raise APIError(400, message, param="prompt")
+
+
+def _check_length(text: str, param: str, model: ServedModel) -> None:
+    """Raise APIError for a text that is certainly too long: tokenizing it would take seconds."""
+    max_len = model.engine.max_len
+    if max_len is None:
+        if len(text) > TOTAL:
+            message = f"{param} may have {TOTAL} characters together, got {len(text)}; shorten it"
+            raise APIError(400, message, TOO_LONG, param)
+        return
+    max_characters, head = model.max_characters, text[: PROBED * max_len]
+    if len(text) > max_characters:
+        why = f"for which {max_characters} characters are too many, got {len(text)}"
+    # Twice the tokens, because a token may extend over the cut.
+    elif len(head) < len(text) and len(model.language.encode(head)) > 2 * max_len:
+        why = f"the first {len(head)} characters alone have more"
+    else:
+        return
+    message = f"prompt and answer may have {max_len} tokens together, {why}; shorten the prompt"
+    raise APIError(400, message, TOO_LONG, param)
+
+
+def _requests(
+    values: Values, ids: Sequence[int], tenant: Tenant, model: ServedModel, format: ResponseFormat
+) -> list[Request]:
+    """One request for each of the n answers to a prompt.
+
+    They differ in their seeds, which are consecutive: seed 5 with n=3 gives the first answers to
+    the seeds 5, 6 and 7.
+    """
+    seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
+    overrides = {name: values[name] for name in SAMPLING if values[name] is not None}
+    logprobs = values["logprobs"]
+    if format.kind == "chat":
+        logprobs = (values["top_logprobs"] or 0) if logprobs else None
+    max_new_tokens = _max_new_tokens(values, len(ids), format, model)
+    if values["min_tokens"] > max_new_tokens:
+        rule = f"at most the {max_new_tokens} new tokens"
+        raise invalid("min_tokens", rule, values["min_tokens"])
+    ends = () if values["ignore_eos"] else model.language.eos
+    first = Request(
+        tokens=tuple(ids),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=values["min_tokens"],
+        sampling=replace(model.config.sampling, **overrides),
+        seed=seed,
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        bias=values["logit_bias"],
+        eos=(*ends, *values["stop_token_ids"]),
+        salt=tenant.salt(values["cache_salt"]),
+        owner=tenant.digest.hex(),
+        logprobs=logprobs,
+        echo=logprobs is not None and bool(values["echo"]),
+    )
+    return [replace(first, seed=(seed + n) % 2**32) for n in range(values["n"])]
+
+
+def _max_new_tokens(values: Values, size: int, format: ResponseFormat, model: ServedModel) -> int:
+    """The limit of new tokens; by default the route's, or less if max_len is reached before.
+
+    Raises APIError for a prompt of `size` tokens, or an answer, that is too long.
+    """
+    max_len = model.engine.max_len
+    room = math.inf if max_len is None else max_len - size
+    name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
+    param = "messages" if format.kind == "chat" else "prompt"
+    requested = values[name]
+    if requested == -1:  # as many as the server allows
+        requested = int(min(max(room, 1), MAX_TOKENS))
+    # Prompts are prefilled one after another, so a longer one would delay all others.
+    if room == math.inf and size > MAX_TOKENS:
+        message = f"a prompt may have {MAX_TOKENS} tokens on this server, got {size}; shorten it"
+        raise APIError(400, message, TOO_LONG, param)
+    if room < (1 if requested is None else requested):
+        message = f"prompt and answer may have {max_len} tokens together, got {size} and "
+        message += f"{'at least 1' if requested is None else requested}; shorten one of them"
+        raise APIError(400, message, TOO_LONG, param)
+    if requested is None:
+        return int(min(room, format.default_tokens))
+    # A longer answer would keep its batch entry from other clients for hours.
+    if room == math.inf and requested > MAX_TOKENS:
+        message = f"{name} may be at most {MAX_TOKENS} on this server, got {requested}"
+        raise APIError(400, f"{message}; continue the text in another request", param=name)
+    return requested

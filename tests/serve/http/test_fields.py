@@ -1,0 +1,401 @@
+"""Invalid requests get a status and an error object with a one-line message; the server goes on.
+
+Every field of known clients is applied, accepted if it asks for nothing, or refused by name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import json
+
+import pytest
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
+
+from jaxkv.serve.http.errors import APIError
+from jaxkv.serve.http.fields import FIELDS, IGNORED, STREAM_OPTIONS, validate
+from tests.serve.http.conftest import chat_prompt, events, serving
+from tests.serve.http.fake import TEMPLATE, FakeEngine, language
+
+TALK = [{"role": "user", "content": "a|b"}]
+GOOD = {"completions": {"model": "bytes", "prompt": "a|b"},
+        "chat": {"model": "bytes", "messages": TALK}}  # fmt: skip
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+HUGE = 10**30
+
+# The raw body, and words of the error message.
+BODIES = {
+    "not JSON": (b"{model:", "must be JSON"),
+    "two values": (b"{} {}", "must be JSON"),
+    "not an object": (b"[1]", "must be a JSON object", "[1]"),
+    "not UTF-8": (b'{"model": "\xff"}', "must be UTF-8", "byte 11"),
+    "NaN": (b'{"model": "bytes", "prompt": "x", "temperature": NaN}', "no NaN"),
+    "beyond doubles": (b'{"model": "bytes", "prompt": "x", "temperature": 1e999}', "got inf"),
+    "digits": (b'{"seed": 1%b}' % (b"0" * 5000), "too many digits"),
+    "nested": (b'{"model": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", "nested too deeply"),
+    "nested and valid": (
+        b'{"model": "bytes", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}", "prompt must be a text"
+    ),
+    "a name twice within": (
+        b'{"model": "bytes", "prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "'1' is given twice"
+    ),
+    "a long name": (b'{"%b": 1}' % (b"x" * 100_000), "unknown or unsupported", "..."),
+    "a line end": (b'{"a\\nb\\ud800": 1}', r"'a\nb\ud800'"),
+}  # fmt: skip
+
+# Fields of a completion, the error's `param`, and words of its message: a case for each check.
+COMPLETIONS = {
+    "unknown": ({"tempreature": 1}, "tempreature", "unknown", "did you mean temperature?"),
+    "far from any": ({"zzz": 1}, "zzz", "unknown or unsupported field 'zzz'; leave it out"),
+    "field of chats": ({"messages": []}, "messages", "unknown or unsupported"),
+    "format": (
+        {"response_format": {"type": "json_object"}}, "response_format", "does not constrain tokens"
+    ),
+    "no prompt": ({"prompt": None}, "prompt", "missing"),
+    "no prompts": ({"prompt": []}, "prompt", "got []"),
+    "texts and ids": ({"prompt": ["a", [1]]}, "prompt", "a list of either"),
+    "booleans for ids": ({"prompt": [True, False]}, "prompt", "got [True, False]"),
+    "an id too large": ({"prompt": [1, 259]}, "prompt", "from 0 to 258"),
+    "an id below 0": ({"prompt": [[-1]]}, "prompt", "from 0 to 258"),
+    "a lone surrogate": ({"prompt": ["a", "\ud800"]}, "prompt", "valid Unicode", "surrogates"),
+    "tokens below 0": ({"max_tokens": -2}, "max_tokens", "from 0 to 2147483647", "got -2"),
+    "true for a number": ({"max_tokens": True}, "max_tokens", "whole number", "True"),
+    "a large number": ({"temperature": HUGE}, "temperature", "a number from 0 to 2"),
+    "a text for a number": ({"frequency_penalty": "1"}, "frequency_penalty", "a number"),
+    "top_p of 0": ({"top_p": 0}, "top_p", "above 0"),
+    "no answers": ({"n": 0}, "n", "from 1 to 128"),
+    "seed": ({"seed": -2}, "seed", "from 0 to 4294967295"),
+    "stops": ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    "a long stop": ({"stop": "x" * 201}, "stop", "1 to 200 characters"),
+    "a stop of numbers": ({"stop": [1, "\ud800"]}, "stop", "a text of"),
+    "flag": ({"stream": "yes"}, "stream", "true or false"),
+    "options without a stream": ({"stream_options": {}}, "stream_options", "stream=false"),
+    "options": ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "include_usage"),
+    "a flag for logprobs": ({"logprobs": True}, "logprobs", "whole number from 0 to 20"),
+    "best_of": ({"best_of": 2}, "best_of", "must be 1, got 2"),
+    "bias of a text": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    "bias above 100": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    "bias of a huge id": ({"logit_bias": {str(HUGE): 1}}, "logit_bias", "token ids"),
+    "bias of an unknown token": ({"logit_bias": {"259": 1}}, "logit_bias", "from 0 to 258"),
+    "301 biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "300"),
+    "one token twice": ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids"),
+    "min_tokens": ({"min_tokens": 17}, "min_tokens", "at most the 16 new tokens"),
+    "stop_token_ids": ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "128 token ids"),
+    "a stop token below 0": ({"stop_token_ids": [-1]}, "stop_token_ids", "from 0 to 258"),
+    "metadata": ({"metadata": "x"}, "metadata", "an object"),
+    "service_tier": ({"service_tier": "priority"}, "service_tier", "auto, default"),
+    "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
+    "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
+    "no model": ({"model": None}, "model", "missing"),
+}  # fmt: skip
+
+CHATS = {
+    "a lone surrogate": (
+        {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
+    ),
+    "field of completions": ({"prompt": "x"}, "prompt", "unknown or unsupported"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "must be []"),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+    "variables": ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
+    "a lone surrogate in a variable": (
+        {"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs", "surrogates"
+    ),
+    "a user's message to continue": (
+        {"continue_final_message": True}, "continue_final_message", "assistant, got user"
+    ),
+    "both": (
+        {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt",
+        "exclude each other",
+    ),
+    "no messages": ({"messages": []}, "messages", "at least one"),
+    "a text for a message": ({"messages": ["hi"]}, "messages[0]", '"role" and "content"'),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "role"),
+    "null for content": (
+        {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a text"
+    ),
+    "a role that is a list": (
+        {"messages": [{"role": [], "content": ""}]}, "messages[0].role", "one of"
+    ),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content", "parts of type text",
+    ),
+    "a name": (
+        {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "a text"
+    ),
+    "a field of a message": (
+        {"messages": [{"role": "user", "content": "x", "audio": {"id": "1"}}]}, "messages[0]",
+        "nothing else",
+    ),
+    "no new tokens": ({"max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "logprobs=false"),
+}  # fmt: skip
+CASES = {"completions": COMPLETIONS, "chat": CHATS}
+
+
+def ask(served, kind: str, **body):
+    return served.ask("POST", PATHS[kind], {"seed": 5} | GOOD[kind] | body)
+
+
+def refused(answer, status, words, kind="invalid_request_error"):
+    assert answer.status == status, answer
+    error = answer.error
+    assert error["type"] == kind
+    for word in words:
+        assert word in error["message"], error
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_bodies(served, case):
+    body, *words = BODIES[case]
+    refused(served.ask("POST", "/v1/completions", body), 400, words)
+    served.works()
+
+
+@pytest.mark.parametrize("kind, case", [(kind, case) for kind in CASES for case in CASES[kind]])
+def test_fields(served, kind, case):
+    fields, param, *words = CASES[kind][case]
+    answer = ask(served, kind, **fields)
+    refused(answer, 400, words)
+    assert answer.error["param"] == param
+
+
+def test_an_unknown_model(served):
+    answer = served.complete("|x", model="gpt-\ud800")
+    assert answer.status == 404
+    assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+    assert "'bytes'" in answer.error["message"]
+
+
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", "/v1/completion", 404),
+    ("POST", "/v1/embeddings", 404),
+    ("PUT", "/v1/chat/completions", 405),
+    ("DELETE", "/v1/models/bytes", 405),
+])  # fmt: skip
+def test_unknown_routes_and_methods(served, method, path, status):
+    answer = served.ask(method, path, None if method == "GET" else {})
+    refused(answer, status, [method, path])
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_content_types_without_cors_preflight_are_refused(served, kind):
+    """A web page may send these types to any site without a preflight request."""
+    answer = served.ask("POST", "/v1/completions", GOOD["completions"], content_type=kind)
+    refused(answer, 415, ["application/json"])
+
+
+def test_a_compressed_body(served):
+    packed = gzip.compress(json.dumps(GOOD["completions"]).encode())
+    answer = served.ask("POST", "/v1/completions", packed, content_encoding="gzip")
+    refused(answer, 415, ["not be compressed", "gzip"])
+
+
+@pytest.mark.parametrize("raw", [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"GET\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"b" * 100_000,
+])  # fmt: skip
+def test_invalid_http(served, raw):
+    """test_framing.py has lengths of bodies."""
+    with served.connect() as connection:
+        connection.sendall(raw)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    served.works()
+
+
+def test_an_invalid_chunk_ends_an_answer_that_has_not_begun(served, caplog):
+    """The request has no content type, so an answer of 415 is on its way when the chunk comes."""
+    with served.connect() as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"ZZ\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    served.works()
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
+def test_a_full_queue_gives_503(served):
+    """Also if the engine has accepted some answers of the request."""
+    for prompt in ("!full", ["endless", "endless", "!full"]):
+        answer = served.complete(prompt, max_tokens=50_000)
+        refused(answer, 503, ["64 requests wait"], "server_error")
+        assert answer.headers["retry-after"] == "8"
+        served.works()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_engine_that_fails(served, chat, caplog):
+    ask = served.chat if chat else served.complete
+    refused(ask("!fail"), 500, ["the engine failed"], "server_error")
+    assert "the model's logits are not finite" in caplog.text
+    served.works()
+
+
+def test_an_engine_that_fails_in_a_stream(served, caplog):
+    raw = served.complete("!fail", stream=True, temperature=0).raw
+    *_, last, done = raw.decode().removesuffix("\n\n").split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and done == "data: [DONE]"
+    served.works()
+
+
+def test_an_exception_in_the_server_gives_500(served, monkeypatch, caplog):
+    """In a whole answer and in a stream."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(type(served.engine), "submit", fail)
+    refused(served.complete("|x"), 500, ["the server failed"], "server_error")
+    monkeypatch.undo()
+    monkeypatch.setattr("jaxkv.serve.http.responses.ChoiceReader.read", fail)
+    refused(served.complete("|x"), 500, ["the server failed"], "server_error")
+    assert "the server failed" in served.complete("|x", stream=True).raw.decode()
+    assert caplog.text.count("RuntimeError: a bug") >= 3
+    monkeypatch.undo()
+    served.works()
+
+
+CREATE = {"completions": Completions.create, "chat": ChatCompletions.create}
+OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+# CompletionRequest of vllm/entrypoints/openai/completion/protocol.py, and ChatCompletionRequest of
+# chat_completion/protocol.py, at commit 002032ee2b18e1f7bd924ec47b62504ba3866063.
+VLLM = """
+use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+add_special_tokens response_format structured_outputs priority request_id session_id
+return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
+return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
+thinking_token_budget stream_interval echo seed
+"""
+VLLM_ONLY = {
+    "completions": "prompt_embeds",
+    "chat": "reasoning_effort include_reasoning add_generation_prompt continue_final_message "
+    "documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs "
+    "return_prompt_text",
+}
+# Options of POST /completion in tools/server/README.md of llama.cpp at commit
+# 00dc8057ab28c9cb4c79a6dd6dfce07fe779f63b, which its OpenAI routes take too.
+LLAMA_CPP = """
+temperature dynatemp_range dynatemp_exponent top_k top_p min_p n_predict n_indent n_keep n_cmpl
+n_cache_reuse stream stop typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty
+dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability
+xtc_threshold mirostat mirostat_tau mirostat_eta grammar json_schema seed ignore_eos logit_bias
+n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers timings_per_token
+return_progress sse_ping_interval post_sampling_probs response_fields lora
+"""
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_every_field_of_known_clients_is_in_the_table(kind):
+    openai = inspect.signature(CREATE[kind]).parameters.keys() - OF_THE_CLIENT
+    client_fields = {*openai, *VLLM.split(), *VLLM_ONLY[kind].split(), *LLAMA_CPP.split()}
+    assert client_fields <= FIELDS[kind].keys()
+
+
+ANY = {bool: (True, False), int: (-1, 0, 7), float: (0.5,), str: ("", "x"), dict: ({}, {"a": "b"}),
+       list: ([], ["a"])}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_values_that_ask_for_nothing_are_ignored_and_others_are_refused(kind):
+    plain = validate(kind, GOOD[kind])
+    for names, accepted, _ in (*IGNORED["both"], *IGNORED[kind]):
+        values = [None]
+        for value in accepted:
+            values += ANY[value] if isinstance(value, type) else [value]
+        for name in names.split():
+            for value in values:
+                assert validate(kind, GOOD[kind] | {name: value}) == plain
+            for value in (True, 2.5, 3, "else", ["else"], {"else": 1}):
+                if value not in values and type(value) not in accepted:
+                    with pytest.raises(APIError, match=f"{name} .*; leave it out") as error:
+                        validate(kind, GOOD[kind] | {name: value})
+                    assert error.value.param == name
+
+
+# Defaults of LLAMA_CPP that ask for nothing, as its page gives them.
+DEFAULTS = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "n_predict": -1, "n_indent": 0, "n_keep": 0,
+    "n_cache_reuse": 0, "stream": False, "stop": [], "typical_p": 1.0, "repeat_last_n": 64,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0, "dry_base": 1.75,
+    "dry_allowed_length": 2, "dry_penalty_last_n": 64, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"], "mirostat": 0, "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1, "ignore_eos": False, "logit_bias": [], "n_probs": 0, "min_keep": 0,
+    "t_max_predict_ms": 0, "id_slot": -1, "cache_prompt": True, "return_tokens": False,
+    "timings_per_token": False, "return_progress": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_defaults_of_llama_cpp_are_accepted(served, kind):
+    assert DEFAULTS.keys() <= set(LLAMA_CPP.split())
+    plain = ask(served, kind).json["choices"]
+    for name, value in DEFAULTS.items():
+        validate(kind, GOOD[kind] | {name: value})
+    assert ask(served, kind, **DEFAULTS).json["choices"] == plain
+
+
+@pytest.mark.parametrize("kind", CREATE)
+@pytest.mark.parametrize("option", STREAM_OPTIONS)
+def test_stream_options(served, kind, option):
+    asked = {"stream": True, "max_tokens": 20}
+    plain = [event["choices"] for event in events(ask(served, kind, **asked).raw)]
+    answer = ask(served, kind, stream_options={option: False, "include_usage": None}, **asked)
+    assert [event["choices"] for event in events(answer.raw)] == plain
+    refused(ask(served, kind, stream_options={option: True}, **asked), 400, [option])
+
+
+@pytest.mark.parametrize("kind, limit", [
+    ("completions", "max_tokens"), ("chat", "max_tokens"), ("chat", "max_completion_tokens"),
+])  # fmt: skip
+@pytest.mark.parametrize("max_len, max_new_tokens", [(20_000, 20_000), (None, 131_072)])
+def test_no_limit_is_that_of_the_server(kind, limit, max_len, max_new_tokens):
+    with serving(FakeEngine(max_len=max_len)) as served:
+        answer = ask(served, kind, **{limit: -1})
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+        (request,) = served.engine.requests
+        assert request.max_new_tokens == (
+            max_new_tokens if max_len is None else max_new_tokens - len(request.tokens)
+        )
+
+
+def test_a_seed_of_minus_1_is_drawn(served):
+    seeds = {served.complete("|x", seed=-1).status and served.engine.requests[-1].seed
+             for _ in range(3)}  # fmt: skip
+    assert len(seeds) == 3
+
+
+def test_an_answer_is_sent_back_with_empty_fields(served):
+    empty = {"tool_calls": [], "annotations": [], "refusal": None, "reasoning_content": ""}
+    with serving(FakeEngine(), language(TEMPLATE)) as served:
+        said = [*TALK, {"role": "assistant", "content": "b"} | empty]
+        assert ask(served, "chat", messages=said).status == 200
+        said[1]["tool_calls"] = [{"id": "1"}]
+        refused(ask(served, "chat", messages=said), 400, ["messages[1]"])
+
+
+@pytest.mark.parametrize("body, thinking, effort", [
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "False", ""),
+    ({"reasoning_effort": "none"}, "False", "none"),
+    ({"reasoning_effort": "low"}, "True", "low"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "False",
+     "low"),
+    ({}, "", ""),
+])  # fmt: skip
+def test_thinking_reaches_a_template_that_reads_it(body, thinking, effort):
+    """Elsewhere it asks for nothing, as in transformers and vLLM."""
+    chat = {"messages": TALK} | body
+    assert chat_prompt(TEMPLATE, **chat) == chat_prompt(TEMPLATE, messages=TALK)
+    thought = chat_prompt(TEMPLATE + "{{ enable_thinking }}", **chat)
+    assert thought.endswith(f"]{thinking}".encode())
+    assert chat_prompt(TEMPLATE + "{{ reasoning_effort }}", **chat).endswith(f"]{effort}".encode())
+
+
+def test_other_variables_are_refused(served):
+    for name, value in (("enable_thinking", "yes"), ("enable_thinkin", True)):
+        answer = served.chat("|x", chat_template_kwargs={name: value})
+        refused(answer, 400, ["template"])
