@@ -21,7 +21,7 @@ def decode(raw: bytes, name: str, begin: int = 0) -> str:
     UserError for bytes that are not UTF-8.
     """
     try:
-        return raw.decode("utf-8-sig")  # drops a byte order mark
+        return raw.decode("utf-8" if begin else "utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 (byte {begin + error.start}); convert it, for instance with iconv"

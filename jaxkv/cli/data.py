@@ -32,10 +32,8 @@ FLAGS = (
      "fit, else uint32", {"choices": ("auto", "uint16", "uint32")}),
     ("remove", str, None, "PATTERN", "regular expression; its matches are removed from the texts "
      "(_italics_: --remove _)"),
-    ("processes", flags.integer(1), None, "N", "processes that tokenize (default: one per core); "
-     "the result does not depend on it"),
-    ("out", str, None, "DIR", "folder for the shards and manifest.json, created if absent; the "
-     "same command resumes an interrupted run", {"required": True}),
+    ("out", str, None, "DIR", "folder for the shards and manifest.json, created if absent",
+     {"required": True}),
 )  # fmt: skip
 
 
@@ -49,7 +47,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out, ())
     with Progress("loading"):
-        from jaxkv.models.network.device import cores
         from jaxkv.models.training import corpus, data
     with show_phases("bytes") as progress:
         tokens = corpus.prepare(
@@ -62,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
             args.token_dtype,
             args.remove,
             args.column,
-            args.processes or cores(),
             progress,
         )
     report = {

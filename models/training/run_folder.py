@@ -1,4 +1,4 @@
-"""The folder of one run of `jaxkv data` or `jaxkv pretrain`, which the same command resumes.
+"""The folder of one run of `jaxkv data` or `jaxkv pretrain`.
 
 OUT/run.json has the settings and the data of the run: a folder belongs to one run.
 """
@@ -64,7 +64,7 @@ def unwritten(folder: Path, reason: str) -> UserError:
     """The error for a folder that cannot be written, or whose disk is full."""
     return UserError(
         f"--out must be a folder that can be written to: {folder}: {reason}; make room, or choose "
-        "another; the same command resumes the run"
+        "another; then give the same command again"
     )
 
 

@@ -1,35 +1,32 @@
-"""The files that `jaxkv data` reads: their order, their documents, and how they are divided.
+"""The texts that `jaxkv data` reads: their order, their splits and their documents.
 
-    .txt                  the file is one document
-    .jsonl, .jsonl.gz     each line is an object; its field `column` is a document
-    .parquet              each row is a document, in the column `column`
-
-A part is what one process tokenizes at a time. It consists of sections: bytes of a file, or row
-groups of a Parquet file. Sections depend only on the files, never on the number of processes.
+.txt                  the file is one document
+.jsonl, .jsonl.gz     each line is an object; its field `column` is a document
+.parquet              each row is a document, in the column `column`
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkv.errors import UserError, first_few, warn
 from jaxkv.files import decode, reading
-from jaxkv.models.training import json_lines, parquet
 from jaxkv.models.training.data import SPLITS, Split
 
-PART = 2**24  # bytes of a part, about: seconds of one process
-BLOCK = 2**18  # bytes or characters that are encoded at a time: larger ones take more memory only
+BLOCK = 2**16  # bytes of a long text that are tokenized at a time, about
+ROWS = 64  # rows of a Parquet file that are decoded at a time
 ENDINGS = {
     ".txt": "text", ".jsonl": "lines", ".jsonl.gz": "gzip lines", ".parquet": "parquet",
 }  # fmt: skip
-# Where a long text may be cut: between a letter or digit and a line end.
-_CUT, _LINE_END = re.compile(r"(?<=[^\W_])(?=\r?\n)"), re.compile(rb"\r?\n")
-_WINDOW = 2**16  # bytes that are searched for a cut at a time
+CUT = re.compile(r"(?<=[^\W_])(?=\r?\n)")  # between a letter or digit and a line end
 
 
 class TextFile(NamedTuple):
@@ -41,19 +38,6 @@ class TextFile(NamedTuple):
     bytes: int
     sha256: str
     split: Split | None
-
-
-class Section(NamedTuple):
-    """Bytes or row groups `start` to `stop` of the `end` in a file. size: bytes of text."""
-
-    file: int
-    path: Path
-    kind: str
-    split: Split | None
-    start: int
-    stop: int
-    end: int
-    size: int
 
 
 class ReadSettings(NamedTuple):
@@ -71,18 +55,21 @@ class ReadSettings(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A document, or a piece of one. last: the document ends here."""
+    """A document, or a piece of one.
+
+    last: the document ends here. bytes_read: bytes of the file that were read until here.
+    """
 
     text: str
     split: Split
-    last: bool = True
+    last: bool
+    bytes_read: int
 
 
 def find(
     texts: Sequence[Path],
     valid: Sequence[Path],
     share: float,
-    processes: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TextFile]:
     """The files of both splits, in a fixed order, with their hashes.
@@ -97,20 +84,20 @@ def find(
     every, validation = files_in(texts), files_in(valid)
     away = {path.resolve() for path in validation}
     train = {path: name for path, name in every.items() if path.resolve() not in away}
-    paths = [*train, *validation]
     names = train | validation
-    sizes = [path.stat().st_size for path in paths]
+    sizes = {path: path.stat().st_size for path in names}
     text_files: list[TextFile] = []
     done = 0
-    with ThreadPoolExecutor(processes) as threads:  # hashing does not hold Python's lock
-        for path, size, digest in zip(paths, sizes, threads.map(_digest, paths), strict=True):
+    with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
+        for path, digest in zip(names, threads.map(_digest, names), strict=True):
             kind = _kind(path)
             split = ("valid" if path in validation else "train") if valid else None
             if not valid and kind == "text":
                 split = split_of(digest, share)
-            text_files.append(TextFile(path, names[path], kind, size, digest.hex(), split))
-            done += size
-            report(done, sum(sizes))
+            file = TextFile(path, names[path], kind, sizes[path], digest.hex(), split)
+            text_files.append(file)
+            done += file.bytes
+            report(done, sum(sizes.values()))
     if None not in {file.split for file in text_files}:
         check_splits({file.split for file in text_files})
     return text_files
@@ -167,111 +154,121 @@ def split_of(digest: bytes, share: float) -> Split:
     return "valid" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
 
 
-def divide(files: Sequence[TextFile], reading: ReadSettings) -> list[tuple[Section, ...]]:
-    """The parts of some files, in order: each has about PART bytes.
-
-    Raises UserError for Parquet files without the column, before any text is read.
-    """
-    parts: list[list[Section]] = []
-    room = 0
-    for number, file in enumerate(files):
-        for start, stop, end, size in _sections(file, reading):
-            if room <= 0:
-                parts.append([])
-                room = PART
-            parts[-1].append(
-                Section(number, file.path, file.kind, file.split, start, stop, end, size)
-            )
-            room -= size
-    return [tuple(part) for part in parts]
-
-
-def _sections(file: TextFile, reading: ReadSettings) -> Iterator[tuple[int, int, int, int]]:
-    """Start, stop, end and size of each section of a file."""
-    size = file.bytes
-    if file.kind == "parquet":
-        groups = parquet.row_groups(file.path, reading.column)
-        yield from ((n, n + 1, len(groups), group) for n, group in enumerate(groups))
-    elif file.kind == "lines" or (file.kind == "text" and _streams(reading)):
-        for start in range(0, max(size, 1), PART):
-            stop = min(start + PART, size)
-            yield start, stop, size, stop - start
-    else:
-        yield 0, size, size, size
-
-
-def _streams(reading: ReadSettings) -> bool:
-    """Whether a text file is read in blocks; not with a pattern, which may match across a cut."""
-    return reading.cuts and reading.remove is None
-
-
-def read(section: Section, reading: ReadSettings) -> Iterator[Text]:
-    """The documents of a section, long ones in pieces.
+def read(file: TextFile, settings: ReadSettings) -> Iterator[Text]:
+    """The documents of a file, long ones in pieces. A null, which Parquet and JSON allow, is none.
 
     Raises UserError for a text that cannot be read.
     """
-    if section.kind == "text" and _streams(reading):
-        yield from _blocks(section)
+    # A pattern may match across a cut.
+    if file.kind == "text" and settings.cuts and settings.remove is None:
+        yield from _pieces(file)
         return
-    remove = re.compile(reading.remove) if reading.remove is not None else None
-    for text in _documents(section, reading.column):
-        split = section.split or split_of(hashlib.sha256(text.encode()).digest(), reading.share)
-        text = remove.sub("", text) if remove else text
-        *pieces, last = _pieces(text) if reading.cuts else [text]
-        yield from (Text(piece, split, last=False) for piece in pieces)
-        yield Text(last, split)
+    remove = re.compile(settings.remove) if settings.remove is not None else None
+    for text, bytes_read in _documents(file, settings.column):
+        digest = hashlib.sha256(text.encode()).digest()
+        split = file.split or split_of(digest, settings.share)
+        yield Text(remove.sub("", text) if remove else text, split, True, bytes_read)
 
 
-def _documents(section: Section, column: str) -> Iterator[str]:
-    """The whole documents of a section. A null, which Parquet and JSON allow, is none."""
-    path, start, stop = section.path, section.start, section.stop
-    if section.kind == "parquet":
-        return parquet.documents(path, column, start, stop)
-    if section.kind == "text":
-        return iter([decode(_bytes(path, 0, section.end), str(path))])
-    return json_lines.documents(path, column, start, None if "gzip" in section.kind else stop)
+def _pieces(file: TextFile) -> Iterator[Text]:
+    """A text in pieces of about BLOCK bytes, cut where no token crosses."""
+    pending: list[str] = []
+    at = 0
+    with reading(file.path), file.path.open("rb") as stream:
+        while raw := stream.read(BLOCK) + stream.readline():
+            text = decode(raw, str(file.path), at)
+            at += len(raw)
+            *_, cut = (0, *(match.start() for match in CUT.finditer(text)))
+            if cut:
+                yield Text("".join([*pending, text[:cut]]), file.split, False, at)
+                pending = []
+            pending.append(text[cut:])
+    yield Text("".join(pending), file.split, True, at)
 
 
-def _pieces(text: str) -> list[str]:
-    """A long text in pieces, cut where no token crosses."""
-    pieces, start = [], 0
-    while cut := _CUT.search(text, start + BLOCK):
-        pieces.append(text[start : cut.start()])
-        start = cut.start()
-    return [*pieces, text[start:]]
+def _documents(file: TextFile, column: str) -> Iterator[tuple[str, int]]:
+    """The whole documents of a file, with the bytes read until each."""
+    if file.kind == "parquet":
+        yield from _rows(file, column)
+    elif file.kind == "text":
+        with reading(file.path):
+            raw = file.path.read_bytes()
+        yield decode(raw, str(file.path)), file.bytes
+    else:
+        yield from _lines(file.path, column, "gzip" in file.kind)
 
 
-def _blocks(section: Section) -> Iterator[Text]:
-    """The text from the first cut of a section to the first cut after it, in blocks."""
-    path, end = section.path, section.end
-    at, stop = _next_cut(path, section.start, end), _next_cut(path, section.stop, end)
-    while at < stop:
-        to = min(_next_cut(path, at + BLOCK, end), stop)
-        text = decode(_bytes(path, at, to), str(path), at)
-        yield Text(text, section.split, last=False)
-        at = to
-    if section.stop == end:
-        yield Text("", section.split)
+def _lines(path: Path, column: str, compressed: bool) -> Iterator[tuple[str, int]]:
+    """The texts of JSON lines; raises UserError with the number of a line that has none."""
+    with reading(path), path.open("rb") as stream:
+        lines = gzip.GzipFile(fileobj=stream) if compressed else stream
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.isspace():
+                    continue
+                try:
+                    text = _text_of_line(line, column)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from None
+                if text is not None:
+                    yield text, stream.tell()
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            message = f"{path} is not a whole gzip file: {error}; download it again"
+            raise UserError(message) from None
 
 
-def _next_cut(path: Path, first: int, end: int) -> int:
-    """The first byte from `first` on where a text file may be cut."""
-    at = first
-    while 0 < at < end:
-        begin = max(at - 5, 0)  # the longest character before a cut, and a carriage return after it
-        window = _bytes(path, begin, begin + _WINDOW)
-        for line_end in _LINE_END.finditer(window):
-            cut = line_end.start()
-            before = window[max(cut - 4, 0) : cut].decode("utf-8", "ignore")
-            if begin + cut >= first and before[-1:].isalnum():
-                return begin + cut
-        if begin + len(window) <= at:
-            break  # the file has become shorter
-        at = begin + len(window)
-    return min(max(at, 0), end)
+def _text_of_line(line: bytes, column: str) -> str | None:
+    """The text of a line. Raises ValueError with what is wrong with it, and the remedy."""
+    remedy = "correct the line, or remove it"
+    try:
+        fields: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start} of the line); {remedy}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg}, character {error.pos}); {remedy}") from None
+    except RecursionError:
+        raise ValueError(f"JSON that is nested too deeply; {remedy}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"must be an object, got {type(fields).__name__}; {remedy}")
+    if column not in fields:
+        names = first_few(map(repr, fields)) or "none"
+        raise ValueError(f"no field {column!r}, its fields are {names}; name one with --column")
+    text = fields[column]
+    if not isinstance(text, str | None):
+        raise ValueError(
+            f"field {column!r} must be a string, got {type(text).__name__}; name another with "
+            "--column"
+        )
+    try:
+        _ = text and text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a lone surrogate at character {error.start}; {remedy}") from None
+    return text
 
 
-def _bytes(path: Path, start: int, stop: int) -> bytes:
-    with reading(path), path.open("rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
+def _rows(file: TextFile, column: str) -> Iterator[tuple[str, int]]:
+    """The texts of a Parquet file, with the extra `parquet`."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file.path) as table:
+            if column not in (names := table.schema_arrow.names):
+                raise UserError(
+                    f"{file.path} has no column {column!r}, its columns are "
+                    f"{first_few(map(repr, names))}; name one with --column"
+                )
+            for group in range(table.num_row_groups):
+                done = file.bytes * (group + 1) // table.num_row_groups
+                for batch in table.iter_batches(ROWS, [group], [column]):
+                    for text in batch.column(0).to_pylist():
+                        if not isinstance(text, str | None):
+                            raise UserError(
+                                f"column {column!r} of {file.path} must hold strings, got "
+                                f"{type(text).__name__}; name another with --column"
+                            )
+                        if text is not None:
+                            yield text, done
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        message = f"{file.path} is not a whole Parquet file: {error}; write it again"
+        raise UserError(message) from None

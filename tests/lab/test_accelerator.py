@@ -31,8 +31,8 @@ REHEARSED = "steps=400 save_every=20 eval_every=400"
 NOT_RUN = ("tests/models/test_cudnn.py",)  # a test, which needs a GPU
 # Words of a command -> words that end it sooner; the last of a repeated flag counts.
 SOONER = {
-    "data --text": "--vocab-size 300 --processes 1",
-    "data --tokenizer": "--processes 1",
+    "data --text": "--vocab-size 300",
+    "data --tokenizer": "",
     "pretrain --preset": " ".join(f"--set {setting}" for setting in SMALL.split()),
     "pretrain --from": " ".join(f"--set {setting}" for setting in SHORT.split()),
     "evals.training.rehearsal": "--preset tiny --kill 30 --quick "

@@ -1,4 +1,4 @@
-"""Data folders of text, JSON lines and Parquet: equal to a plain loop, for any number of processes.
+"""Data folders of text, JSON lines and Parquet: equal to a plain loop, also after an interrupt.
 
 The plain loop is in this file: each document is encoded whole and followed by the end token.
 """
@@ -9,12 +9,7 @@ import gzip
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,9 +22,8 @@ from jaxkv.errors import UserError
 from jaxkv.models.training import corpus, data, data_tokenizer, text_files
 from tests.models.training_data import VOCAB
 
-PART, SHARD, SHARE = 3_000, 1_000, 0.3
+SHARD, SHARE = 1_000, 0.3
 LETTERS = ("a", "é", "漢", "7", " ", " ", ".", "_", "\n", "\n\n", "\r\n", "'s", "😀", "<|sink|>")
-posix = pytest.mark.skipif(os.name != "posix", reason="kills a group of processes")
 
 
 def document(rng: random.Random, size: int = 300) -> str:
@@ -75,10 +69,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    """Many parts and shards. Processes of their own read in large blocks: no token may differ."""
-    monkeypatch.setattr(text_files, "PART", PART)
+def small_blocks(monkeypatch):
+    """Many blocks, batches and shards."""
     monkeypatch.setattr(text_files, "BLOCK", 100)
+    monkeypatch.setattr(corpus, "BATCH", 500)
     monkeypatch.setattr(corpus, "SHARD", SHARD)
 
 
@@ -111,90 +105,19 @@ def test_tokens_equal_those_of_a_plain_loop(texts, tmp_path):
     assert data.read(tokens.folder) == tokens
 
 
-def test_any_number_of_processes_gives_the_same_bytes(texts, tmp_path, capfd):
-    one_process, two, three = (
-        contents(prepare(texts, tmp_path / str(n), processes=n).folder) for n in (1, 2, 3)
-    )
-    assert one_process == two == three
-    assert set(one_process) > {"manifest.json", "run.json", "tokenizer.json", "train-00001.npy"}
-    assert "Traceback" not in capfd.readouterr().err  # of a process that ends
-
-
-KILLED = """
-import os, pathlib, signal, sys
-from jaxkv.models import corpus, text_files
-text_files.PART, corpus.SHARD = {part}, {shard}
-def report(phase, done, total):
-    if phase == sys.argv[3] and total / 2 < done < total:
-        os.killpg(0, signal.SIGKILL)
-if __name__ == "__main__":
-    corpus.prepare([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]), {vocab},
-                   share={share}, processes=2, progress=report)
-"""
-
-
-@pytest.mark.slow
-@posix
-@pytest.mark.parametrize("phase", ["tokenizing", "writing the shards"])
-def test_a_killed_run_continues_with_the_same_bytes(texts, tmp_path, phase):
-    """SIGKILL of the run and its processes, in the middle of a phase."""
+def test_an_interrupted_run_begins_again_with_the_same_bytes(texts, tmp_path):
     expected = contents(prepare(texts, tmp_path / "whole").folder)
-    script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(KILLED.format(part=PART, shard=SHARD, vocab=VOCAB, share=SHARE))
-    run = [sys.executable, script, texts[0], out, phase]
-    done = subprocess.run(run, start_new_session=True, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+
+    def interrupt(phase, done, total):
+        if phase == "tokenizing" and done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(texts, tmp_path / "out", progress=interrupt)
+    assert (tmp_path / "out" / "train-00000.npy").exists()
     with pytest.raises(UserError, match="is not a data folder"):
-        data.read(out)
-    complete = len(list((out / "parts").glob("*.json")))
-    assert complete > 5
-    (out / "parts" / ".00003.train.abcd").write_bytes(b"half")  # as a write that was cut short
-    seen = []
-    prepare(texts, out, progress=lambda *at: seen.append(at))
-    begin = next(at for at in seen if at[0] == "tokenizing")
-    assert begin[1] > begin[2] / 2  # the complete parts are not tokenized again
-    assert contents(out) == expected
-
-
-def test_a_part_without_its_counts_is_not_complete(texts, tmp_path, monkeypatch):
-    """Tokens that were written before the counts are written again."""
-    expected = contents(prepare(texts, tmp_path / "whole").folder)
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(corpus, "_join", fail)
-        prepare(texts, tmp_path / "out")
-    (tmp_path / "out" / "parts" / "00004.json").unlink()
-    (tmp_path / "out" / "parts" / "00004.train").write_bytes(b"half")
+        data.read(tmp_path / "out")
     assert contents(prepare(texts, tmp_path / "out").folder) == expected
-
-
-@posix
-def test_a_process_that_is_killed_ends_the_run(texts, tmp_path):
-    def report(phase, done, total):
-        if phase == "tokenizing" and 0 < done < total:
-            for process in multiprocessing.active_children():
-                process.kill()
-
-    with pytest.raises(UserError, match=r"was ended, .*fewer --processes; .*resumes the run"):
-        prepare(texts, tmp_path / "out", processes=2, progress=report)
-    assert not multiprocessing.active_children()
-    prepare(texts, tmp_path / "out")
-
-
-def test_an_error_in_a_process_is_that_of_the_text(texts, tmp_path):
-    (tmp_path / "texts").mkdir()
-    lines = jsonl(["some text"] * 1000)
-    (tmp_path / "texts" / "a.jsonl").write_bytes(lines + b'{"text": \n' + lines)
-    tokenizer = prepare(texts, tmp_path / "out").folder / "tokenizer.json"
-    for processes in (1, 2):
-        with pytest.raises(UserError, match=r"a\.jsonl, line 1001: not valid JSON .*remove it"):
-            corpus.prepare(
-                [tmp_path / "texts"], tmp_path / str(processes),
-                tokenizer=tokenizer, processes=processes,
-            )  # fmt: skip
 
 
 def metaspace(coder):
@@ -236,39 +159,30 @@ def test_a_pattern_sees_the_whole_text(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_of_a_text_add_up_to_it(tmp_path, monkeypatch, seed):
+def test_pieces_of_a_text_add_up_to_it(tmp_path, monkeypatch, seed):
     rng = random.Random(seed)
     text = document(rng, 2_000)
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
-    monkeypatch.setattr(text_files, "PART", rng.choice([1, 7, 100, 5_000]))
     monkeypatch.setattr(text_files, "BLOCK", rng.choice([1, 7, 100, 5_000]))
-    monkeypatch.setattr(text_files, "_WINDOW", rng.choice([8, 50, 1_000]))
-    reading = text_files.ReadSettings("text", None, 0.5, True)
+    settings = text_files.ReadSettings("text", None, 0.5, True)
     file = text_files.TextFile(path, "a", "text", path.stat().st_size, "", "train")
-    parts = text_files.divide([file], reading)
-    sections = [t for part in parts for section in part for t in text_files.read(section, reading)]
-    pieces = [t.text for t in sections if t.text]
-    assert "".join(pieces) == text
-    assert [t.last for t in sections] == [False] * (len(sections) - 1) + [True]
-    for before, after in itertools.pairwise(pieces):
+    read = list(text_files.read(file, settings))
+    assert "".join(t.text for t in read) == text
+    assert [t.last for t in read] == [False] * (len(read) - 1) + [True]
+    assert [t.bytes_read for t in read] == sorted(t.bytes_read for t in read)
+    assert read[-1].bytes_read == file.bytes
+    for before, after in itertools.pairwise(t.text for t in read):
         assert before[-1].isalnum() and after[0] in "\r\n"
 
 
-def test_a_long_text_is_read_in_blocks(tmp_path, monkeypatch):
+def test_a_long_text_is_read_in_blocks(tmp_path):
     """So a file may be larger than the memory."""
-    path, max_read, read = tmp_path / "a.txt", [0], text_files._bytes
-    path.write_text("a line of text\n" * 20_000)
-    monkeypatch.setattr(text_files, "_WINDOW", 64)
-
-    def bytes_of(path, start, stop):
-        max_read[0] = max(max_read[0], stop - start)
-        return read(path, start, stop)
-
-    monkeypatch.setattr(text_files, "_bytes", bytes_of)
-    (tmp_path / "b.txt").write_text("held back")
-    corpus.prepare([path], tmp_path / "out", 265, valid=[tmp_path / "b.txt"])
-    assert 0 < max_read[0] < 2 * 100
+    path = tmp_path / "a.txt"
+    path.write_text("a line of text\n" * 2_000)
+    settings = text_files.ReadSettings("text", None, 0.5, True)
+    file = text_files.TextFile(path, "a", "text", path.stat().st_size, "", "train")
+    assert max(len(t.text) for t in text_files.read(file, settings)) < 2 * 100
 
 
 def test_the_order_of_files_is_that_of_their_names(tmp_path):

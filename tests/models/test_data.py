@@ -12,7 +12,7 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.models.loading.tokenizer import read_tokenizer
-from jaxkv.models.training import corpus, data, text_files
+from jaxkv.models.training import corpus, data
 from tests.models.training_data import VOCAB, write_texts, write_tokens
 
 
@@ -45,20 +45,6 @@ def test_special_tokens_in_a_text_are_plain_text(tmp_path):
     ids = tokens.run("train", 0, tokens.count("train"))
     assert np.isin(ids, [tokens.id_of(name) for name in data.SPECIAL]).sum() == 1  # the final end
     assert read_tokenizer(tokens.folder).decode(ids) == text
-
-
-def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
-    """A cut never splits a token, such as two line ends in a row."""
-    paths = [tmp_path / "text.txt", tmp_path / "held.txt"]
-    for path in paths:
-        path.write_text("the cat\n\nsat on\n  a mat\n\n\n and saw\n" * 30, "utf-8")
-    runs = []
-    for piece in (10**6, 1, 7):
-        monkeypatch.setattr(text_files, "BLOCK", piece)
-        tokens = corpus.prepare(paths[:1], tmp_path / str(piece), 276, valid=paths[1:])
-        runs.append(tokens.run("train", 0, tokens.count("train")))
-    np.testing.assert_array_equal(runs[1], runs[0])
-    np.testing.assert_array_equal(runs[2], runs[0])
 
 
 def test_runs_of_an_epoch_do_not_overlap(tokens, monkeypatch):

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,60 +47,56 @@ def test_formats_and_column(run, tmp_path):
     (texts / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (texts / "c.parquet").write_bytes(parquet(body=words, id=range(8)))
     flags = ("--vocab-size", VOCAB, "--column", "body", "--valid-share", 0.3, "--json")
-    reports = []
-    for processes in (1, 2):
-        command = ("data", "--text", texts, "--out", tmp_path / str(processes), *flags)
-        reports.append(run(*command, "--processes", processes).json)
-        assert run(*command, "--processes", 3 - processes).json == reports[-1]  # complete already
-    assert reports[0] == reports[1]
-    assert reports[0]["documents"] == 4 + 3 * 8
-    assert min(reports[0]["train_tokens"], reports[0]["valid_tokens"]) > 0
+    command = ("data", "--text", texts, "--out", tmp_path / "out", *flags)
+    report = run(*command).json
+    assert run(*command).json == report  # complete already
+    assert report["documents"] == 4 + 3 * 8
+    assert min(report["train_tokens"], report["valid_tokens"]) > 0
 
 
-def test_bad_json_lines(data, tmp_path):
-    refused(data(a_jsonl=LINE * 2 + b'{"id": 1}\n'),
-            "a.jsonl, line 3: no field 'text', its fields are 'id'", "--column")  # fmt: skip
-    refused(data("--column", "body", a_jsonl=LINE), "no field 'body'", "'id', 'text'", "--column")
-    refused(data(a_jsonl=LINE + b'\n{"text": "a\n' + LINE), "a.jsonl, line 3: not valid JSON",
-            "Invalid control character", "correct the line, or remove it")  # fmt: skip
-    refused(data("--column", "id", a_jsonl=LINE), "line 1: field 'id' must be a string, got int")
-    refused(data(a_jsonl=LINE + b"[1]\n"), "line 2: must be an object, got list")
-    refused(data(a_jsonl=b'{"text": "\xe9"}'), "line 1: not UTF-8 (byte 10 of the line)")
-    refused(data(a_jsonl=b'{"text": "\\ud800"}'), "line 1: a lone surrogate at character 0")
-    refused(data(a_jsonl=b"[" * 100_000), "line 1: JSON that is nested too deeply")
-    compressed = gzip.compress(LINE * 1000)
-    refused(data(a_jsonl_gz=compressed[:-20]), "a.jsonl.gz is not a whole gzip file", "download it")
-    refused(data(a_jsonl_gz=LINE), "a.jsonl.gz is not a whole gzip file")
-    broken = gzip.compress(LINE * 7 + b"{\n")
-    refused(data(a_jsonl_gz=broken), "a.jsonl.gz, line 8: not valid JSON")
+COMPRESSED = gzip.compress(LINE * 1000)
+BAD_TEXTS = (  # a name, its contents, --column, and what the refusal says
+    ("a.jsonl", LINE * 2 + b'{"id": 1}\n', "text",
+     ("a.jsonl, line 3: no field 'text', its fields are 'id'", "--column")),
+    ("a.jsonl", LINE, "body", ("no field 'body'", "'id', 'text'", "--column")),
+    ("a.jsonl", LINE + b'\n{"text": "a\n' + LINE, "text",
+     ("line 3: not valid JSON", "Invalid control character", "correct the line, or remove it")),
+    ("a.jsonl", LINE, "id", ("line 1: field 'id' must be a string, got int",)),
+    ("a.jsonl", LINE + b"[1]\n", "text", ("line 2: must be an object, got list",)),
+    ("a.jsonl", b'{"text": "\xe9"}', "text", ("line 1: not UTF-8 (byte 10 of the line)",)),
+    ("a.jsonl", b'{"text": "\\ud800"}', "text", ("line 1: a lone surrogate at character 0",)),
+    ("a.jsonl", b"[" * 100_000, "text", ("line 1: JSON that is nested too deeply",)),
+    ("a.jsonl.gz", COMPRESSED[:-20], "text", ("a.jsonl.gz is not a whole gzip file", "download")),
+    ("a.jsonl.gz", LINE, "text", ("a.jsonl.gz is not a whole gzip file",)),
+    ("a.jsonl.gz", gzip.compress(LINE * 7 + b"{\n"), "text", ("line 8: not valid JSON",)),
+    ("a.parquet", parquet(body=["a"], id=[1]), "text",
+     ("has no column 'text'", "its columns are 'body', 'id'; name one with --column")),
+    ("a.parquet", parquet(text=["a"], id=[1]), "id",
+     ("column 'id' of", "must hold strings, got int", "--column")),
+    ("a.parquet", parquet(text=["a"])[:-9], "text", ("a.parquet is not a whole Parquet file",)),
+    ("a.txt", b"text \xe9", "text", ("a.txt is not UTF-8 (byte 5)",)),
+    ("a.csv", b"text\n", "text", ("a.csv must end with .txt, .jsonl", "convert it, or rename it")),
+    ("a.gz", b"text\n", "text", ("a.gz must end with",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "raw", "column", "words"), BAD_TEXTS)
+def test_bad_texts(data, tmp_path, name, raw, column, words):
+    refused(data("--column", column, **{name.replace(".", "_"): raw}), *words)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_parquet(data, tmp_path, monkeypatch):
-    refused(data(a_parquet=parquet(body=["a"], id=[1])), "a.parquet has no column 'text'",
-            "its columns are 'body', 'id'; name one with --column")  # fmt: skip
-    refused(data("--column", "id", a_parquet=parquet(text=["a"], id=[1])),
-            "column 'id' of", "must hold strings, got int64", "--column")  # fmt: skip
-    refused(data(a_parquet=parquet(text=["a"])[:-9]), "a.parquet is not a whole Parquet file")
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in [name for name in sys.modules if name.startswith("pyarrow.")]:
-        monkeypatch.delitem(sys.modules, name)
-    refused(data(a_parquet=b""), "the package pyarrow is missing; pip install 'jaxkv[train]'")
-
-
-def test_bad_texts(data, run, tmp_path):
+def test_bad_arguments(data, run, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     flags = ("--vocab-size", VOCAB, "--out", tmp_path / "out")
     refused(run("data", "--text", tmp_path / "empty", *flags), "empty has no file that ends with",
             ".txt, .jsonl, .jsonl.gz, .parquet", "name files, or another folder")  # fmt: skip
-    refused(data(a_csv=b"text\n"), "a.csv must end with .txt, .jsonl", "convert it, or rename it")
-    refused(data(a_gz=b"text\n"), "a.gz must end with")
     arguments = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
-    for share in (0, 1, -0.5, 2):
-        refused(run(*arguments, share), "--valid-share must be above 0 and below 1", f"got {share}")
-    refused(data("--processes", 0, a_txt=b"text"), "--processes", "at least 1", "'0'")
-    refused(data(a_txt=b"text \xe9"), "a.txt is not UTF-8 (byte 5)")
+    refused(run(*arguments, 1), "--valid-share must be above 0 and below 1", "got 1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in [name for name in sys.modules if name.startswith("pyarrow.")]:
+        monkeypatch.delitem(sys.modules, name)
+    refused(data(a_parquet=b""), "the package pyarrow is missing; pip install 'jaxkv[parquet]'")
     assert not (tmp_path / "out").exists()
 
 
@@ -117,25 +109,3 @@ def test_an_existing_folder_is_not_replaced(run, tmp_path):
             "removed was None and is now '_'", "choose another --out")  # fmt: skip
     refused(run(*command, "--out", texts), "holds other files (0.txt); choose another")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals a group of processes")
-def test_ctrl_c_ends_every_process(tmp_path):
-    """With exit code 130 and no word of a process."""
-    texts = tmp_path / "texts"
-    write_texts(texts, documents=2)
-    flags = ["--vocab-size", VOCAB, "--valid", texts / "0.txt", "--processes", "2"]
-    (texts / "a.jsonl").write_bytes((LINE[:-3] + b" it was long ago" * 1000 + b'"}\n') * 600)
-    command = [sys.executable, "-m", "jaxkv", "data", "--text", texts, "--out", tmp_path / "out"]
-    process = subprocess.Popen(
-        [str(word) for word in command + flags], stderr=subprocess.PIPE, start_new_session=True
-    )
-    while not list(tmp_path.glob("out/parts/.*.train.*")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait() == 130
-    # A process that was left would still have this pipe open.
-    with process.stderr:
-        assert b"Traceback" not in process.stderr.read()
