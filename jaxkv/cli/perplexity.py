@@ -7,7 +7,7 @@ import argparse
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json, read_text
 from jaxkv.cli.interrupts import interrupted, note_interrupt
-from jaxkv.cli.progress import Progress
+from jaxkv.cli.progress import show_progress
 
 BLOCKS = 20  # default number of blocks with a mean loss each
 
@@ -41,24 +41,29 @@ def add_scoring(
 def run(args: argparse.Namespace) -> int:
     text = read_text(args.text, "text")
     llm = flags.load_model(args, args.policy)
-    from jaxkv.models.generation.score import encode, score
+    from jaxkv.models.generation.score import check_scorable, encode
+    from jaxkv.models.tools import compare
     from jaxkv.policy_spec import format_policy
     from jaxkv.state.memory import show
 
-    tokens = encode(llm, text)[: args.max_tokens]
     prompt = args.prompt_tokens or 0
-    total = len(tokens) - 1 - prompt
-    with Progress("scoring", total) as progress, note_interrupt() as pressed:
-        scored = score(
-            llm, tokens, args.policy, args.chunk, args.seed, progress.at, pressed.is_set, prompt
+    check_scorable(llm.policies(args.policy), prompt)
+    text = compare.cut(llm, encode(llm, text)[: args.max_tokens], prompt, None, None)
+    with note_interrupt() as pressed:
+        scores = compare.compare(
+            llm, text, [args.policy], args.chunk, args.seed, show_progress, pressed.is_set
         )
     code = 0
     if pressed.is_set():
-        code = interrupted(scored_of(args.policy, len(scored.losses), total))
+        done = scores[args.policy].predictions if scores else 0
+        code = interrupted(scored_of(args.policy, done, text.scored))
+    if not scores:  # interrupted within the prompt
+        return code
+    scored = scores[args.policy]
     result = {
         "perplexity": scored.perplexity,
         "loss": scored.loss,
-        "tokens": len(tokens),
+        "tokens": text.tokens.size,
         "prompt": prompt,
         "predictions": len(scored.losses),
         "interrupted": pressed.is_set(),

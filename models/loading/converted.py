@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxkv import files
 from jaxkv.models.loading.compilation import cache_folder
-from jaxkv.models.loading.placement import ALIGN
+from jaxkv.models.loading.tensors import ALIGN
 
 VARIABLE = "JAXKV_WEIGHT_CACHE"
 # Of all entries, and never more than half of what would be free without them. A model of 1.2

@@ -136,8 +136,8 @@ HARMLESS_SAMPLING = {
 GGUF_APPLIED = {
     "embedding_length", "feed_forward_length", "block_count", "context_length",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base",
+    "rope.scale_linear", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
@@ -161,6 +161,8 @@ GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.causal": (True,),
     "attention.sliding_window_pattern": (0, 1),
+    "attention.value_length": (),
+    "rope.dimension_count": (),
     "attention.shared_kv_layers": (0,),
     "attention.key_length_swa": (),
     "attention.value_length_swa": (),

@@ -20,9 +20,9 @@ from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.chat_ids import end_of_turn
 from jaxkv.models.loading.compilation import enable_compilation_cache
 from jaxkv.models.loading.hf.names import shapes
-from jaxkv.models.loading.placement import place_all
 from jaxkv.models.loading.published import Published, open_published
 from jaxkv.models.loading.sinks import with_sinks
+from jaxkv.models.loading.tensors import place_all
 from jaxkv.models.loading.tokenizer import Tokenizer
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
@@ -201,9 +201,8 @@ def load_weights(
         sources = {published.path, *(tensor.file for tensor in tensors.values())}
         entry = converted.location(sources, llm.dtype, chosen)
         if entry is not None and (weights := converted.read(entry, missing)) is not None:
-            order = [(name, tensor.shape) for name, tensor in tensors.items()]
-            placed = place_all(order, weights.__getitem__, dtype, place, progress)
-            llm.weights.update(placed)
+            read = weights.__getitem__
+            llm.weights.update(place_all(tensors, read, dtype, place, progress))
             return
 
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:

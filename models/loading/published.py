@@ -18,8 +18,8 @@ from jaxkv.models.loading.config import ARCHITECTURES, read_config
 from jaxkv.models.loading.gguf.header import Header
 from jaxkv.models.loading.hf.folder import find, read_json
 from jaxkv.models.loading.hf.weights import load_weights, model_tensors
-from jaxkv.models.loading.placement import Tensor
 from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gguf
+from jaxkv.models.loading.tensors import Tensor
 from jaxkv.models.loading.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.network.config import Config
 from jaxkv.sampling import Sampling

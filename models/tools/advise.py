@@ -13,29 +13,21 @@ earlier occurrence predicts them worse than full attention does.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError
-from jaxkv.models.generation.decoding import BLOCK as DECODED
-from jaxkv.models.generation.decoding import compiled_decode_block
-from jaxkv.models.generation.streams import Stream
-from jaxkv.models.loading.compilation import Ahead
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import budgets, measurement
 from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
 from jaxkv.models.tools.paired import is_noise, paired
 from jaxkv.policies import Full
 from jaxkv.policy_spec import format_policy, max_lookback
-from jaxkv.sampling import Sampling
-from jaxkv.typing import Float, Int32
+from jaxkv.typing import Int32
 
 FULL = "full"
 SCORED, STRETCHES = 64, 8  # scored tokens of a stretch, and stretches, unless chosen
@@ -43,26 +35,6 @@ STRETCH = 512  # tokens of a stretch that the model reads, unless its trained co
 BLOCK = 16  # the shortest block, in tokens
 LEAST_BLOCKS = 8  # fewer give no useful error
 REPEAT = 3  # tokens of a repeated sequence
-ROUNDS, ROUND = 5, 8  # decoded pieces whose times are taken, and tokens of each
-NO_TIMES = np.zeros(0)
-
-
-@dataclass(frozen=True, eq=False)
-class TimedReading:
-    """A reading, and what it costs.
-
-    state_bytes: bytes of the caches after the last scored token. prompt_bytes: their bytes before
-    the end of prefill. milliseconds: time per decoded token in each round; empty if interrupted.
-    """
-
-    reading: Reading
-    state_bytes: int
-    prompt_bytes: int
-    milliseconds: Float[np.ndarray, " R"] = field(default_factory=lambda: NO_TIMES)
-
-    @property
-    def policy(self) -> str:
-        return self.reading.policy
 
 
 def check_not_full(llm: Llm, policy: str) -> None:
@@ -138,70 +110,16 @@ def measure(
     seed: int,
     watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
-    overlap: bool = True,
-) -> list[TimedReading]:
-    """The results of full attention and of the policies.
+) -> list[Reading]:
+    """The readings of full attention and of the policies that are complete.
 
-    stopped: asked after every chunk and round whether to end; what was complete is returned.
-    overlap: compile programs while others run. Raises UserError before the first reading if any
-    policy cannot run.
+    stopped: asked after every chunk and round whether to end. Raises UserError before the first
+    reading if any policy cannot run.
     """
-    ahead = Ahead(stopped)
-    readings, streams = measurement.measure(
-        llm, text, [FULL, *policies], seed, watch, stopped, full=FULL,
-        ahead=ahead if overlap else None, later=_compile_decoding, room=(ROUNDS + 1) * ROUND,
-    )  # fmt: skip
-    complete = [reading for reading in readings if reading.is_complete(text)]
-    streams = {reading.policy: streams[reading.policy] for reading in complete}
-    last = int(text.tokens[-1, -1])
-    times = {} if stopped() else _decode_times(streams, last, ahead, watch, stopped)
-    ahead.cancel()
-    return [
-        TimedReading(
-            reading,
-            budgets.bytes_of(llm, reading.policy, text.prompt, text.scored),
-            budgets.prompt_bytes_of(llm, reading.policy, text.prompt),
-            times.get(reading.policy, NO_TIMES),
-        )
-        for reading in complete
-    ]
-
-
-def _compile_decoding(ahead: Ahead, name: str, stream: Stream) -> None:
-    """Begin to compile the decoding of a stream; its caches are shapes."""
-    arguments = stream.decode_arguments(stream.decoding, Sampling(), (), DECODED)
-    ahead.compile(f"decode {name}", compiled_decode_block(), *arguments)
-
-
-def _decode_times(
-    streams: Mapping[str, Stream], last: int, ahead: Ahead, watch: WatchTask,
-    stopped: Callable[[], bool],
-) -> dict[str, Float[np.ndarray, " R"]]:  # fmt: skip
-    """Milliseconds per token of greedy decoding by policy and round, from the token `last` on.
-
-    The policies alternate, so that other work of the machine disturbs all of them alike, after a
-    round that compiles. Empty if interrupted.
-    """
-    times: dict[str, list[float]] = {name: [] for name in streams}
-    with watch("compiling", len(streams), "policies") as progress:
-        for number, (name, stream) in enumerate(streams.items(), start=1):
-            if not ahead.wait(f"decode {name}"):
-                return {}
-            logits = jnp.zeros_like(stream.decoding.logits).at[:, last].set(1)
-            done = jnp.zeros_like(stream.decoding.done)
-            stream.decoding = stream.decoding._replace(logits=logits, done=done)
-            stream.decode(Sampling(), ROUND, ())
-            progress(number)
-    with watch("decoding", len(streams) * ROUNDS * ROUND, "tokens") as progress:
-        for number in range(ROUNDS * len(streams)):
-            if stopped():
-                return {}
-            name = list(streams)[number % len(streams)]
-            start = time.perf_counter()
-            streams[name].decode(Sampling(), ROUND, ())
-            times[name].append(1e3 * (time.perf_counter() - start) / ROUND)
-            progress((number + 1) * ROUND)
-    return {name: np.array(of_rounds) for name, of_rounds in times.items()}
+    readings = measurement.measure(
+        llm, text, [FULL, *policies], seed, watch, stopped, full=FULL, decode=True
+    )
+    return [reading for reading in readings if reading.is_complete(text)]
 
 
 def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
@@ -220,63 +138,75 @@ def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
 
 
 def rank(
-    llm: Llm, text: Stretches, results: Sequence[TimedReading], budget: int, block: int
+    llm: Llm, text: Stretches, readings: Sequence[Reading], budget: int, block: int
 ) -> dict[str, Any]:
     """The report: full attention, then the policies within the budget by their loss, then others.
 
     budget: bytes. block: tokens per block, from which errors are computed.
     """
-    losses = {result.policy: result.reading.losses for result in results}
+    losses = {reading.policy: reading.losses for reading in readings}
+    state_bytes = {name: budgets.bytes_of(llm, name, text.prompt, text.scored) for name in losses}
     predicted = text.tokens[:, text.prompt + 1 :] < llm.config.vocab  # all but sink tokens
-    mean = partial(paired, block=block)
-    full = [result for result in results if result.policy == FULL]
-    by_loss = sorted((result for result in results if result.policy != FULL),
-                     key=lambda result: losses[result.policy][predicted].mean())  # fmt: skip
-    within = [result for result in by_loss if result.state_bytes <= budget]
-    beyond = [result for result in by_loss if result.state_bytes > budget]
-    best = (within or by_loss or full)[0].policy if results else None
+    by_loss = sorted(losses, key=lambda name: losses[name][predicted].mean())
+    full = [name for name in losses if name == FULL]
+    within = [name for name in by_loss if name != FULL and state_bytes[name] <= budget]
+    beyond = [name for name in by_loss if name != FULL and state_bytes[name] > budget]
+    ranked = within or beyond
+    best = (ranked or full)[0] if losses else None
     distances = np.stack([repeat_distances(ids) for ids in text.tokens])[:, text.prompt :]
-    slots = [budgets.slots_of(llm, llm.policies(result.policy)) for result in within
-             if not budgets.acts_on_prompt(llm.policies(result.policy))]  # fmt: skip
+    evicting = [name for name in within if not budgets.acts_on_prompt(llm.policies(name))]
+    slots = [budgets.slots_of(llm, llm.policies(name)) for name in evicting]
     min_slots = min(slots, default=0) or text.scored
-    ends = _ends(min_slots, text.fed)
-    rows = []
-    for result in [*full, *within, *beyond]:
-        values, policies = losses[result.policy], llm.policies(result.policy)
-        over = values - losses[FULL] if full else np.full_like(values, np.nan)
-        rows.append({
-            "policy": result.policy,
+    spans = _spans(min_slots, text.fed)
+    by_name = {reading.policy: reading for reading in readings}
+
+    def row(name: str) -> dict[str, Any]:
+        reading, policies = by_name[name], llm.policies(name)
+        over = losses[name] - losses.get(FULL, np.full_like(losses[name], np.nan))
+
+        def mean(values: np.ndarray, counted: np.ndarray = predicted) -> dict[str, Any]:
+            return paired(values, block, counted)
+
+        return {
+            "policy": name,
             "policy_string": format_policy(policies),
-            "loss": float(values[predicted].mean()),
-            "perplexity": float(np.exp(values[predicted].mean())),
-            "over_full": mean(over, counted=predicted),
-            "over_best": mean(values - losses[best], counted=predicted),
-            "kl": mean(result.reading.kl, counted=predicted),
-            "agreement": float(result.reading.agreement[predicted].mean()),
+            "loss": float(losses[name][predicted].mean()),
+            "perplexity": float(np.exp(losses[name][predicted].mean())),
+            "over_full": mean(over),
+            "over_best": mean(losses[name] - losses[best]),
+            "kl": mean(reading.kl),
+            "agreement": float(reading.agreement[predicted].mean()),
             "recall": [
                 {"from": start, "to": end}
-                | mean(over, counted=predicted & (distances >= start) & (distances < end))
-                for start, end in ends
+                | mean(over, predicted & (distances >= start) & (distances < end))
+                for start, end in spans
             ],
-            "far_recall": mean(over, counted=predicted & (distances >= min_slots)),
-            "milliseconds_per_token": _times(result.milliseconds),
-            "state_bytes": result.state_bytes,
-            "prompt_bytes": result.prompt_bytes,
-            "within_budget": result.state_bytes <= budget,
+            "far_recall": mean(over, predicted & (distances >= min_slots)),
+            "milliseconds_per_token": _times(reading.milliseconds),
+            "state_bytes": state_bytes[name],
+            "prompt_bytes": budgets.prompt_bytes_of(llm, name, text.prompt),
+            "within_budget": state_bytes[name] <= budget,
             "acts_on_prompt": budgets.acts_on_prompt(policies),
-            "endless": _is_endless(llm, result.policy),
-            "seconds": result.reading.seconds,
-            "compile_seconds": result.reading.compile_seconds,
-        })  # fmt: skip
-    names = [result.policy for result in within or by_loss]
+            # No distance exceeds the trained context, however long the text is.
+            "endless": max(map(max_lookback, policies)) <= llm.config.context,
+            "seconds": reading.seconds,
+            "compile_seconds": reading.compile_seconds,
+        }
+
     return {
-        "budget": budget, "stretches": len(text.tokens), "prompt": text.prompt,
-        "scored": text.scored, "block": block, "counted": int(predicted.sum()), "near": min_slots,
-        "levels": _levels(names, losses, predicted, block), "policies": rows,
-    }  # fmt: skip
+        "budget": budget,
+        "stretches": len(text.tokens),
+        "prompt": text.prompt,
+        "scored": text.scored,
+        "block": block,
+        "counted": int(predicted.sum()),
+        "near": min_slots,
+        "levels": _levels(ranked, losses, predicted, block),
+        "policies": [row(name) for name in (*full, *within, *beyond)],
+    }
 
 
-def _ends(min_slots: int, tokens: int) -> list[tuple[int, int]]:
+def _spans(min_slots: int, tokens: int) -> list[tuple[int, int]]:
     """Distances: within the smallest cache, and then by powers of two of its size."""
     edges = [1, min_slots]
     while edges[-1] < tokens:
@@ -298,13 +228,8 @@ def _levels(
     return levels
 
 
-def _is_endless(llm: Llm, policy: str) -> bool:
-    """Whether no distance exceeds the trained context, however long the text is."""
-    return max(map(max_lookback, llm.policies(policy))) <= llm.config.context
-
-
-def _times(milliseconds: np.ndarray) -> Mapping[str, float] | None:
-    if not len(milliseconds):
+def _times(milliseconds: Sequence[float]) -> Mapping[str, float] | None:
+    if not milliseconds:
         return None
-    return {"median": float(np.median(milliseconds)), "least": float(milliseconds.min()),
-            "most": float(milliseconds.max())}  # fmt: skip
+    median = float(np.median(milliseconds))
+    return {"median": median, "least": min(milliseconds), "most": max(milliseconds)}

@@ -8,6 +8,7 @@ from typing import Any
 from jaxkv import defaults
 from jaxkv.models.tools import palette, pictures
 from jaxkv.models.tools.advise import FULL, REPEAT
+from jaxkv.models.tools.paired import show
 from jaxkv.state import memory
 
 Row = Mapping[str, Any]
@@ -27,8 +28,8 @@ def table(results: Mapping[str, Any]) -> str:
             str(rank) if ranked else DASH,
             f"{row['loss']:.4f}",
             *([DASH] * 3 if is_full else _beside_full(row)),
-            _between(None if ranked and rank == 1 else row["over_best"]),
-            _between(None if is_full else row["far_recall"]),
+            show(None if ranked and rank == 1 else row["over_best"]),
+            show(None if is_full else row["far_recall"]),
             _milliseconds(row),
             memory.show(row["state_bytes"]),
             memory.show(row["prompt_bytes"]),
@@ -45,15 +46,7 @@ def is_ranked(row: Row) -> bool:
 
 def _beside_full(row: Row) -> list[str]:
     """Loss, KL and agreement against full attention."""
-    return [_between(row["over_full"]), _between(row["kl"], sign=""), f"{row['agreement']:.0%}"]
-
-
-def _between(difference: Mapping[str, Any] | None, sign: str = "+") -> str:
-    """A mean with two standard errors."""
-    if difference is None or difference["mean"] is None:
-        return DASH
-    error = difference["two_errors"]
-    return f"{difference['mean']:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+    return [show(row["over_full"]), show(row["kl"], sign=""), f"{row['agreement']:.0%}"]
 
 
 def _milliseconds(row: Row) -> str:
@@ -92,7 +85,7 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
     for number, (name, *ties) in enumerate(results["levels"]):
         line = f"{name} has the lowest loss"
         if number:
-            line = f"Then {name}, which is worse by {_between(by_name[name]['over_best'])}"
+            line = f"Then {name}, which is worse by {show(by_name[name]['over_best'])}"
         if ties:
             line += f"; these are within noise of it: {'; '.join(ties)}"
         elif not number and len(rows) > 1:
@@ -128,8 +121,7 @@ def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
     if not choice["endless"] and later:
         row = later[0]
         told.append(
-            f"For endless text take {row['policy']}, which is worse by "
-            f"{_between(row['over_best'])}."
+            f"For endless text take {row['policy']}, which is worse by {show(row['over_best'])}."
         )
     return told
 

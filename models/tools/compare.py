@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxkv.contract import Policy
-from jaxkv.models.generation.score import Score, gather
+from jaxkv.models.generation.score import Score
 from jaxkv.models.generation.text import warn_beyond_context
-from jaxkv.models.loading.compilation import Ahead
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement, palette, pictures, recompute
-from jaxkv.models.tools.measurement import Stretches, WatchTask
-from jaxkv.models.tools.paired import paired
+from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
+from jaxkv.models.tools.paired import paired, show
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import memory
 
@@ -64,39 +63,29 @@ def compare(
     cached = [policy for policy, window in windows.items() if window is None]
     for policy in cached:
         warn_beyond_context(llm, llm.policies(policy), text.fed)
-    scores: dict[str, Score] = {}
+    readings = []
     if cached:
-        readings, _ = measurement.measure(
-            llm, text, cached, seed, watch, stopped, chunk=chunk, ahead=Ahead(stopped)
-        )
-        scores = {
-            reading.policy: _score(
-                llm, text, reading.losses, reading.state_bytes, reading.seconds,
-                reading.compile_seconds, reading.chunk,
-            )
-            for reading in readings
-        }  # fmt: skip
+        readings = measurement.measure(llm, text, cached, seed, watch, stopped, chunk=chunk)
     for policy, window in windows.items():
-        if window is not None and not (scores and stopped()):
-            with watch(policy, text.fed, "tokens") as progress:
-                runs = [
-                    gather(recompute.losses(llm, ids, window), progress, stopped)
-                    for ids in text.tokens
-                ]
-            rows = [losses[text.prompt :] for losses, _, _ in runs]
-            rows = np.stack([row for row in rows if len(row) == len(rows[0])])
-            seconds, compiling = (sum(run[at] for run in runs) for at in (1, 2))
-            scores[policy] = _score(llm, text, rows, 0, seconds, compiling)
+        if window is not None and not (readings and stopped()):
+            readings.append(recompute.measure(llm, text, policy, window, watch, stopped))
+    scores = {reading.policy: _score(llm, text, reading) for reading in readings}
     return {policy: scores[policy] for policy in policies if policy in scores}
 
 
-def _score(llm: Llm, text: Stretches, losses: np.ndarray, *rest: Any) -> Score:
-    """The score of a policy from its losses [S,C], without those of sink tokens."""
-    rows, columns = losses.shape
+def _score(llm: Llm, text: Stretches, reading: Reading) -> Score:
+    """The score of a policy, without the losses of sink tokens."""
+    rows, columns = reading.losses.shape
     predicted = text.tokens[:rows, text.prompt + 1 :][:, :columns] < llm.config.vocab
-    means = np.mean(losses[:, predicted.all(axis=0)], axis=0)
-    chunk = rest[3] if len(rest) > 3 else None
-    return Score(means, *rest[:3], chunk, text.prompt, np.where(predicted, losses, np.nan))
+    return Score(
+        np.mean(reading.losses[:, predicted.all(axis=0)], axis=0),
+        reading.state_bytes,
+        reading.seconds,
+        reading.compile_seconds,
+        reading.chunk,
+        text.prompt,
+        np.where(predicted, reading.losses, np.nan),
+    )
 
 
 def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, Any]]:
@@ -147,7 +136,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             row["policy"],
             f"{row['perplexity']:.4f}",
             f"{row['loss']:.4f}",
-            _over(row, results[0]),
+            "-" if row is results[0] else show(row["over_first"]),
             _state(row),
             f"{row['tokens_per_second']:.0f}",
             f"{row['seconds']:.1f}",
@@ -165,16 +154,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     return "\n".join(lines)
-
-
-def _over(row: dict[str, Any], first: dict[str, Any]) -> str:
-    """The loss over that of the first policy, with two standard errors."""
-    over = row.get("over_first")
-    if row is first or over is None or over["mean"] is None:
-        return "-"
-    return f"{over['mean']:+.3f}" + (
-        "" if over["two_errors"] is None else f" ± {over['two_errors']:.3f}"
-    )
 
 
 def _state(row: dict[str, Any]) -> str:

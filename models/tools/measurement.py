@@ -1,4 +1,4 @@
-"""Losses of cache policies on the same tokens: the measurement of `advise` and `compare`.
+"""Losses of cache policies on the same tokens: what `perplexity`, `compare` and `advise` measure.
 
 A text is cut into stretches of equal length. The beginning of each is a prompt; the tokens after it
 are predicted one by one, each from the true tokens before it. Policies that evict do so while the
@@ -6,7 +6,8 @@ prompt is read, and policies that act on a prompt do so at its end. All read the
 their differences have a far smaller spread than their losses.
 
 Policies that attend exactly within a prompt share one reading of it (`shared_prompt`). Programs are
-compiled in other threads, in the order in which they are needed, while earlier ones run.
+compiled in other threads, in the order in which they are needed, while earlier ones run. In the end
+policies decode in turns, where the time of a token is measured too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.models.generation import shared_prompt
-from jaxkv.models.generation.decoding import Static, prefill_programs
+from jaxkv.models.generation.decoding import BLOCK as DECODED
+from jaxkv.models.generation.decoding import Static, compiled_decode_block, prefill_programs
 from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
 from jaxkv.models.generation.streams import Stream, bucket, not_finite
 from jaxkv.models.loading.compilation import Ahead, clock
@@ -33,8 +35,11 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.models.tools.divergence import divergence
 from jaxkv.policy_spec import state_bytes
+from jaxkv.sampling import Sampling
 from jaxkv.state import memory
 from jaxkv.typing import Array, Float, Float32, Int32
+
+ROUNDS, ROUND = 5, 8  # decoded pieces whose times are taken, and tokens of each
 
 # Shows progress: takes a label, the units in all and their name; yields a function of those done.
 WatchTask = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
@@ -98,8 +103,9 @@ class Reading:
     prediction from that of full attention. agreement: 1 where both have the same likeliest token.
     Both are NaN where they are not measured. state_bytes: bytes of the caches after the last token.
     seconds: time without compile_seconds; a prompt that several policies share counts for the first
-    of them. chunk: tokens per chunk. An interrupted policy has fewer stretches, or one with fewer
-    tokens.
+    of them. chunk: tokens per chunk, None without a cache. milliseconds: time per decoded token in
+    each round; empty where it is not measured. An interrupted policy has fewer stretches, or one
+    with fewer tokens.
     """
 
     policy: str
@@ -109,7 +115,8 @@ class Reading:
     state_bytes: int
     seconds: float
     compile_seconds: float
-    chunk: int
+    chunk: int | None
+    milliseconds: tuple[float, ...] = ()
 
     def is_complete(self, text: Stretches) -> bool:
         return self.losses.shape == (len(text.tokens), text.scored)
@@ -125,6 +132,7 @@ class _Run:
     chunk: int = 0
     seconds: float = 0.0
     compile_seconds: float = 0.0
+    milliseconds: tuple[float, ...] = ()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -142,9 +150,16 @@ class _Run:
         rows = [row for row in rows if len(row) == len(rows[0])]
         losses, kl, agreement = np.moveaxis(np.stack(rows).astype(np.float64), 2, 0)
         return Reading(
-            name, losses, kl, agreement,
-            self.state_bytes, self.seconds, self.compile_seconds, self.chunk,
-        )  # fmt: skip
+            name,
+            losses,
+            kl,
+            agreement,
+            self.state_bytes,
+            self.seconds,
+            self.compile_seconds,
+            self.chunk,
+            self.milliseconds,
+        )
 
 
 def measure(
@@ -156,33 +171,31 @@ def measure(
     stopped: Callable[[], bool] = lambda: False,
     full: str | None = None,
     chunk: int | None = None,
-    ahead: Ahead | None = None,
-    later: Callable[[Ahead, str, Stream], None] | None = None,
-    room: int = 0,
-) -> tuple[list[Reading], dict[str, Stream]]:
-    """The readings of policies, in their order; with `room` also their last streams.
+    decode: bool = False,
+    overlap: bool = True,
+) -> list[Reading]:
+    """The readings of policies, in their order.
 
     seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
     whether to end there. full: the policy with which predictions are compared. chunk: tokens per
-    chunk; None chooses by policy. ahead: compiles programs in other threads; None compiles each
-    when it is first called. later: begins to compile what follows, from a stream whose caches are
-    shapes. room: tokens after a stretch, for which growing caches have room.
+    chunk; None chooses by policy. decode: measure the time of a decoded token, too. overlap:
+    compile programs of texts with prompts in other threads.
     Raises UserError before anything runs if any policy cannot run.
     """
     groups = grouped(llm, text, policies, full)
-    final = text.fed + room
-    # Those that read a prompt together are in memory at once, and all for work after the stretches.
-    for names in [tuple(policies)] if room else [group.names for group in groups]:
+    final = text.fed + (ROUNDS + 1) * ROUND * decode
+    # Those that read a prompt together are in memory at once, and all where they decode in turns.
+    for names in [tuple(policies)] if decode else [group.names for group in groups]:
         needed = sum(state_bytes(llm.policies(name), llm.spec, 1, final) for name in names)
         caches = f"the caches of {len(names)} policies for {final} tokens"
         caches = caches if len(names) > 1 else f"the cache of {names[0]} for {final} tokens"
         memory.check(needed, caches, fewer="policies or tokens, or a smaller budget")
-    ahead, overlapped = ahead or Ahead(), ahead is not None and llm.mesh is None and text.prompt
+    ahead = Ahead(stopped)
     runs = {name: _Run() for name in policies}
     label = f"measuring {len(policies)} policies" if len(policies) > 1 else policies[0]
     try:
-        if overlapped:
-            _compile_ahead(llm, text, groups, chunk, full, final, ahead, later)
+        if overlap and llm.mesh is None and text.prompt:
+            _compile_ahead(llm, text, groups, chunk, full, final, ahead, decode)
         with watch(label, tokens_fed(text, groups), "tokens") as progress:
             done = 0
             for count in _run(llm, text, groups, runs, seed, full, final, chunk, ahead):
@@ -190,16 +203,11 @@ def measure(
                 progress(done)
                 if stopped():
                     break
-        if stopped():  # also while a program was waited for
-            ahead.cancel()
-    except BaseException:
+        if decode and not stopped():
+            _time_decoding(runs, int(text.tokens[-1, -1]), ahead, watch, stopped)
+    finally:
         ahead.cancel()
-        raise
-    measured = {name: run for name, run in runs.items() if any(run.parts)}
-    return (
-        [run.reading(name) for name, run in measured.items()],
-        {name: run.stream for name, run in measured.items()},
-    )
+    return [run.reading(name) for name, run in runs.items() if any(run.parts)]
 
 
 class Group(NamedTuple):
@@ -345,7 +353,7 @@ def _prompt(group: Group) -> str:
 
 def _compile_ahead(
     llm: Llm, text: Stretches, groups: Sequence[Group], chunk: int | None, full: str | None,
-    final: int, ahead: Ahead, later: Callable[[Ahead, str, Stream], None] | None,
+    final: int, ahead: Ahead, decode: bool,
 ) -> None:  # fmt: skip
     """Begin to compile all programs, in the order in which they are called."""
     ended: dict[str, Stream] = {}
@@ -374,9 +382,45 @@ def _compile_ahead(
                 ahead.compile(name, compare, stream.static.of_model, llm.weights, x, targets,
                               of_full)  # fmt: skip
             ended[name] = stream
-    for name, stream in ended.items():
-        if later is not None:
-            later(ahead, name, stream)
+    for name, stream in ended.items() if decode else ():
+        arguments = stream.decode_arguments(stream.decoding, Sampling(), (), DECODED)
+        ahead.compile(f"decode {name}", compiled_decode_block(), *arguments)
+
+
+def _time_decoding(
+    runs: dict[str, _Run],
+    last: int,
+    ahead: Ahead,
+    watch: WatchTask,
+    stopped: Callable[[], bool],
+) -> None:
+    """Measure the time per token of greedy decoding, by policy and round, from the token `last` on.
+
+    The policies alternate, so that other work of the machine disturbs all of them alike, after a
+    round that compiles. No times where it is interrupted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with watch("compiling", len(runs), "policies") as progress:
+        for number, (name, run) in enumerate(runs.items(), start=1):
+            if not ahead.wait(f"decode {name}"):
+                return
+            decoding = run.stream.decoding
+            logits = jnp.zeros_like(decoding.logits).at[:, last].set(1)
+            done = jnp.zeros_like(decoding.done)
+            run.stream.decoding = decoding._replace(logits=logits, done=done)
+            run.stream.decode(Sampling(), ROUND, ())
+            progress(number)
+    with watch("decoding", len(runs) * ROUNDS * ROUND, "tokens") as progress:
+        for number in range(ROUNDS * len(runs)):
+            if stopped():
+                return
+            name = list(runs)[number % len(runs)]
+            start = time.perf_counter()
+            runs[name].stream.decode(Sampling(), ROUND, ())
+            times[name].append(1e3 * (time.perf_counter() - start) / ROUND)
+            progress((number + 1) * ROUND)
+    for name, run in runs.items():
+        run.milliseconds = tuple(times[name])
 
 
 def widths(tokens: int, chunk: int) -> list[int]:

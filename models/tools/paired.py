@@ -36,3 +36,11 @@ def is_noise(difference: Mapping[str, Any]) -> bool:
     """Whether a paired difference is within two standard errors of 0."""
     error = difference["two_errors"]
     return error is None or abs(difference["mean"]) <= error
+
+
+def show(difference: Mapping[str, Any] | None, sign: str = "+") -> str:
+    """A paired difference with its two standard errors; a dash where there is none."""
+    if difference is None or difference["mean"] is None:
+        return "-"
+    error = difference["two_errors"]
+    return f"{difference['mean']:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -6,7 +6,7 @@ quality is that of a context of W tokens; the cost is O(T W). Bounded caches are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models import Llm
+from jaxkv.models.generation.score import gather
+from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights
+from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
 from jaxkv.typing import Array, Float32, Int32
 
 NAME = "recompute"
@@ -39,6 +41,24 @@ def window_of(policy: str) -> int | None:
             f"try {NAME}:window=256"
         )
     return int(value)
+
+
+def measure(
+    llm: Llm,
+    text: Stretches,
+    policy: str,
+    window: int,
+    watch: WatchTask,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Reading:
+    """The reading of this baseline, as `measurement.measure` gives those of policies."""
+    with watch(policy, text.fed, "tokens") as progress:
+        runs = [gather(losses(llm, ids, window), progress, stopped) for ids in text.tokens]
+    rows = [of_stretch[text.prompt :] for of_stretch, _, _ in runs]
+    rows = np.stack([row for row in rows if len(row) == len(rows[0])])
+    seconds, compiling = (sum(run[at] for run in runs) for at in (1, 2))
+    absent = np.full_like(rows, np.nan)
+    return Reading(policy, rows, absent, absent, 0, seconds, compiling, None)
 
 
 def losses(

@@ -247,7 +247,7 @@ def _text_of_line(line: bytes, column: str) -> str | None:
 
 
 def _rows(file: TextFile, column: str) -> Iterator[tuple[str, int]]:
-    """The texts of a Parquet file, with the extra `parquet`."""
+    """The texts of a Parquet file, with pyarrow."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 

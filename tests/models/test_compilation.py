@@ -19,7 +19,7 @@ from jaxkv.models.loading import compilation
 from jaxkv.models.loading.compilation import Ahead, Clock, clock
 from jaxkv.models.loading.llm import load_weights, without_weights
 from jaxkv.models.loading.published import open_published
-from jaxkv.models.tools import advise
+from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
 from tests.seldom import seldom
 from tests.tiny import write_tiny
@@ -88,14 +88,23 @@ def test_a_measurement_compiles_while_other_policies_run(deep, compilations):
     policies = ["window:window=16", "keydiff:capacity=8", "uniform:sinks=2,window=5,rounds=2"]
     show = lambda *_: contextlib.nullcontext(lambda done: None)  # noqa: E731
     results = [
-        advise.measure(llm, Stretches(ids, 72), policies, 0, show, overlap=overlap)
+        measurement.measure(
+            llm,
+            Stretches(ids, 72),
+            ["full", *policies],
+            0,
+            show,
+            full="full",
+            decode=True,
+            overlap=overlap,
+        )
         for overlap in (True, False)
     ]
     heavy = {f"jit({name})" for name in ("run_layer", "_run_recorded", "absorb", "compare",
                                          "finish_prefill_layer", "decode_block")}  # fmt: skip
     assert heavy <= set(compilations["ahead"]) and not heavy & set(compilations["here"])
     for actual, expected in zip(*results, strict=True):
-        np.testing.assert_array_equal(actual.reading.losses, expected.reading.losses)
+        np.testing.assert_array_equal(actual.losses, expected.losses)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.loading.compilation import Ahead
 from jaxkv.models.network import uncached
 from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
@@ -73,8 +72,8 @@ def test_every_policy_is_measured(llm, text):
     names = [*SETTINGS.values(), *OTHERS]
     (group, *_) = measurement.grouped(llm, text, names, "full")
     assert group.names[0] == "full" and len(group.names) == 14
-    readings, streams = measurement.measure(llm, text, names, 5, watch, full="full", ahead=Ahead())
-    assert [reading.policy for reading in readings] == names and set(streams.values()) == {None}
+    readings = measurement.measure(llm, text, names, 5, watch, full="full")
+    assert [reading.policy for reading in readings] == names
     for reading in readings:
         assert reading.is_complete(text)
         for number, ids in enumerate(text.tokens):
@@ -87,7 +86,7 @@ def test_every_policy_is_measured(llm, text):
 
 
 def test_full_attention_is_that_of_a_plain_forward(llm, text):
-    (reading,), _ = measurement.measure(llm, text, ["full"], 0, watch)
+    (reading,) = measurement.measure(llm, text, ["full"], 0, watch)
     decoder, hidden, _ = uncached.forward(llm.config, llm.weights, text.tokens)
     logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, PROMPT:-1]
     targets = text.tokens[:, PROMPT + 1 :]
@@ -101,7 +100,7 @@ def test_full_attention_is_that_of_a_plain_forward(llm, text):
 def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
     monkeypatch.setattr("jaxkv.models.generation.shared_prompt.CHUNK", 16)
     names = ["full", SETTINGS["snapkv"], SETTINGS["expected-attention"]]
-    readings, _ = measurement.measure(llm, text, names, 0, watch, ahead=Ahead())
+    readings = measurement.measure(llm, text, names, 0, watch)
     for reading in readings:
         np.testing.assert_allclose(
             reading.losses[0], plain(llm, reading.policy, text.tokens[0], 0), atol=2e-4
@@ -110,7 +109,7 @@ def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
 
 def test_without_a_prompt_all_tokens_are_scored(llm, text):
     stretches = Stretches(text.tokens, 0)
-    (reading,), _ = measurement.measure(llm, stretches, ["window:window=9"], 0, watch, chunk=16)
+    (reading,) = measurement.measure(llm, stretches, ["window:window=9"], 0, watch, chunk=16)
     for ids, losses in zip(text.tokens, reading.losses, strict=True):
         expected = np.concatenate(list(models.losses(llm, ids, "window:window=9", 16)))
         np.testing.assert_allclose(losses, expected, atol=1e-6)
@@ -177,6 +176,6 @@ def test_an_interrupt_keeps_what_was_read(llm, text):
         yield seen.append
 
     stopped = lambda: bool(seen) and seen[-1] >= 5 * (PROMPT + SCORED)  # noqa: E731
-    readings, _ = measurement.measure(llm, text, names, 0, counting, stopped)
+    readings = measurement.measure(llm, text, names, 0, counting, stopped)
     assert [reading.losses.shape[0] for reading in readings] == [2, 2, 1]
     assert [reading.is_complete(text) for reading in readings] == [True, True, False]

@@ -9,11 +9,12 @@ import numpy as np
 
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.loading.config import MOST, config_of
-from jaxkv.models.loading.gguf.header import Header, corrupt, gguf_package
+from jaxkv.models.loading.gguf.header import Header, gguf_package
 from jaxkv.models.loading.gguf.names import EMBED, HEAD, ROPE_FACTORS
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
 from jaxkv.models.loading.rope_settings import THETA
+from jaxkv.models.loading.tensors import corrupt
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import Rotary, rotary
 
@@ -75,7 +76,6 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     """
     architecture = _architecture(header)
     numbers = {key: _number(header, f"{architecture}.", key, *entry) for key, entry in KEYS.items()}
-    _check_heads(header, architecture, numbers)
     family = architecture
     if architecture == "llama" and numbers["sliding_window"]:
         family = "mistral"  # a Llama whose layers all have a window
@@ -175,31 +175,6 @@ def _number(
     return value
 
 
-def _check_heads(header: Header, architecture: str, numbers: dict[str, Any]) -> None:
-    """Raise UserError unless heads divide, and keys and values share a head dim, all rotated."""
-    width, heads = numbers["hidden_size"], numbers["num_attention_heads"]
-    kv_heads, head_dim = numbers["num_key_value_heads"] or heads, numbers["head_dim"]
-    key = f"{architecture}.attention.head_count"
-    if heads % kv_heads:
-        why = f"{key} must be a multiple of {key}_kv, got {heads} and {kv_heads}"
-        raise corrupt(header.path, why)
-    if head_dim is None and width % heads:
-        why = (
-            f"{architecture}.embedding_length must be a multiple of {key}, got {width} and {heads}"
-        )
-        raise corrupt(header.path, why)
-    head_dim = head_dim or width // heads
-    if head_dim % 2:
-        raise corrupt(header.path, f"its head dim must be even, got {head_dim}")
-    for name in ("attention.value_length", "rope.dimension_count"):
-        value = header.fields.get(f"{architecture}.{name}", head_dim)
-        if value != head_dim:
-            raise UserError(
-                f"{header.path}: {architecture}.{name} must be the head dim {head_dim}, got "
-                f"{value!r:.60}; use another model"
-            )
-
-
 def _dtype(header: Header) -> str:
     """The widest dtype that keeps what the file stores; bfloat16 where it is quantised."""
     types = gguf_package().GGMLQuantizationType
@@ -275,6 +250,8 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
     factor = fields.get("rope.scaling.factor") or fields.get("rope.scale_linear") or 1.0
     neutral = GGUF_NEUTRAL | {
         "attention.scale": (0, head_dim**-0.5),
+        "attention.value_length": (head_dim,),
+        "rope.dimension_count": (head_dim,),
         "attention.key_length_swa": (head_dim,),
         "attention.value_length_swa": (head_dim,),
         "rope.freq_base_swa": (fields.get("rope.freq_base", THETA),),

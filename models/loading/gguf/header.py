@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv.errors import UserError, first_few
 from jaxkv.files import reading
 from jaxkv.models.loading.hf.weights import LFS
-from jaxkv.models.loading.placement import Tensor
+from jaxkv.models.loading.tensors import Tensor, corrupt
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32  # bytes, unless the metadata says otherwise
@@ -294,8 +294,3 @@ def gguf_package() -> Any:
             "reading GGUF files needs the package gguf; pip install 'jaxkv[models]'"
         ) from None
     return gguf
-
-
-def corrupt(path: Path, why: str) -> UserError:
-    """The error for a damaged file."""
-    return UserError(f"{path} is truncated or corrupt: {why}; download it again")

@@ -9,9 +9,10 @@ from jaxkv.models.loading import sentencepiece
 from jaxkv.models.loading.added_tokens import gguf_splitter
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.gguf.config import ENDS, ends, token_id, tokens_of
-from jaxkv.models.loading.gguf.header import Header, corrupt
+from jaxkv.models.loading.gguf.header import Header
 from jaxkv.models.loading.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from jaxkv.models.loading.sentencepiece import ADDED, NORMAL, USER_DEFINED
+from jaxkv.models.loading.tensors import corrupt
 from jaxkv.models.loading.tokenizer import Tokenizer, tokenizer_of, tokenizer_of_sentencepiece
 
 PREFIX = "tokenizer.ggml."

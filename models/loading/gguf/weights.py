@@ -8,23 +8,24 @@ on CPU adopts. So the peak memory is the model and one tensor.
 from __future__ import annotations
 
 from functools import cache
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError, first_few
+from jaxkv.errors import UserError
 from jaxkv.files import reading
-from jaxkv.models.loading.gguf.header import Header, corrupt, gguf_package, layout, type_name
+from jaxkv.models.loading.gguf.header import Header, gguf_package, layout, type_name
 from jaxkv.models.loading.gguf.names import OTHER, paired_heads, shapes
-from jaxkv.models.loading.placement import (
+from jaxkv.models.loading.tensors import (
     ByteProgress,
     Sharding,
     Store,
     Tensor,
     aligned,
+    corrupt,
     fill,
+    match,
     place_all,
 )
 from jaxkv.models.network.config import Config
@@ -42,7 +43,7 @@ def load_weights(
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
 
-    dtype: the dtype of the returned weights. sharding, progress: those of `placement.place_all`.
+    dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
     Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
     shape, or of an unsupported type.
     """
@@ -52,11 +53,7 @@ def load_weights(
     def read_one(name: str) -> np.ndarray:
         return read(tensors[name], dtype, paired_heads(architecture, config, name))
 
-    # Largest first: the tensor in memory twice is then small beside the finished ones.
-    largest = sorted(tensors, key=lambda name: -prod(tensors[name].shape))
-    order = [(name, tensors[name].shape) for name in largest]
-    placed = place_all(order, read_one, dtype, sharding, progress, store)
-    return {name: placed[name] for name in tensors}
+    return place_all(tensors, read_one, dtype, sharding, progress, store)
 
 
 @reading()
@@ -111,27 +108,7 @@ def supported(kind: int) -> bool:
 
 def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
-    expected = shapes(config)
-    allowed = {gguf_name for gguf_name, _ in expected.values()} | OTHER
-    lacking = [gguf_name for gguf_name, _ in expected.values() if gguf_name not in header.tensors]
-    extra = [name for name in header.tensors if name not in allowed]
-    if lacking or extra:
-        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
-        problems += [f"extra tensor {first_few(extra)}"] if extra else []
-        raise UserError(
-            f"the weights in {header.path} are not those that its metadata describes: "
-            f"{'; '.join(problems)}; download it again"
-        )
-    tensors = {name: header.tensors[gguf_name] for name, (gguf_name, _) in expected.items()}
-    wrong = [
-        f"{tensor.name} is {list(tensor.shape)}, its metadata says {list(expected[name][1])}"
-        for name, tensor in tensors.items()
-        if tensor.shape != expected[name][1]
-    ]
-    if wrong:
-        raise UserError(
-            f"wrongly shaped tensor in {header.path}: {first_few(wrong)}; download it again"
-        )
+    tensors = match(header.tensors, shapes(config), header.path, "its metadata", OTHER)
     unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
     if unsupported:
         names = [type_name(kind) for kind in range(256) if supported(kind)]

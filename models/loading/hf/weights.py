@@ -23,13 +23,15 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.files import reading
 from jaxkv.models.loading.hf.folder import read_json
 from jaxkv.models.loading.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
-from jaxkv.models.loading.placement import (
+from jaxkv.models.loading.tensors import (
     ByteProgress,
     Sharding,
     Store,
     Tensor,
     aligned,
+    corrupt,
     fill,
+    match,
     place_all,
 )
 from jaxkv.models.network.config import Config
@@ -50,15 +52,12 @@ def load_weights(
 ) -> dict[str, Any]:
     """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
 
-    dtype: the dtype of the returned weights. sharding: one for all, or a function (our name, shape)
-    -> one; None is JAX's default device. progress: called with (bytes done, all bytes).
+    dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
     """
-    tensors = model_tensors(folder, config)
-    dtype = jnp.dtype(dtype)
-    order = [(name, tensor.shape) for name, tensor in tensors.items()]
-    read_one = lambda name: read(tensors[name], dtype)  # noqa: E731
-    placed = place_all(order, read_one, dtype, sharding, progress, store)
-    return {name: placed[name] for name in shapes(config)}
+    tensors, dtype = model_tensors(folder, config), jnp.dtype(dtype)
+    return place_all(
+        tensors, lambda name: read(tensors[name], dtype), dtype, sharding, progress, store
+    )
 
 
 def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
@@ -95,20 +94,20 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     """The header of one safetensors file, and where its tensors begin."""
     size = file.stat().st_size
     if size == 0:
-        raise _corrupt(file, "it is empty")
+        raise corrupt(file, "it is empty")
     with file.open("rb") as stream:
         if stream.read(len(LFS)) == LFS:
             raise UserError(f"{file} is a Git LFS pointer and not the weights; run git lfs pull")
         stream.seek(0)
         length = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
-            raise _corrupt(file, f"its header needs {length} bytes, the file has {size}")
+            raise corrupt(file, f"its header needs {length} bytes, the file has {size}")
         try:
             header = json.loads(stream.read(length))
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        raise _corrupt(file, "its header is not valid")
+        raise corrupt(file, "its header is not valid")
     return header, 8 + length
 
 
@@ -130,14 +129,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
             for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise _corrupt(file, "its header is not valid") from None
+        raise corrupt(file, "its header is not valid") from None
     end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
     if end != size and tensors:
-        raise _corrupt(file, f"its header describes {end} bytes, the file has {size}")
+        raise corrupt(file, f"its header describes {end} bytes, the file has {size}")
     for t in tensors.values():
         dtype = DTYPES.get(t.type)
         if t.start < begin or (dtype and t.bytes != prod(t.shape) * dtype.itemsize):
-            raise _corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
+            raise corrupt(file, f"the bytes of {t.name} do not fit its shape {list(t.shape)}")
     return tensors
 
 
@@ -159,7 +158,7 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
                 complete = complete and fill(stream, piece)
                 host[at : at + len(piece)] = piece
     if not complete:
-        raise _corrupt(tensor.file, f"it ended within {tensor.name}")
+        raise corrupt(tensor.file, f"it ended within {tensor.name}")
     return host.reshape(tensor.shape)
 
 
@@ -193,7 +192,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
-    """Our name -> tensor, largest first; raises where file and config.json disagree."""
+    """Our name -> tensor; raises where file and config.json disagree."""
     by_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(HARMLESS):
@@ -207,39 +206,15 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
                 f"{folder}: config.json ties the head to the embedding, but {head.name} differs "
                 f"from {by_name[EMBED].name}; set tie_word_embeddings to false"
             )
-    expected = shapes(config)
-    expected_names = {hf_name for hf_name, _ in expected.values()}
-    lacking = [hf_name for hf_name, _ in expected.values() if hf_name not in by_name]
-    extra = [tensor.name for name, tensor in by_name.items() if name not in expected_names]
-    if lacking or extra:
-        problems = [f"missing tensor {first_few(lacking)}"] if lacking else []
-        problems += [f"extra tensor {first_few(extra)}"] if extra else []
-        if HEAD in lacking:
-            problems.append("if the head is the embedding, set tie_word_embeddings to true")
-        raise UserError(
-            f"the weights in {folder} are not those that config.json describes: "
-            + "; ".join(problems)
-        )
-    wrong, dtypes = [], []
-    for hf_name, shape in expected.values():
-        tensor = by_name[hf_name]
-        if tensor.shape != shape:
-            wrong.append(
-                f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, "
-                f"config.json says {list(shape)}"
-            )
-        if tensor.type not in DTYPES:
-            dtypes.append(f"{tensor.name} is {tensor.type}")
-    if wrong:
-        raise UserError(f"wrongly shaped tensor in {folder}: {first_few(wrong)}")
+    remedies = {HEAD: "if the head is the embedding, set tie_word_embeddings to true"}
+    matched = match(by_name, shapes(config), folder, "config.json", remedies=remedies)
+    dtypes = [f"{t.name} is {t.type}" for t in matched.values() if t.type not in DTYPES]
     if dtypes:
         raise UserError(
             f"weights must be one of {', '.join(DTYPES)}; in {folder} {first_few(dtypes)}; "
             "use an unquantized version of the model"
         )
-    # Largest first: the tensor in memory twice is then small beside the finished ones.
-    pairs = [(name, by_name[hf_name]) for name, (hf_name, _) in expected.items()]
-    return dict(sorted(pairs, key=lambda pair: -pair[1].bytes))
+    return matched
 
 
 @reading()
@@ -257,7 +232,3 @@ def _differ(a: Tensor, b: Tensor) -> bool:
             for at in range(0, a.bytes, PIECE)
             for n in [min(PIECE, a.bytes - at)]
         )
-
-
-def _corrupt(file: Path, why: str) -> UserError:
-    return UserError(f"{file} is truncated or corrupt: {why}; download it again")

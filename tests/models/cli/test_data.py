@@ -96,7 +96,7 @@ def test_bad_arguments(data, run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name in [name for name in sys.modules if name.startswith("pyarrow.")]:
         monkeypatch.delitem(sys.modules, name)
-    refused(data(a_parquet=b""), "the package pyarrow is missing; pip install 'jaxkv[parquet]'")
+    refused(data(a_parquet=b""), "the package pyarrow is missing; pip install 'jaxkv[train]'")
     assert not (tmp_path / "out").exists()
 
 

@@ -19,7 +19,7 @@ from jaxkv.models.loading.gguf import load_weights, read_config, read_header
 from jaxkv.models.loading.gguf import weights as module
 from jaxkv.models.loading.gguf.weights import read, supported
 from jaxkv.models.loading.hf.names import shapes
-from jaxkv.models.loading.placement import Tensor
+from jaxkv.models.loading.tensors import Tensor
 from tests.models.gguf.files import hf_model, paired, write_gguf
 from tests.peak_memory import peak_of
 
