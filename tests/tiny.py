@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors
 
 from jaxkv.models.loading import sinks
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from tests.models.folders import SIZES, write_json, write_model
 
 BEGIN, END = "<|begin|>", "<|end|>"  # ids 0 and 1
@@ -47,7 +47,7 @@ def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
 
 def write_sink_tokens(path: Path, folder: Path | str, count: int) -> Path:
     """Write random sink tokens for the model in a folder, as `jaxkv pretrain --from` does."""
-    published = open_published(folder)
-    rows = np.random.default_rng(0).normal(size=(count, published.config.width))
-    fingerprint = published.fingerprint()
-    return sinks.write(path, {sinks.SINK_TOKENS: rows}, published.config.layers, fingerprint)
+    source = open_source(folder)
+    rows = np.random.default_rng(0).normal(size=(count, source.config.width))
+    fingerprint = source.fingerprint()
+    return sinks.write(path, {sinks.SINK_TOKENS: rows}, source.config.layers, fingerprint)

@@ -39,7 +39,7 @@ from jaxkv.models.generation.decoding import compiled_decode_block, prefill_prog
 from jaxkv.models.loading import smollm2
 from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.llm import Llm, without_weights
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]
@@ -133,7 +133,7 @@ def bars(
 
 def by_depth(depths: tuple[int, ...], rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds to trace, lower and compile prefill and decoding of SmolLM2 with other depths."""
-    llm = without_weights(open_published(smollm2.NAME))
+    llm = without_weights(open_source(smollm2.NAME))
     seconds: dict[str, list[dict[str, list[float]]]] = {str(depth): [] for depth in depths}
     for _ in range(rounds):
         for depth in depths:

@@ -26,7 +26,7 @@ from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.training import training
-from jaxkv.models.training.continued import Base, open_base
+from jaxkv.models.training.continued import BaseModel, open_base
 from jaxkv.models.training.recipes import Recipe, recipe_from
 from jaxkv.models.training.training import TrainingSetting
 from jaxkv.typing import Int32
@@ -82,7 +82,7 @@ def measure(
     }
 
 
-def samples(base: Base, recipe: Recipe) -> Int32[np.ndarray, "S B X"]:
+def samples(base: BaseModel, recipe: Recipe) -> Int32[np.ndarray, "S B X"]:
     """A batch per step, cut from the passage at random."""
     ids = np.array(base.tokenizer.encode(PASSAGE.read_text("utf-8")), np.int32)
     length = recipe.context + 1
@@ -104,7 +104,7 @@ def stepping(step: Step, batches: Sequence[np.ndarray], losses: list[float]) -> 
     return after_pause
 
 
-def jaxkv_step(base: Base, recipe: Recipe) -> Step:
+def jaxkv_step(base: BaseModel, recipe: Recipe) -> Step:
     """The step of `jaxkv pretrain --from`."""
     setting = TrainingSetting(recipe, base.config, (), recipe.dtype)
     weights, frozen = base.weights(setting, base.config.eos[0])

@@ -30,7 +30,7 @@ from jaxkv.evals.lib.record import make_parser, run_command
 from jaxkv.evals.lib.run import SMOLLM2, flag
 from jaxkv.evals.lib.text import first_tokens
 from jaxkv.models.loading import sinks
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights
@@ -84,7 +84,7 @@ def main() -> None:
     if not np.isfinite(losses).all():
         raise SystemExit(f"the divergence must be finite, got {losses[-1]}; give a smaller --lr")
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
-    fingerprint = open_published(llm.path).fingerprint()
+    fingerprint = open_source(llm.path).fingerprint()
     print(sinks.write(options.out / sinks.FILE, named, len(logits), fingerprint))
     fields = {k: v for k, v in vars(options).items() if isinstance(v, int | float)}
     about |= fields | {"divergence": losses, "seconds": seconds}

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     explicit_policies = [policy for policy in named if policy not in SHAPES]
     llm = flags.load_model(args, *explicit_policies)
     from jaxkv.models.generation.score import check_scorable, encode
-    from jaxkv.models.tools import advise, advise_report, budgets, expected_time
+    from jaxkv.models.tools import advise, advise_report, budgets
     from jaxkv.state.memory import show
 
     for policy in explicit_policies:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     advise.check_evicts(llm, policies, parts)
     block = advise.block_of(parts, args.block)
     about = describe("advise", args, llm)
-    seconds = expected_time.seconds(llm, parts, policies)
+    seconds = advise.expected_seconds(llm, parts, policies)
     _say_expected(len(policies), len(parts.tokens), parts.fed, seconds)
     with note_interrupt() as pressed:
         measured = advise.measure(llm, parts, policies, args.seed, show_progress, pressed.is_set)

@@ -285,22 +285,22 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
     with Progress("loading"):
         check_device()
         from jaxkv.models.loading.llm import DEFAULT, load_weights, without_weights
-        from jaxkv.models.loading.published import open_published
+        from jaxkv.models.loading.source import open_source
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
 
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
-        published = open_published(DEFAULT if args.model is None else args.model)
-        config = published.config
+        source = open_source(DEFAULT if args.model is None else args.model)
+        config = source.config
         if mesh is not None:
             sharding.check(mesh, 1, config.kv_heads)
         for policy in policies:
             by_layer(policy, config.layers, config.windows)
-        llm = without_weights(published, args.dtype, mesh, args.weights, args.sinks)
+        llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)
 
     def load() -> None:
         with Progress("loading", unit="bytes") as progress:
-            load_weights(llm, published, progress.at)
+            load_weights(llm, source, progress.at)
 
     return llm, load
 

@@ -16,7 +16,7 @@ from jaxkv.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxkv.models.training.continued import Base
+    from jaxkv.models.training.continued import BaseModel
     from jaxkv.models.training.data import Tokens
     from jaxkv.models.training.recipes import Recipe
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: Base | None) -> int:
+def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: BaseModel | None) -> int:
     """Print the memory of a step."""
     from jaxkv.models.training.memory_plan import plan
     from jaxkv.models.training.pretrain import setting_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +23,7 @@ from jaxkv.models.generation.text import (
     warn_if_grown_beyond_context,
 )
 from jaxkv.models.loading.chat_ids import next_turn_ids
-from jaxkv.models.loading.compilation import clock
+from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.sampling import Sampling
@@ -161,9 +160,10 @@ class Conversation:
         """The same blocks; adds the seconds of computing them to `seconds`."""
         jax.block_until_ready(self.stream.decoding.logits)
         while True:
-            start, compiled = time.perf_counter(), clock().seconds
-            block = next(blocks, None)
-            self.seconds += time.perf_counter() - start - (clock().seconds - compiled)
+            watch = Stopwatch()
+            with watch.running():
+                block = next(blocks, None)
+            self.seconds += watch.seconds
             if block is None:
                 return
             yield block

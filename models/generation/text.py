@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -17,7 +16,7 @@ from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int, warn
 from jaxkv.models.generation.decoding import BLOCK
 from jaxkv.models.generation.streams import Stream
-from jaxkv.models.loading.compilation import clock
+from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.policy_spec import format_policy, max_lookback
@@ -255,7 +254,7 @@ class Generation:
         self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
         length = None if self._may_exceed else longest + max_new_tokens
         warn_beyond_context(llm, self.stream.policies, length)
-        self.prefill = self.decode = self.compiled = 0.0
+        self.prefill, self.decode = Stopwatch(), Stopwatch()
         self.stream.compile_ahead(list(map(len, prompts)), self.sampling, self.eos)
 
     def blocks(self, progress: Callable[[int, int], None] | None = None) -> Iterator[list[str]]:
@@ -263,13 +262,13 @@ class Generation:
 
         progress: called with (prompt tokens done, all prompt tokens).
         """
-        with self._timed("prefill"):
+        with self.prefill.running():
             self.stream.prefill(self.prompts, self.chunk, progress)
             self.stream.finish_prefill()
             jax.block_until_ready(self.stream.decoding.logits)
         blocks = self.stream.pieces(self.sampling, self.tokens, self.eos)
         while not all(output.reason for output in self.outputs):
-            with self._timed("decode"):
+            with self.decode.running():
                 block = next(blocks, None)
             if block is None:
                 yield [output.end("length") for output in self.outputs]
@@ -281,9 +280,6 @@ class Generation:
                 for output, ids in zip(self.outputs, block, strict=True)
             ]
 
-    def _timed(self, phase: str):
-        return _Timed(self, phase)
-
     def answers(self) -> list[Answer]:
         """One answer per sequence, once `blocks` is exhausted or the sequences have ended."""
         tokens = sum(output.count for output in self.outputs)
@@ -294,30 +290,14 @@ class Generation:
                 finish_reason=output.reason,
                 prompt_tokens=len(prompt),
                 policy=format_policy(self.stream.policies),
-                prefill_seconds=self.prefill,
-                decode_seconds=self.decode,
-                compile_seconds=self.compiled,
-                tokens_per_second=tokens / max(self.decode, 1e-9),
+                prefill_seconds=self.prefill.seconds,
+                decode_seconds=self.decode.seconds,
+                compile_seconds=self.prefill.compile_seconds + self.decode.compile_seconds,
+                tokens_per_second=tokens / max(self.decode.seconds, 1e-9),
                 state_bytes=self.stream.state_bytes,
             )
             for output, prompt in zip(self.outputs, self.prompts, strict=True)
         ]
-
-
-class _Timed:
-    """Adds seconds to one phase of a run, and the compile seconds among them to `compiled`."""
-
-    def __init__(self, run: Generation, phase: str):
-        self.run, self.phase = run, phase
-
-    def __enter__(self) -> None:
-        self.start, self.compiled = time.perf_counter(), clock().seconds
-
-    def __exit__(self, *_: object) -> None:
-        compiled = clock().seconds - self.compiled
-        seconds = max(0.0, time.perf_counter() - self.start - compiled)
-        self.run.compiled += compiled
-        setattr(self.run, self.phase, getattr(self.run, self.phase) + seconds)
 
 
 def sampling_for(

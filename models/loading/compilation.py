@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -194,6 +195,25 @@ def clock() -> Clock:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return running
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of some work. compile_seconds: those of compiling, which `seconds` leave out."""
+
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time inside."""
+        start, compiled = time.perf_counter(), clock().seconds
+        try:
+            yield
+        finally:
+            compiled = clock().seconds - compiled
+            self.compile_seconds += compiled
+            self.seconds += max(0.0, time.perf_counter() - start - compiled)
 
 
 class Ahead:

@@ -20,8 +20,8 @@ from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.chat_ids import end_of_turn
 from jaxkv.models.loading.compilation import enable_compilation_cache
 from jaxkv.models.loading.hf.names import shapes
-from jaxkv.models.loading.published import Published, open_published
 from jaxkv.models.loading.sinks import with_sinks
+from jaxkv.models.loading.source import ModelSource, open_source
 from jaxkv.models.loading.tensors import place_all
 from jaxkv.models.loading.tokenizer import Tokenizer
 from jaxkv.models.network import quantised
@@ -140,14 +140,14 @@ def load(
     of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
     Raises UserError for anything wrong with the model, and for quantised weights over a mesh.
     """
-    published = open_published(name)
-    llm = without_weights(published, dtype, mesh, weights, sinks)
-    load_weights(llm, published, progress)
+    source = open_source(name)
+    llm = without_weights(source, dtype, mesh, weights, sinks)
+    load_weights(llm, source, progress)
     return llm
 
 
 def without_weights(
-    published: Published,
+    source: ModelSource,
     dtype: str | np.dtype | type | None = None,
     mesh: Mesh | None = None,
     weights: str | None = None,
@@ -155,7 +155,7 @@ def without_weights(
 ) -> Llm:
     """The model of `load` without its weights: programs can be compiled before they are loaded."""
     enable_compilation_cache()
-    config = published.config
+    config = source.config
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     dtype = SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
@@ -180,25 +180,25 @@ def without_weights(
         else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for name, (_, shape) in shapes(config).items()
     }
-    tokenizer, chat, sampling = published.tokenizer(), published.chat(), published.sampling()
+    tokenizer, chat, sampling = source.tokenizer(), source.chat(), source.sampling()
     if sinks is not None:
-        config, tokenizer, learned = with_sinks(sinks, published, tokenizer)
+        config, tokenizer, learned = with_sinks(sinks, source, tokenizer)
         place = None if mesh is None else _placement(mesh)
         tensors |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in learned.items()}
-    return Llm(config, tensors, tokenizer, chat, published.path, dtype, mesh, sampling)
+    return Llm(config, tensors, tokenizer, chat, source.path, dtype, mesh, sampling)
 
 
 def load_weights(
-    llm: Llm, published: Published, progress: Callable[[int, int], None] | None = None
+    llm: Llm, source: ModelSource, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
     place = None if llm.mesh is None else _placement(llm.mesh)
     chosen, dtype = llm.weight_format, jnp.dtype(llm.dtype)
-    tensors = published.tensors() if chosen or published.path.is_file() else {}
+    tensors = source.tensors() if chosen or source.path.is_file() else {}
     missing = {name: llm.weights[name] for name in tensors}
     entry = None
-    if published.path.is_file():  # GGUF, whose weights are converted
-        sources = {published.path, *(tensor.file for tensor in tensors.values())}
+    if source.path.is_file():  # GGUF, whose weights are converted
+        sources = {source.path, *(tensor.file for tensor in tensors.values())}
         entry = converted.location(sources, llm.dtype, chosen)
         if entry is not None and (weights := converted.read(entry, missing)) is not None:
             read = weights.__getitem__
@@ -208,13 +208,13 @@ def load_weights(
     def store(name: str, host: np.ndarray) -> np.ndarray | Quantised:
         weight: np.ndarray | Quantised = host
         if chosen and quantised.is_matrix(name):
-            source = f"{tensors[name].name} in {tensors[name].file}"
-            weight = quantised.quantise(name, host, chosen, source)
+            tensor_name = f"{tensors[name].name} in {tensors[name].file}"
+            weight = quantised.quantise(name, host, chosen, tensor_name)
         keep(name, weight)
         return weight
 
     with converted.writing(entry, missing) as keep:
-        llm.weights.update(published.weights(dtype, place, progress, store))
+        llm.weights.update(source.weights(dtype, place, progress, store))
 
 
 def _margin(leaf: jax.Array) -> np.ndarray:

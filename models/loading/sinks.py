@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.loading.hf.weights import read, read_header, read_metadata
-from jaxkv.models.loading.published import Published
+from jaxkv.models.loading.source import ModelSource
 from jaxkv.models.loading.tokenizer import END_TEXT, Tokenizer
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import SINK_TOKENS
@@ -33,7 +33,7 @@ CONSTANT = "constant"
 def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str) -> Path:
     """Write the sinks among the weights of a model, in float32.
 
-    fingerprint: the `Published.fingerprint` of the model that they were trained with.
+    fingerprint: the `ModelSource.fingerprint` of the model that they were trained with.
     """
     from safetensors.numpy import save  # of the extra `train`, as all that trains
 
@@ -48,7 +48,7 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
 
 
 def with_sinks(
-    chosen: str | Path, published: Published, tokenizer: Tokenizer
+    chosen: str | Path, source: ModelSource, tokenizer: Tokenizer
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """The config and the tokenizer of a model with sinks, and the weights of the sinks.
 
@@ -62,8 +62,8 @@ def with_sinks(
             raise UserError(
                 f"constant: needs a token after it; write {CONSTANT}:TOKEN or {CONSTANT}"
             )
-        return published.config, with_constant(tokenizer, token), {}
-    return _learned(Path(chosen), published, tokenizer)
+        return source.config, with_constant(tokenizer, token), {}
+    return _learned(Path(chosen), source, tokenizer)
 
 
 def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
@@ -90,13 +90,13 @@ def with_constant(tokenizer: Tokenizer, token: str = "") -> Tokenizer:
 
 
 def _learned(
-    path: Path, published: Published, tokenizer: Tokenizer
+    path: Path, source: ModelSource, tokenizer: Tokenizer
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """As `with_sinks`, for a file."""
-    config = published.config
+    config = source.config
     remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote"
     tensors, fingerprint = _read(path, remedy)
-    model_fingerprint = published.fingerprint()
+    model_fingerprint = source.fingerprint()
     if fingerprint != model_fingerprint:
         raise UserError(
             f"the sinks in {path} belong to another model ({fingerprint}, not "

@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv import defaults
 from jaxkv.models.tools import palette, pictures
 from jaxkv.models.tools.advise import FULL, REPEAT
-from jaxkv.models.tools.paired import show
+from jaxkv.models.tools.measurement import show
 from jaxkv.state import memory
 
 Row = Mapping[str, Any]

@@ -16,8 +16,7 @@ from jaxkv.models.generation.score import Score
 from jaxkv.models.generation.text import warn_beyond_context
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement, palette, pictures, recompute
-from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
-from jaxkv.models.tools.paired import paired, show
+from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask, paired, show
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import memory
 

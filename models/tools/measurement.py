@@ -12,13 +12,12 @@ policies decode in turns, where the time of a token is measured too.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +29,14 @@ from jaxkv.models.generation.decoding import BLOCK as DECODED
 from jaxkv.models.generation.decoding import Static, compiled_decode_block, prefill_programs
 from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
 from jaxkv.models.generation.streams import Stream, bucket, not_finite
-from jaxkv.models.loading.compilation import Ahead, clock
+from jaxkv.models.loading.compilation import Ahead, Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.models.tools.divergence import divergence
 from jaxkv.policy_spec import state_bytes
 from jaxkv.sampling import Sampling
 from jaxkv.state import memory
-from jaxkv.typing import Array, Float, Float32, Int32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 ROUNDS, ROUND = 5, 8  # decoded pieces whose times are taken, and tokens of each
 
@@ -130,20 +129,8 @@ class _Run:
     stream: Stream | None = None
     state_bytes: int = 0
     chunk: int = 0
-    seconds: float = 0.0
-    compile_seconds: float = 0.0
+    watch: Stopwatch = field(default_factory=Stopwatch)
     milliseconds: tuple[float, ...] = ()
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time inside."""
-        start, compiled = time.perf_counter(), clock().seconds
-        try:
-            yield
-        finally:
-            compiled = clock().seconds - compiled
-            self.compile_seconds += compiled
-            self.seconds += max(0.0, time.perf_counter() - start - compiled)
 
     def reading(self, name: str) -> Reading:
         rows = [np.concatenate(parts) for parts in self.parts if parts]
@@ -155,8 +142,8 @@ class _Run:
             kl,
             agreement,
             self.state_bytes,
-            self.seconds,
-            self.compile_seconds,
+            self.watch.seconds,
+            self.watch.compile_seconds,
             self.chunk,
             self.milliseconds,
         )
@@ -250,7 +237,7 @@ def _run(
         for number, ids in enumerate(text.tokens):
             numbered = (seed + number) % 2**32
             streams = [Stream(llm, n, seed=numbered, tokens=final) for n in group.names]
-            with runs[group.names[0]].timed():
+            with runs[group.names[0]].watch.running():
                 if not ahead.wait(_prompt(group)):
                     return
                 yield from _read_prompt(llm, text, group, streams, ids, chunk)
@@ -262,7 +249,7 @@ def _run(
                 run.stream, run.chunk = stream if final > text.fed else None, stream.chunk_of(chunk)
                 run.parts.append([])
                 hidden: list[np.ndarray] = []
-                with run.timed():
+                with run.watch.running():
                     if not ahead.wait(name):
                         return
                     parts = _predictions(
@@ -427,3 +414,39 @@ def widths(tokens: int, chunk: int) -> list[int]:
     """The padded lengths of the chunks of so many tokens."""
     sizes = (bucket(min(chunk, tokens - at), chunk) for at in range(0, tokens, chunk))
     return list(dict.fromkeys(sizes))
+
+
+def paired(
+    values: Float[np.ndarray, "S C"], block: int, counted: Bool[np.ndarray, "S C"] | None = None
+) -> dict[str, Any]:
+    """The mean of the counted values, with two standard errors from blocks within stretches.
+
+    It is a ratio of block sums, so blocks may count unequally many values (Cochran 1977, 6.3).
+    """
+    counted = np.ones(values.shape, bool) if counted is None else counted
+    starts = np.arange(0, values.shape[1], block)
+    sums = np.add.reduceat(np.where(counted, values, 0.0), starts, axis=1).ravel()
+    counts = np.add.reduceat(counted.astype(np.float64), starts, axis=1).ravel()
+    total = int(counts.sum())
+    if not total:
+        return {"mean": None, "two_errors": None, "count": 0}
+    mean, used = sums.sum() / total, int((counts > 0).sum())
+    error = None
+    if used > 1:
+        spread = np.sum((sums - mean * counts) ** 2) * used / (used - 1)
+        error = float(2 * np.sqrt(spread) / total)
+    return {"mean": float(mean), "two_errors": error, "count": total}
+
+
+def is_noise(difference: Mapping[str, Any]) -> bool:
+    """Whether a paired difference is within two standard errors of 0."""
+    error = difference["two_errors"]
+    return error is None or abs(difference["mean"]) <= error
+
+
+def show(difference: Mapping[str, Any] | None, sign: str = "+") -> str:
+    """A paired difference with its two standard errors; a dash where there is none."""
+    if difference is None or difference["mean"] is None:
+        return "-"
+    error = difference["two_errors"]
+    return f"{difference['mean']:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")

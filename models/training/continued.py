@@ -27,7 +27,7 @@ from tokenizers import Tokenizer as Coder
 from jaxkv.errors import UserError
 from jaxkv.models.loading import sinks
 from jaxkv.models.loading.config import SINK_LLAMA, config_of
-from jaxkv.models.loading.published import Published, open_published
+from jaxkv.models.loading.source import ModelSource, open_source
 from jaxkv.models.loading.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import SINK_TOKENS, Weights
@@ -42,16 +42,16 @@ PROBE = "It's 1,024 words —\n\n  \tnaïve façade, “don't” x2: 北京 😀
 
 
 @dataclass(frozen=True, eq=False)
-class Base:
+class BaseModel:
     """The model that a run starts from."""
 
-    published: Published
+    source: ModelSource
     tokenizer: Tokenizer
     fingerprint: str
 
     @property
     def config(self) -> Config:
-        return self.published.config
+        return self.source.config
 
     def setting(
         self, recipe: Recipe, tokens: DataFolder, mesh: Mesh | None = None
@@ -87,7 +87,7 @@ class Base:
             or tokenizer.ids_of(PROBE) != data_tokenizer.ids_of(PROBE)
             or tokens.id_of(data.END) >= len(tokenizer.table)
         ):
-            name = self.published.path
+            name = self.source.path
             raise UserError(
                 f"the data in {tokens.folder} have another tokenizer than {name}; make them with "
                 f"`jaxkv data --tokenizer {name}`"
@@ -111,7 +111,7 @@ class Base:
         def place(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
             return setting.place(setting.shapes[name])
 
-        loaded = self.published.weights(np.dtype("f4"), place, None, store)
+        loaded = self.source.weights(np.dtype("f4"), place, None, store)
         frozen = {name: weight for name, weight in loaded.items() if not setting.trains(name)}
         new = {name: shape for name, shape in setting.shapes.items() if name not in loaded}
         # Copies: on a CPU a loaded array is the host's buffer, which a step cannot reuse.
@@ -148,7 +148,7 @@ class Base:
         all_weights = {**weights, **self._frozen(setting)}
         export(path, setting.config, all_weights, coder, front, "float32", fields, self._named())
         if SINK_TOKENS in weights:
-            fingerprint = open_published(path).fingerprint()
+            fingerprint = open_source(path).fingerprint()
             sinks.write(out / sinks.FILE, {SINK_TOKENS: weights[SINK_TOKENS]}, layers, fingerprint)
         return path
 
@@ -157,13 +157,13 @@ class Base:
 
         They are read again, because they may be in half precision while they are used.
         """
-        if all(map(setting.trains, self.published.tensors())):
+        if all(map(setting.trains, self.source.tensors())):
             return {}
 
         def store(name: str, host: np.ndarray) -> np.ndarray | None:
             return None if setting.trains(name) else host
 
-        loaded = self.published.weights(np.dtype("f4"), store=store)
+        loaded = self.source.weights(np.dtype("f4"), store=store)
         return {name: weight for name, weight in loaded.items() if weight is not None}
 
     def _coder(self, setting: TrainingSetting) -> Coder:
@@ -178,7 +178,7 @@ class Base:
 
         Raises UserError where it does not describe the result.
         """
-        fields = self.published.fields() | {"vocab_size": config.vocab, "torch_dtype": "float32"}
+        fields = self.source.fields() | {"vocab_size": config.vocab, "torch_dtype": "float32"}
         if "dtype" in fields:
             fields["dtype"] = "float32"
         family = config.family
@@ -187,10 +187,10 @@ class Base:
             fields |= named | {"sink_logit": config.sink_logit}
             family = "llama"
         ids = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
-        described = config_of(family, fields, ids, self.published.path)
+        described = config_of(family, fields, ids, self.source.path)
         if described != dataclasses.replace(config, dtype="float32"):
             raise UserError(
-                f"a model folder cannot describe {self.published.path} with these sinks: only "
+                f"a model folder cannot describe {self.source.path} with these sinks: only "
                 "Llamas have sink logits there, and no scaling of positions by a tensor; set "
                 "train=sinks, or sinks=none, token or two_tokens"
             )
@@ -198,14 +198,14 @@ class Base:
 
     def _named(self) -> Mapping[str, Any]:
         """The fields of tokenizer_config.json that a run keeps: chat template and BOS."""
-        template, bos = self.published.chat().template, self.tokenizer.bos
+        template, bos = self.source.chat().template, self.tokenizer.bos
         fields = {} if template is None else {"chat_template": template}
         if bos is not None and not self.tokenizer.front:
             fields["bos_token"] = self.tokenizer.backend.id_to_token(bos)
         return fields
 
 
-def open_base(name: str | Path) -> Base:
+def open_base(name: str | Path) -> BaseModel:
     """Open a model to start from: a folder, a Hub id, a GGUF file or smollm2-135m."""
-    published = open_published(name)
-    return Base(published, published.tokenizer(), published.fingerprint())
+    source = open_source(name)
+    return BaseModel(source, source.tokenizer(), source.fingerprint())

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.training.data import END, SECOND_SINK, SINK, SPECIAL
 
 
@@ -62,18 +62,18 @@ def take(name: Path | str) -> tuple[Coder, str]:
 
 def _of_model(name: Path | str) -> tuple[Coder, str]:
     """A copy of a model's tokenizer, and its token that ends a text."""
-    published = open_published(name)
-    tokenizer = published.tokenizer()
+    source = open_source(name)
+    tokenizer = source.tokenizer()
     if tokenizer.backend is None:
         raise UserError(
-            f"{published.path} has a SentencePiece tokenizer, which a data folder cannot store; "
+            f"{source.path} has a SentencePiece tokenizer, which a data folder cannot store; "
             "name a model with a tokenizer.json"
         )
     coder = Coder.from_str(tokenizer.backend.to_str())
     ends = [END] if coder.token_to_id(END) is not None else []
-    ends += [coder.id_to_token(i) for i in (*tokenizer.eos, *published.config.eos)]
+    ends += [coder.id_to_token(i) for i in (*tokenizer.eos, *source.config.eos)]
     if not ends:
-        raise UserError(f"{published.path} has no token that ends a text; name another model")
+        raise UserError(f"{source.path} has no token that ends a text; name another model")
     return coder, ends[0]
 
 

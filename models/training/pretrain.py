@@ -39,7 +39,7 @@ from jaxkv.models.network.decoder import Weights
 from jaxkv.models.network.uncached import SINK_HEAD
 from jaxkv.models.training import data, training
 from jaxkv.models.training.checkpoint import Checkpoints
-from jaxkv.models.training.continued import Base
+from jaxkv.models.training.continued import BaseModel
 from jaxkv.models.training.data import DataFolder
 from jaxkv.models.training.export import export
 from jaxkv.models.training.recipes import FROM, MAY_CHANGE, Recipe, config_of
@@ -61,7 +61,7 @@ def pretrain(
     tell: Callable[[str], None] = print,
     stopped: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
-    base: Base | None = None,
+    base: BaseModel | None = None,
 ) -> Path | None:
     """Train a model, or resume training. Returns the folder of the exported model.
 

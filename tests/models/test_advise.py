@@ -12,9 +12,8 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.tools import advise, advise_report, budgets, expected_time, measurement
-from jaxkv.models.tools.measurement import Reading, Stretches
-from jaxkv.models.tools.paired import is_noise
+from jaxkv.models.tools import advise, advise_report, budgets, measurement
+from jaxkv.models.tools.measurement import Reading, Stretches, is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
 from tests.tiny import write_sink_tokens, write_tiny
@@ -392,11 +391,11 @@ def test_the_picture_is_a_png(llm, parts, measured):
 
 
 def test_the_expected_time_grows_with_work(llm, parts, monkeypatch):
-    monkeypatch.setattr(expected_time, "slowness", lambda: 1.0)
-    monkeypatch.setattr(expected_time, "flops", lambda: 1e9)
-    short, long = (expected_time.seconds(llm, parts, POLICIES[:count]) for count in (1, 3))
-    half = expected_time.seconds(llm, parts._replace(tokens=parts.tokens[:4]), POLICIES)
+    monkeypatch.setattr(advise, "slowness", lambda: 1.0)
+    monkeypatch.setattr(advise, "flops", lambda: 1e9)
+    short, long = (advise.expected_seconds(llm, parts, POLICIES[:count]) for count in (1, 3))
+    half = advise.expected_seconds(llm, parts._replace(tokens=parts.tokens[:4]), POLICIES)
     assert 0 < short < long and half < long
     weights = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(llm.weights))
     fed = 8 * (PROMPT + 3 * SCORED) + 8 * (PROMPT + SCORED)
-    assert long - half == pytest.approx(2 * weights * fed / 2 / (expected_time.SHARE * 1e9))
+    assert long - half == pytest.approx(2 * weights * fed / 2 / (advise.SHARE * 1e9))

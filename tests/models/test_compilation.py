@@ -18,7 +18,7 @@ from jaxkv.models.generation import session
 from jaxkv.models.loading import compilation
 from jaxkv.models.loading.compilation import Ahead, Clock, clock
 from jaxkv.models.loading.llm import load_weights, without_weights
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
 from tests.seldom import seldom
@@ -62,12 +62,12 @@ def test_a_scored_text_shares_the_prefill_of_its_layers(deep, compilations):
 
 
 def test_programs_are_compiled_before_the_weights_are_loaded(deep, compilations):
-    published = open_published(deep)
-    llm = without_weights(published)
+    source = open_source(deep)
+    llm = without_weights(source)
     assert llm.unloaded_bytes > 0
     stream = Stream(llm, "streaming:sinks=1,window=7")
     stream.compile_ahead([5, 40], models.Sampling(), llm.eos)
-    load_weights(llm, published)
+    load_weights(llm, source)
     assert llm.unloaded_bytes == 0
     compilations["here"].clear()
     stream.prefill([[65] * 40])

@@ -205,12 +205,12 @@ def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
     placed = []
 
     def weights(*arguments, **named):
-        loaded = base.published.weights(*arguments, **named)
+        loaded = base.source.weights(*arguments, **named)
         placed.append({name for name, weight in loaded.items() if weight is not None})
         return loaded
 
-    watched = dataclasses.replace(base.published, weights=weights)
-    path = dataclasses.replace(base, published=watched).export(
+    watched = dataclasses.replace(base.source, weights=weights)
+    path = dataclasses.replace(base, source=watched).export(
         tmp_path / "run", setting, trained | frozen, writes=True
     )
     assert placed == ([] if part == "all" else [set(frozen)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models.loading import converted, published
+from jaxkv.models.loading import converted, source
 from jaxkv.state.sharding import mesh_of
 from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
@@ -34,7 +34,7 @@ def file(tmp_path) -> Path:
 @pytest.fixture
 def conversions(monkeypatch) -> list[str]:
     """The weights that were read from a GGUF file since the test began."""
-    names, read = [], published.gguf.load_weights
+    names, read = [], source.gguf.load_weights
 
     def load(header, config, dtype, sharding=None, progress=None, store=None):
         def watched(name, host):
@@ -43,7 +43,7 @@ def conversions(monkeypatch) -> list[str]:
 
         return read(header, config, dtype, sharding, progress, watched)
 
-    monkeypatch.setattr(published.gguf, "load_weights", load)
+    monkeypatch.setattr(source.gguf, "load_weights", load)
     return names
 
 
@@ -258,5 +258,5 @@ def test_the_real_model_is_read_without_converting(smollm2_file, folder, monkeyp
     def refuse(*_, **__):
         raise AssertionError("converted again")
 
-    monkeypatch.setattr(published.gguf, "load_weights", refuse)
+    monkeypatch.setattr(source.gguf, "load_weights", refuse)
     assert bits(models.load(smollm2_file)) == bits(first)

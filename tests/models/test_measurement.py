@@ -12,8 +12,7 @@ from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.network import uncached
 from jaxkv.models.tools import measurement
-from jaxkv.models.tools.measurement import Stretches
-from jaxkv.models.tools.paired import paired
+from jaxkv.models.tools.measurement import Stretches, paired
 from jaxkv.policies import POLICIES
 from tests.tiny import write_tiny
 

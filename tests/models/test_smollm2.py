@@ -22,7 +22,7 @@ from jaxkv.cli import main
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading import smollm2 as package
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from tests import conftest
 from tests.models.folders import deny
 
@@ -114,9 +114,9 @@ def test_a_damaged_file_is_fetched_again(cache, monkeypatch, capsys):
 
 def open_path(monkeypatch) -> Path:
     """The file that the name smollm2-135m stands for."""
-    monkeypatch.setattr("jaxkv.models.loading.published.gguf.read_config", lambda header: None)
-    monkeypatch.setattr("jaxkv.models.loading.published.gguf.read_header", lambda path: None)
-    return open_published("smollm2-135m").path
+    monkeypatch.setattr("jaxkv.models.loading.source.gguf.read_config", lambda header: None)
+    monkeypatch.setattr("jaxkv.models.loading.source.gguf.read_header", lambda path: None)
+    return open_source("smollm2-135m").path
 
 
 def test_a_cache_folder_that_cannot_be_written(cache, monkeypatch):

@@ -182,7 +182,7 @@ WRONG = {
     "extra": (lambda w, t: t.update({"extra": np.ones(3, "f4")}), "extra tensor extra; download"),
     "shape": (
         lambda w, t: t.update({"blk.1.ffn_up.weight": np.ones((64, 96), "f4")}),
-        r"blk.1.ffn_up.weight is \[64, 96\], its metadata says \[96, 64\]",
+        r"blk.1.ffn_up.weight in m.gguf is \[64, 96\], its metadata says \[96, 64\]",
     ),
 }  # fmt: skip
 

