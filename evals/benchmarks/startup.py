@@ -37,9 +37,9 @@ from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, within
 from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
 from jaxkv.models.loading import smollm2
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.llm import Llm, without_weights
 from jaxkv.models.loading.source import open_source
+from jaxkv.models.loading.weight_names import shapes
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]

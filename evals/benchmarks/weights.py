@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from jaxkv.errors import UserError
 from jaxkv.models.loading.gguf import read_header
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.training.export import described
 
 

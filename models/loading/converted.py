@@ -44,8 +44,7 @@ MAX_HASHES = 64
 # The code that decides the values of converted weights.
 SOURCES = (
     "gguf/weights.py",
-    "gguf/names.py",
-    "hf/names.py",
+    "weight_names.py",
     "../network/quantised.py",
     "converted.py",
 )

@@ -19,11 +19,11 @@ from jaxkv.models.loading import converted
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.chat_ids import end_of_turn
 from jaxkv.models.loading.compilation import enable_compilation_cache
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.sinks import with_sinks
 from jaxkv.models.loading.source import ModelSource, open_source
 from jaxkv.models.loading.tensors import place_all
 from jaxkv.models.loading.tokenizer import Tokenizer
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, spec_of
@@ -38,8 +38,9 @@ DEFAULT = Path(__file__).parents[1] / "default"  # the model in the package
 
 @dataclass(frozen=True, eq=False)
 class Llm:
-    """A model. weights: flat, by name (models/loading/hf/names.py); shapes until they are loaded.
+    """A model.
 
+    weights: flat, by name (models/loading/weight_names.py); shapes until they are loaded.
     path: the folder or the GGUF file that the model is loaded from. dtype: the dtype of the cache
     and of weights that are not quantised. sampling: how tokens are drawn by default
     (models/loading/sampling_settings.py).

@@ -30,7 +30,7 @@ from jaxkv.models.tools import budgets, measurement
 from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask, is_noise, paired
 from jaxkv.policies import Full
 from jaxkv.policy_spec import format_policy, max_lookback
-from jaxkv.typing import Int32
+from jaxkv.typing import Bool, Float, Int32
 
 FULL = "full"
 SCORED, STRETCHES = 64, 8  # scored tokens of a stretch, and stretches, unless chosen
@@ -195,55 +195,32 @@ def rank(
 
     budget: bytes. block: tokens per block, from which errors are computed.
     """
-    losses = {reading.policy: reading.losses for reading in readings}
-    state_bytes = {name: budgets.bytes_of(llm, name, text.prompt, text.scored) for name in losses}
     predicted = text.tokens[:, text.prompt + 1 :] < llm.config.vocab  # all but sink tokens
+    by_name = {reading.policy: reading for reading in readings}
+    losses = {name: reading.losses for name, reading in by_name.items()}
+    state_bytes = {name: budgets.bytes_of(llm, name, text.prompt, text.scored) for name in losses}
     by_loss = sorted(losses, key=lambda name: losses[name][predicted].mean())
     full = [name for name in losses if name == FULL]
     within = [name for name in by_loss if name != FULL and state_bytes[name] <= budget]
     beyond = [name for name in by_loss if name != FULL and state_bytes[name] > budget]
     ranked = within or beyond
-    best = (ranked or full)[0] if losses else None
-    distances = np.stack([repeat_distances(ids) for ids in text.tokens])[:, text.prompt :]
     evicting = [name for name in within if not budgets.acts_on_prompt(llm.policies(name))]
     slots = [budgets.slots_of(llm, llm.policies(name)) for name in evicting]
-    min_slots = min(slots, default=0) or text.scored
-    spans = _spans(min_slots, text.fed)
-    by_name = {reading.policy: reading for reading in readings}
-
-    def row(name: str) -> dict[str, Any]:
-        reading, policies = by_name[name], llm.policies(name)
-        over = losses[name] - losses.get(FULL, np.full_like(losses[name], np.nan))
-
-        def mean(values: np.ndarray, counted: np.ndarray = predicted) -> dict[str, Any]:
-            return paired(values, block, counted)
-
-        return {
-            "policy": name,
-            "policy_string": format_policy(policies),
-            "loss": float(losses[name][predicted].mean()),
-            "perplexity": float(np.exp(losses[name][predicted].mean())),
-            "over_full": mean(over),
-            "over_best": mean(losses[name] - losses[best]),
-            "kl": mean(reading.kl),
-            "agreement": float(reading.agreement[predicted].mean()),
-            "recall": [
-                {"from": start, "to": end}
-                | mean(over, predicted & (distances >= start) & (distances < end))
-                for start, end in spans
-            ],
-            "far_recall": mean(over, predicted & (distances >= min_slots)),
-            "milliseconds_per_token": _times(reading.milliseconds),
-            "state_bytes": state_bytes[name],
-            "prompt_bytes": budgets.prompt_bytes_of(llm, name, text.prompt),
-            "within_budget": state_bytes[name] <= budget,
-            "acts_on_prompt": budgets.acts_on_prompt(policies),
-            # No distance exceeds the trained context, however long the text is.
-            "endless": max(map(max_lookback, policies)) <= llm.config.context,
-            "seconds": reading.seconds,
-            "compile_seconds": reading.compile_seconds,
-        }
-
+    near = min(slots, default=0) or text.scored
+    rows = []
+    for name in (*full, *within, *beyond):
+        over_full = losses[name] - losses.get(FULL, np.full_like(losses[name], np.nan))
+        over_best = losses[name] - losses[(ranked or full)[0]]
+        rows.append(
+            _row(llm, text, by_name[name], predicted, block)
+            | {
+                "over_full": paired(over_full, block, predicted),
+                "over_best": paired(over_best, block, predicted),
+                "state_bytes": state_bytes[name],
+                "within_budget": state_bytes[name] <= budget,
+            }
+            | _at_repeats(text, over_full, predicted, near, block)
+        )
     return {
         "budget": budget,
         "stretches": len(text.tokens),
@@ -251,18 +228,60 @@ def rank(
         "scored": text.scored,
         "block": block,
         "counted": int(predicted.sum()),
-        "near": min_slots,
+        "near": near,
         "levels": _levels(ranked, losses, predicted, block),
-        "policies": [row(name) for name in (*full, *within, *beyond)],
+        "policies": rows,
     }
 
 
-def _spans(min_slots: int, tokens: int) -> list[tuple[int, int]]:
-    """Distances: within the smallest cache, and then by powers of two of its size."""
-    edges = [1, min_slots]
-    while edges[-1] < tokens:
+def _row(
+    llm: Llm, text: Stretches, reading: Reading, predicted: Bool[np.ndarray, "S C"], block: int
+) -> dict[str, Any]:
+    """What the report says of one policy alone."""
+    policies = llm.policies(reading.policy)
+    loss = float(reading.losses[predicted].mean())
+    times = reading.milliseconds
+    return {
+        "policy": reading.policy,
+        "policy_string": format_policy(policies),
+        "loss": loss,
+        "perplexity": float(np.exp(loss)),
+        "kl": paired(reading.kl, block, predicted),
+        "agreement": float(reading.agreement[predicted].mean()),
+        "milliseconds_per_token": None
+        if not times
+        else {"median": float(np.median(times)), "least": min(times), "most": max(times)},
+        "prompt_bytes": budgets.prompt_bytes_of(llm, reading.policy, text.prompt),
+        "acts_on_prompt": budgets.acts_on_prompt(policies),
+        # No distance exceeds the trained context, however long the text is.
+        "endless": max(map(max_lookback, policies)) <= llm.config.context,
+        "seconds": reading.seconds,
+        "compile_seconds": reading.compile_seconds,
+    }
+
+
+def _at_repeats(
+    text: Stretches,
+    over_full: Float[np.ndarray, "S C"],
+    predicted: Bool[np.ndarray, "S C"],
+    near: int,
+    block: int,
+) -> dict[str, Any]:
+    """The loss over full attention at tokens that end a repeated sequence, by its distance.
+
+    near: tokens of the smallest cache. The bins are the distances within it, and then by powers of
+    two of its size.
+    """
+    distances = np.stack([repeat_distances(ids) for ids in text.tokens])[:, text.prompt :]
+    edges = [1, near]
+    while edges[-1] < text.fed:
         edges.append(2 * edges[-1])
-    return list(itertools.pairwise(edges))
+    bins = [
+        {"from": start, "to": end}
+        | paired(over_full, block, predicted & (distances >= start) & (distances < end))
+        for start, end in itertools.pairwise(edges)
+    ]
+    return {"recall": bins, "far_recall": paired(over_full, block, predicted & (distances >= near))}
 
 
 def _levels(
@@ -277,10 +296,3 @@ def _levels(
         ])  # fmt: skip
         unranked = [name for name in unranked if name not in levels[-1]]
     return levels
-
-
-def _times(milliseconds: Sequence[float]) -> Mapping[str, float] | None:
-    if not milliseconds:
-        return None
-    median = float(np.median(milliseconds))
-    return {"median": median, "least": min(milliseconds), "most": max(milliseconds)}

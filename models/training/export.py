@@ -21,8 +21,8 @@ from tokenizers.processors import TemplateProcessing
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.loading.config import SINK_LLAMA
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.rope_settings import THETA
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import rotary
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from optax.contrib import muon
 
 from jaxkv.errors import UserError
-from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import device, uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.cross_entropy import cross_entropy

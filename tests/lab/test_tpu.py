@@ -22,7 +22,7 @@ from jaxkv.contract import Chunk, Policy, State
 from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
 from jaxkv.models.generation.decoding import Decoding, Static, decode_block
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import spec_of

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.weight_names import shapes
 
 SIZES = {
     "vocab_size": 256,

@@ -16,7 +16,7 @@ from jaxkv.models.tools import advise, advise_report, budgets, measurement
 from jaxkv.models.tools.measurement import Reading, Stretches, is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
-from tests.tiny import write_sink_tokens, write_tiny
+from tests.tiny import write_tiny
 
 POLICIES = ["window:window=16", "keydiff:capacity=8", "topk:share=0.2,sinks=2,window=6"]
 PROMPT, SCORED = 32, 16
@@ -47,19 +47,11 @@ def measured(llm, parts):
     return advise.measure(llm, parts, POLICIES, 0, watch)
 
 
-def budget(llm):
-    """Bytes that suffice for keydiff, which caches 8 tokens and those that are scored."""
-    return budgets.bytes_of(llm, POLICIES[1], PROMPT, SCORED)
-
-
 def test_the_shapes_have_the_default_fields_at_256_slots():
-    for name in ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream"):
-        assert parse_policy(budgets.shape(name, 256)) == parse_policy(name)
-
-
-def test_every_policy_has_a_shape():
     assert set(budgets.SHAPES) == {*POLICIES_BY_NAME, "streaming-int8"} - {"full"}
     assert set(budgets.DEFAULT) < set(budgets.SHAPES)
+    for name in ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream"):
+        assert parse_policy(budgets.shape(name, 256)) == parse_policy(name)
 
 
 @pytest.mark.parametrize("name", budgets.SHAPES)
@@ -156,10 +148,10 @@ def test_growing_layers_count_at_the_size_of_the_stretch(llm):
     assert budgets.bytes_of(llm, policy, 100, 20) == needed
 
 
-@pytest.mark.parametrize("policy", ["full", "full:start=1024", "*=full", "0=full:max=4096;*=full"])
-def test_full_attention_is_no_policy_to_advise(llm, policy):
-    with pytest.raises(UserError, match="full is always measured"):
-        advise.check_not_full(llm, policy)
+def test_full_attention_is_no_policy_to_advise(llm):
+    for policy in ("full", "full:start=1024", "0=full:max=4096;*=full"):
+        with pytest.raises(UserError, match="full is always measured"):
+            advise.check_not_full(llm, policy)
     for full in ("full:storage=int8", "0=full;*=window:window=16"):
         advise.check_not_full(llm, full)
 
@@ -171,16 +163,6 @@ def test_the_caches_of_all_policies_must_fit_together(llm, parts, monkeypatch):
         advise.measure(llm, parts, POLICIES, 0, None)
 
 
-def test_a_second_sink_token_has_no_loss(llm, ids, tmp_path):
-    """It is in the prompt of every stretch, and scored tokens are those of one without it."""
-    path = write_sink_tokens(tmp_path / "sinks.safetensors", llm.path, 2)
-    with_sinks = models.load(llm.path, sinks=path)
-    tokens = [*with_sinks.tokenizer.front, *ids[1:]]
-    parts = advise.cut(with_sinks, tokens, PROMPT, SCORED, 2)
-    assert (parts.tokens[:, 1] >= llm.config.vocab).all()
-    assert (parts.tokens[:, PROMPT:] < llm.config.vocab).all()
-
-
 def test_sizes_follow_the_context(llm):
     body = [1] + [5] * 5000
     assert advise.cut(llm, body, None, None, None).tokens.shape == (8, 513)
@@ -190,17 +172,14 @@ def test_sizes_follow_the_context(llm):
         advise.cut(short, body, 60, None, None)
 
 
-def test_blocks_are_stretches_unless_these_are_few(llm, ids, parts):
+def test_blocks_are_stretches_unless_these_are_few(llm, parts):
     assert len(parts.tokens) == 8 and advise.block_of(parts, None) == SCORED
     two, three = (advise.cut(llm, [1] + [5] * 300, 32, 64, count) for count in (2, 3))
     assert advise.block_of(two, None) == 16 and advise.block_of(two, 8) == 8
     assert advise.block_of(three, None) == 16  # not 21, which leaves a rest
-    for text, block in ((two, 17), (two, 32), (two, 10), (three, 21), (parts, 5)):
-        longest = {2: 16, 3: 16, 8: SCORED}[len(text.tokens)]
-        with pytest.raises(UserError, match=rf"got --block {block}; .* up to {longest}$"):
+    for text, block in ((two, 17), (two, 32), (three, 21), (parts, 5)):
+        with pytest.raises(UserError, match=rf"got --block {block}; give a divisor of"):
             advise.block_of(text, block)
-    with pytest.raises(UserError, match=r"2 stretches with 67; .* other --score-tokens"):
-        advise.block_of(advise.cut(llm, [1] + [5] * 300, 32, 67, 2), None)
     with pytest.raises(UserError, match="has 1 stretches with 64; give a longer text"):
         advise.block_of(advise.cut(llm, [1] + [5] * 100, 32, 64, None), None)
 
@@ -364,30 +343,6 @@ def test_the_loss_at_repeats_by_distance(llm):
     assert counts[64] == (((distances >= 64) & (distances < 128)).sum(), pytest.approx(2))
     far_distances = distances[distances >= 32]
     assert row["far_recall"]["mean"] == pytest.approx(2 * (far_distances >= 64).mean())
-
-
-def test_an_interrupted_measurement_keeps_complete_policies(llm, parts):
-    """It comes while the policy that evicts is read, after those that share a prompt."""
-    first = 8 * (PROMPT + 3 * SCORED)
-    seen = []
-
-    @contextlib.contextmanager
-    def counting(label, total, unit):
-        yield seen.append
-
-    stopped = lambda: bool(seen) and seen[-1] > first  # noqa: E731
-    runs = advise.measure(llm, parts, POLICIES, 0, counting, stopped)
-    assert [run.policy for run in runs] == ["full", *POLICIES[1:]]
-    assert not any(len(run.milliseconds) for run in runs)
-    results = advise.rank(llm, parts, runs, budget(llm), SCORED)
-    assert any(f"Take {POLICIES[1]}" in line for line in advise_report.sentences(results))
-    assert advise.measure(llm, parts, POLICIES, 0, counting, lambda: True) == []
-
-
-def test_the_picture_is_a_png(llm, parts, measured):
-    pytest.importorskip("matplotlib")
-    results = advise.rank(llm, parts, measured, budget(llm), SCORED)
-    assert advise_report.draw(results, "caption").startswith(b"\x89PNG")
 
 
 def test_the_expected_time_grows_with_work(llm, parts, monkeypatch):

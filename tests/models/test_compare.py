@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.tools import compare, palette, recompute
+from jaxkv.models.tools import palette, recompute
 from tests.tiny import write_tiny
 
 
@@ -31,7 +31,7 @@ def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
         np.testing.assert_allclose(losses[target - 1], fresh, atol=1e-5)
 
 
-@pytest.mark.parametrize("every", [2, 5, 31, 50])
+@pytest.mark.parametrize("every", [2, 31, 50])
 def test_recompute_of_some_tokens_equals_that_of_all(llm, every, monkeypatch):
     monkeypatch.setattr(recompute, "TOKENS", 3 * 8)
     ids = np.random.default_rng(0).integers(2, 258, 40)
@@ -60,15 +60,12 @@ def test_recompute_keeps_the_window_of_the_model(tmp_path):
     np.testing.assert_allclose(losses, full(llm, ids), atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["recompute", "recompute:window=0", "recompute:sinks=4"])
-def test_bad_recompute_strings_are_refused(text):
-    with pytest.raises(UserError, match="recompute:window=256"):
-        recompute.window_of(text)
-
-
-def test_recompute_is_no_policy():
+def test_recompute_strings():
     assert recompute.window_of("window:window=256") is None
     assert recompute.window_of("recompute:window=256") == 256
+    for text in ("recompute", "recompute:window=0", "recompute:sinks=4"):
+        with pytest.raises(UserError, match="recompute:window=256"):
+            recompute.window_of(text)
 
 
 def test_every_policy_keeps_its_colour():
@@ -78,18 +75,3 @@ def test_every_policy_keeps_its_colour():
     assert looks[1]["color"] == looks[2]["color"] and looks[1] != looks[2]
     assert palette.styles(policies[2:3])[0] == looks[1]
     assert len({look["color"] for look in looks}) == 4
-
-
-def test_the_figure_is_a_png():
-    pytest.importorskip("matplotlib")
-    rows = [
-        {
-            "policy": policy,
-            "perplexity": 3.0,
-            "state_bytes": size,
-            "blocks": [{"start": 1, "end": 11, "loss": 1.0}, {"start": 11, "end": 21, "loss": 2.0}],
-        }
-        for policy, size in (("full", 100), ("recompute:window=8", 0))
-    ]
-    assert compare.draw(rows, 8, "caption").startswith(b"\x89PNG")
-    assert compare.draw(rows, 800, "caption").startswith(b"\x89PNG")

@@ -10,8 +10,8 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.known_fields import APPLIED
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import rotary
 from tests.models.folders import FAMILIES, LLAMA3, SIZES, write_json

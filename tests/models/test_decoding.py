@@ -14,7 +14,7 @@ from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.models.generation.decoding import BLOCK, Decoding, Static, compiled_decode_block
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import spec_of
 from jaxkv.policy_spec import by_layer

@@ -15,7 +15,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.generation.decoding import compiled_decode_block
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.names import shapes
+from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised as formats
 from jaxkv.models.network import xla_cpu
 from jaxkv.models.network.decoder import matmul, product

@@ -21,8 +21,8 @@ from jaxkv.errors import UserError
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.hf import folder as hub
 from jaxkv.models.loading.hf.folder import find
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.hf.weights import load_weights, read_header
+from jaxkv.models.loading.weight_names import shapes
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

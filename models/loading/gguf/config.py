@@ -10,11 +10,11 @@ import numpy as np
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.loading.config import MOST, config_of
 from jaxkv.models.loading.gguf.header import Header, gguf_package
-from jaxkv.models.loading.gguf.names import EMBED, HEAD, ROPE_FACTORS
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
 from jaxkv.models.loading.rope_settings import THETA
 from jaxkv.models.loading.tensors import corrupt
+from jaxkv.models.loading.weight_names import GGUF_EMBED, GGUF_HEAD, ROPE_FACTORS
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import Rotary, rotary
 
@@ -81,7 +81,7 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
         family = "mistral"  # a Llama whose layers all have a window
     fields = numbers | {
         "vocab_size": rows_of_embedding(header),
-        "tie_word_embeddings": HEAD not in header.tensors,
+        "tie_word_embeddings": GGUF_HEAD not in header.tensors,
         "torch_dtype": _dtype(header),
         "rope_theta": numbers["rope_theta"] or THETA,
         "rope_scaling": _scaling(header, architecture),
@@ -103,8 +103,11 @@ def tokens_of(header: Header) -> list[str]:
     """The vocabulary; raises UserError where it has more tokens than the embedding has rows."""
     tokens, rows = header.need(TOKENS, list[str]), rows_of_embedding(header)
     if len(tokens) > rows:
-        why = f"{TOKENS} must have at most one token per row of {EMBED}, {rows}, got {len(tokens)}"
-        raise corrupt(header.path, why)
+        raise corrupt(
+            header.path,
+            f"{TOKENS} must have at most one token per row of {GGUF_EMBED}, {rows}, got "
+            f"{len(tokens)}",
+        )
     return tokens
 
 
@@ -121,11 +124,11 @@ def token_id(header: Header, name: str) -> int | None:
 
 def rows_of_embedding(header: Header) -> int:
     """The size of the vocabulary with its padding."""
-    if EMBED not in header.tensors:
-        raise UserError(f"{header.path}: missing tensor {EMBED}; download it again")
-    shape = header.tensors[EMBED].shape
+    if GGUF_EMBED not in header.tensors:
+        raise UserError(f"{header.path}: missing tensor {GGUF_EMBED}; download it again")
+    shape = header.tensors[GGUF_EMBED].shape
     if len(shape) != 2 or 0 in shape:
-        raise corrupt(header.path, f"{EMBED} must have rows and columns, got {list(shape)}")
+        raise corrupt(header.path, f"{GGUF_EMBED} must have rows and columns, got {list(shape)}")
     return shape[0]
 
 

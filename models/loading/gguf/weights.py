@@ -16,7 +16,6 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models.loading.gguf.header import Header, gguf_package, layout, type_name
-from jaxkv.models.loading.gguf.names import OTHER, paired_heads, shapes
 from jaxkv.models.loading.tensors import (
     ByteProgress,
     Sharding,
@@ -28,6 +27,7 @@ from jaxkv.models.loading.tensors import (
     match,
     place_all,
 )
+from jaxkv.models.loading.weight_names import ROPE_FACTORS, gguf_shapes, paired_heads
 from jaxkv.models.network.config import Config
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
@@ -41,7 +41,7 @@ def load_weights(
     progress: ByteProgress | None = None,
     store: Store = None,
 ) -> dict[str, Any]:
-    """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
+    """All parameters of a model by our names (models/loading/weight_names.py), on their devices.
 
     dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
     Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
@@ -108,7 +108,9 @@ def supported(kind: int) -> bool:
 
 def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
-    tensors = match(header.tensors, shapes(config), header.path, "its metadata", OTHER)
+    tensors = match(
+        header.tensors, gguf_shapes(config), header.path, "its metadata", (ROPE_FACTORS,)
+    )
     unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
     if unsupported:
         names = [type_name(kind) for kind in range(256) if supported(kind)]

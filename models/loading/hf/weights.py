@@ -22,7 +22,6 @@ import numpy as np
 from jaxkv.errors import UserError, first_few
 from jaxkv.files import reading
 from jaxkv.models.loading.hf.folder import read_json
-from jaxkv.models.loading.hf.names import EMBED, HARMLESS, HEAD, canonical, shapes
 from jaxkv.models.loading.tensors import (
     ByteProgress,
     Sharding,
@@ -34,6 +33,7 @@ from jaxkv.models.loading.tensors import (
     match,
     place_all,
 )
+from jaxkv.models.loading.weight_names import EMBED, HARMLESS, HEAD, canonical, shapes
 from jaxkv.models.network.config import Config
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
@@ -50,7 +50,7 @@ def load_weights(
     progress: ByteProgress | None = None,
     store: Store = None,
 ) -> dict[str, Any]:
-    """All parameters of a model by our names (models/loading/hf/names.py), on their devices.
+    """All parameters of a model by our names (models/loading/weight_names.py), on their devices.
 
     dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
     """

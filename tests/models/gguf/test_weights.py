@@ -18,8 +18,8 @@ from jaxkv.errors import UserError
 from jaxkv.models.loading.gguf import load_weights, read_config, read_header
 from jaxkv.models.loading.gguf import weights as module
 from jaxkv.models.loading.gguf.weights import read, supported
-from jaxkv.models.loading.hf.names import shapes
 from jaxkv.models.loading.tensors import Tensor
+from jaxkv.models.loading.weight_names import shapes
 from tests.models.gguf.files import hf_model, paired, write_gguf
 from tests.peak_memory import peak_of
 
