@@ -91,15 +91,19 @@ def prepare(
     kind = data_tokenizer.dtype_for(size, dtype)
     special = {name: coder.token_to_id(name) for name in SPECIAL} | {END: coder.token_to_id(end)}
     about = {"vocab": size, "dtype": kind.name, "removed": remove, "special": special}
+    read_texts = _texts(files, settings, _phase(progress, "tokenizing"))
     with lock_folder(out, run), writing(out):
         with whole_file(out / TOKENIZER) as file:
             file.write(coder.to_str(pretty=True).encode())
-        read_texts = _texts(files, settings, _phase(progress, "tokenizing"))
-        contents = _tokenize(out, files, read_texts, kind, special[END])
-        digest = sha256_of(out / TOKENIZER)
-        manifest = with_checksum({"format": FORMAT, **about, "tokenizer": digest, **contents})
-        with whole_file(out / MANIFEST) as file:
-            file.write((json.dumps(manifest, indent=1) + "\n").encode())
+        about["tokenizer"] = sha256_of(out / TOKENIZER)
+        return _write(out, about, _tokenize(out, files, read_texts, kind, special[END]))
+
+
+def _write(out: Path, about: dict[str, Any], contents: dict[str, Any]) -> DataFolder:
+    """Write the manifest of a folder whose shards are complete."""
+    manifest = with_checksum({"format": FORMAT, **about, **contents})
+    with whole_file(out / MANIFEST) as file:
+        file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return DataFolder(out, manifest)
 
 
