@@ -51,7 +51,7 @@ from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.models.loading import smollm2
 from jaxkv.models.loading.llm import without_weights
-from jaxkv.models.loading.published import open_published
+from jaxkv.models.loading.source import open_source
 from jaxkv.state.memory import show
 
 HERE = Path(__file__).parent
@@ -177,7 +177,7 @@ def main() -> None:
         parser.error(f"--threads must be 1 to {len(cores)}, as there are cores, got {threads}")
     os.sched_setaffinity(0, cores[:threads])  # processes started from here inherit it
     sizes = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16) if options.quick else peer.sizes
-    llm = without_weights(open_published(options.model))
+    llm = without_weights(open_source(options.model))
     record = Record(peer.record, [*llm.files, PASSAGE], quick=options.quick)
     record.finish(run(options.peer, options.model, options.peer_python, sizes, threads))
 
@@ -186,7 +186,7 @@ def run(
     name: str, model: str | Path, python: str, sizes: RateSizes, threads: int
 ) -> dict[str, Any]:
     """Start all cases of a peer and measure them."""
-    peer, llm = PEERS[name], without_weights(open_published(model))
+    peer, llm = PEERS[name], without_weights(open_source(model))
     text, prompts = prompts_of(llm, max(sizes.decode), sizes.prompt, max(sizes.prefill))
     common = {"prompts": prompts, "threads": threads, "new": sizes.new,
               "room": max(*sizes.prefill, sizes.prompt + sizes.new)}  # fmt: skip
