@@ -41,14 +41,14 @@ def _read(
     config: Config, layers: tuple[int, ...], weights: Weights, ids: Int32[Array, "1 T"]
 ) -> list[Heads]:
     def attend(
-        window: int | None, spec: Spec, state: object, q: Array, k: Array, v: Array, *rest: Any
+        window: int | None, spec: Spec, q: Array, k: Array, v: Array, *rest: Any
     ) -> tuple[Array, Heads]:
         at = jnp.arange(q.shape[1], dtype=jnp.uint32)[None]
         rotated = spec.encoding.rotate(q, at)[:, -QUERIES:], spec.encoding.rotate(k, at), v
         repeats = 1, q.shape[2] // k.shape[2], q.shape[2] // k.shape[2]
         pairs = zip(rotated, repeats, strict=True)
         heads = (jnp.repeat(x, times, axis=2).swapaxes(1, 2) for x, times in pairs)
-        return uncached.attend(window, spec, state, q, k, v, *rest)[0], Heads(*heads)
+        return uncached.attend(window, spec, q, k, v, *rest)[0], Heads(*heads)
 
     by_layer = uncached.forward(config, weights, ids, attend)[2]
     return [by_layer[layer] for layer in layers]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
+from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.training.data import DataFolder
 from jaxkv.typing import Array, Float32, Int32
 
@@ -38,9 +38,7 @@ def losses_by_position(llm: Llm, tokens: DataFolder) -> Float32[np.ndarray, " T"
     inputs, targets = letters[:, :-1].copy(), jnp.asarray(letters[:, 1:])
     inputs[:, : len(llm.tokenizer.front)] = llm.tokenizer.front
     decoder, hidden, _ = uncached.forward(llm.config, llm.weights, jnp.asarray(inputs))
-    logits = decoder.logits(hidden)  # [V,B,T]
-    picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
-    return np.asarray(jnp.mean(jax.nn.logsumexp(logits, axis=0) - picked, axis=0))
+    return np.asarray(jnp.mean(target_losses(decoder.logits(hidden), targets), axis=0))
 
 
 def attention_on_first(llm: Llm, tokens: DataFolder, triggers: np.ndarray) -> np.ndarray:

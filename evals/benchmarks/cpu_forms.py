@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Partial
+from jaxkv.driver import step
 from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
@@ -31,12 +32,10 @@ from jaxkv.models.generation.decoding import decode_block
 from jaxkv.models.generation.serving import make_model
 from jaxkv.models.loading import smollm2
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network import xla_cpu as models_xla_cpu
 from jaxkv.models.network.decoder import layer_weights, run_layer
 from jaxkv.models.training import training
 from jaxkv.models.training.pretrain import setting_for
 from jaxkv.models.training.recipes import PRESETS, Recipe
-from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, reference, shapes
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.magicpig import hash_tables
@@ -96,8 +95,9 @@ def decode(
     large: bool = True,
     weights: str = "float32",
     fields: str = "",
+    batch: int = 1,
 ) -> Program:
-    """The decode loop of one sequence whose cache is full."""
+    """The decode loop of sequences whose caches are full."""
     slots = sizes.large if large else sizes.small
     half, block = slots // 2, min(64, slots // 8)
     spec = {
@@ -109,8 +109,8 @@ def decode(
         "magicpig": "magicpig",
     }[policy] + fields
     llm = load(weights)
-    stream = models.Stream(llm, spec, tokens=slots + 1 + sizes.steps)
-    stream.prefill([prompt(llm, slots + 1)])
+    stream = models.Stream(llm, spec, batch=batch, tokens=slots + 1 + sizes.steps)
+    stream.prefill([prompt(llm, slots + 1)] * batch)
     stream.finish_prefill()
     stream.reserve(sizes.steps)
     static, filters, eos, *args = stream.decode_arguments(
@@ -118,12 +118,13 @@ def decode(
     )
     states = jax.tree.leaves(stream.decoding.states)
     return Program(
-        f"decode, {spec}, {slots:,} tokens, {llm.config.layers} layers, weights in {weights}",
+        f"decode, {spec}, batch of {batch}, {slots:,} tokens, {llm.config.layers} layers, "
+        f"weights in {weights}",
         partial(decode_block, static, filters, eos),
         lambda: tuple(args),
         donate=1,
         steps=sizes.steps,
-        options=lambda: models_xla_cpu.decode_compiler_options(),
+        options=lambda: xla_cpu.decode_compiler_options(),
         cached=frozenset(leaf.size for leaf in states if leaf.ndim >= 4),
     )
 
@@ -134,9 +135,9 @@ def prefill(load: LoadModel, sizes: ProgramSizes) -> Program:
     spec = f"streaming:sinks=4,window={slots - 4}"
     policy = llm.policies(spec)[0]
     state = policy.init(llm.spec, 1, jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (llm.config.width, 1, slots), llm.dtype)
+    x = jax.random.normal(jax.random.key(1), (1, slots, llm.config.width), llm.dtype)
     at = jnp.arange(slots, dtype=jnp.uint32)[None]
-    run = partial(run_layer, llm.config, policy, None)
+    run = partial(run_layer, llm.config, policy, step)
     weights, valid = layer_weights(llm.weights, 0), jnp.ones((1, slots), bool)
     _, full = jax.jit(run)(weights, x, state, at, valid)
     args = weights, x, full, at + np.uint32(slots), valid
@@ -226,16 +227,16 @@ def random_codes(sizes: ProgramSizes) -> Int32[Array, "L S"]:
     return jnp.asarray(codes, jnp.int32)
 
 
-def sampled(load: LoadModel, sizes: ProgramSizes, dtype: str) -> Program:
+def sampled(load: LoadModel, sizes: ProgramSizes) -> Program:
     """Attention of one token to sampled keys, as magicpig attends."""
     config = load("float32").config
     num_sampled = int(1.5 * shapes.SAMPLED * sizes.keys)
     shape = shapes.AttentionBenchShape(
-        1, config.heads, config.kv_heads, sizes.keys, config.head_dim, num_sampled, dtype
+        1, config.heads, config.kv_heads, sizes.keys, config.head_dim, num_sampled, "float32"
     )
     args = shapes.inputs(shape, "log", fraction=shapes.SAMPLED)
     attend = partial(reference.attend, LogitSettings(config.head_dim**-0.5))
-    about = f"sampled attention to {shapes.SAMPLED:.0%} of {sizes.keys:,} keys in {dtype}"
+    about = f"sampled attention to {shapes.SAMPLED:.0%} of {sizes.keys:,} keys in float32"
     return Program(about, attend, lambda: args, calls=4 * sizes.steps)
 
 
@@ -247,16 +248,16 @@ def train(_: LoadModel, sizes: ProgramSizes) -> Program:
     runs = random.integers(3, sizes.vocab, (recipe.batch_size, recipe.context + 1)).astype(np.int32)
     args = training.begin(setting), setting.split(runs)
     # Without its jit, whose trace would outlive the form.
-    step = partial(training.update.__wrapped__, setting)
+    update = partial(training.update.__wrapped__, setting)
     about = (
         f"training step, {recipe.layers} layers of width {recipe.width}, vocabulary of "
         f"{sizes.vocab:,}, {recipe.batch_size} samples of {recipe.context} tokens"
     )
-    return Program(about, step, lambda: args, donate=0)
+    return Program(about, update, lambda: args, donate=0)
 
 
 PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
-    "decode": partial(decode, policy="streaming", large=False),
+    "decode, batch": partial(decode, policy="streaming", large=False, batch=8),
     "decode, large cache": partial(decode, policy="streaming"),
     "decode, int8 weights": partial(decode, policy="streaming", large=False, weights="int8"),
     "decode, int8 cache": partial(decode, policy="streaming", fields=",storage=int8"),
@@ -269,8 +270,7 @@ PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
     "argmax": argmax,
     "lookup": lookup,
     "index": index,
-    "sampled": partial(sampled, dtype="float32"),
-    "sampled, bfloat16": partial(sampled, dtype="bfloat16"),
+    "sampled": sampled,
     "training": train,
 }
 
@@ -333,25 +333,16 @@ class PlainForm(NamedTuple):
 
 
 ONE_BLOCK = 2**30  # larger than every array
-CPU, NETWORK, KERNELS, LOOP = (
+CPU, KERNELS, LOOP = (
     "jaxkv.platform.cpu",
-    "jaxkv.models.network",
-    "jaxkv.pallas_kernels.xla_cpu",
+    "jaxkv.pallas_kernels.sampled_attention.reference",
     "jaxkv.serve.engine",
 )
-NETWORK_CPU = f"{NETWORK}.xla_cpu"
 FLAT_ROWS = {
     f"jaxkv.{module}.{name}": plain
     for module in ("attention", "cache.ring")
     for name, plain in (("scores", plain_scores), ("blend", plain_blend))
 }
-DOT = dict.fromkeys(
-    (f"{NETWORK}.{module}.dot" for module in ("xla_cpu", "decoder", "cross_entropy")),
-    models_xla_cpu.dot.fun,  # without its gradient rule
-)
-HEAD_LAST = {f"{NETWORK}.decoder.has_head_last_product": lambda x, tokens: False}
-MATMUL = {f"{NETWORK_CPU}.matmul": lambda weight, x, dtype, plain: plain(weight, x)}
-WIDEN = {f"{NETWORK_CPU}.widen": lambda values, x: values.astype(x.dtype)}
 CARRY = {f"{LOOP}.programs.carry": first_argument, f"{LOOP}.programs.restore": first_argument}
 
 FORMS: dict[str, PlainForm] = {
@@ -366,29 +357,22 @@ FORMS: dict[str, PlainForm] = {
     },
     "map_sequences": PlainForm("decode, large cache", {f"{CPU}.map_sequences": vmap}),
     "map_sequences-magicpig": PlainForm("decode, magicpig", {f"{CPU}.map_sequences": vmap}),
-    "cumsum": PlainForm("lookup", {f"{CPU}.cumsum": jnp.cumsum}),
-    "flatten_heads": PlainForm(
-        "decode, large cache", {"jaxkv.models.generation.decoding.flatten_heads": first_argument}
-    ),
+    "flatten_heads": PlainForm("decode, large cache", {f"{CPU}.flatten_heads": first_argument}),
     "shared_leaves": PlainForm("forward", {f"{LOOP}.model.deduplicate_shared": second_argument}),
     "carry": PlainForm("engine", CARRY),
     "flat_rows": PlainForm("decode, large cache", FLAT_ROWS),
     "sort": PlainForm("index", {f"{CPU}.sort_codes": plain_sort}),
     "decode_compiler_options": PlainForm(
-        "decode, reservoir", {f"{NETWORK_CPU}.decode_compiler_options": dict}
+        "decode, reservoir", {f"{CPU}.decode_compiler_options": dict}
     ),
-    "matmul": PlainForm("decode", MATMUL),
-    "widen": PlainForm("decode, int8 weights", WIDEN),
-    "matmul_widened": PlainForm("decode, int8 weights", {f"{NETWORK_CPU}._BLOCK": ONE_BLOCK}),
-    "dot": PlainForm("training", DOT),
-    "has_head_last_product": PlainForm("forward", HEAD_LAST),
-    "has_head_last_product-training": PlainForm("training", HEAD_LAST),
-    "logits_at_once": PlainForm("training", {f"{NETWORK_CPU}.LOGITS_AT_ONCE": {}}),
-    "query_block": PlainForm("training", {f"{NETWORK_CPU}.query_block": lambda: 512}),
-    "map_samples": PlainForm("training", {f"{NETWORK_CPU}.map_samples": vmap}),
+    "linear": PlainForm("decode, batch", {f"{CPU}.FEW_TOKENS": 0}),
+    "widen": PlainForm("decode, int8 weights", {f"{CPU}.in_loop": first_argument}),
+    "matmul_widened": PlainForm("decode, int8 weights", {f"{CPU}.WIDENED": ONE_BLOCK}),
+    "logits_at_once": PlainForm("training", {f"{CPU}.LOGITS_AT_ONCE": {}}),
+    "query_block": PlainForm("training", {f"{CPU}.query_block": lambda: 512}),
+    "map_samples": PlainForm("training", {f"{CPU}.map_samples": vmap}),
     "gathered_slots": PlainForm("sampled", {f"{KERNELS}.GATHERED_SLOTS": ONE_BLOCK}),
     "gathered_slots-128": PlainForm("sampled", {f"{KERNELS}.GATHERED_SLOTS": 128}),
-    "gather": PlainForm("sampled, bfloat16", {f"{KERNELS}.gather": host_memory.take}),
 }
 
 

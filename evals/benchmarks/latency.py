@@ -141,7 +141,7 @@ def recompute(small: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
 def fresh(config: Config, weights: Weights, ids: Int32[Array, "1 T"]) -> Array:
     """One forward pass over all tokens, up to the logits of the next token."""
     decoder, hidden, _ = uncached.forward(config, weights, ids)
-    return decoder.logits(hidden[:, :, -1:])
+    return decoder.logits(hidden[:, -1:])
 
 
 def forward(llm: Llm, ids: list[int]) -> None:

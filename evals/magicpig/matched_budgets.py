@@ -202,5 +202,5 @@ def attended_shares(
         out, _ = step(policy, spec, state, *new)
         return out, attended_share(policy, spec, state, Chunk(*new[:5]), number)
 
-    decoder = Decoder(config, weights, run=watch)
+    decoder = Decoder(config, weights, attention_fn=watch)
     return jnp.stack(decoder(token, position, jnp.ones((1, 1), bool), policies, states)[1])

@@ -119,7 +119,7 @@ def errors(
 ) -> dict[str, float]:
     """The mean relative error of every cache on one layer's q, k, v [T,*,H]."""
     q, k, v = (jnp.asarray(a)[None] for a in (q, k, v))
-    exact = uncached.attend(None, spec, None, q, k, v, implementation="xla")[0][:, SKIP:]
+    exact = uncached.attend(None, spec, q, k, v, implementation="xla")[0][:, SKIP:]
 
     def error(policy: Policy, seed: int) -> float:
         apart = jnp.linalg.norm(attend(policy, spec, q, k, v, seed)[:, SKIP:] - exact, axis=-1)

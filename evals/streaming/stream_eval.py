@@ -186,9 +186,9 @@ def correct(stream: models.Stream, facts: Sequence[Fact]) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0)
-def _likeliest(config: Config, weights: Weights, x: Float[Array, "D B T"]) -> Int32[Array, "B T"]:
+def _likeliest(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> Int32[Array, "B T"]:
     decoder = Decoder(config, weights)
-    return jnp.argmax(decoder.logits(decoder.normed(x)), axis=0).astype(jnp.int32)
+    return jnp.argmax(decoder.logits(decoder.normed(x)), axis=-1).astype(jnp.int32)
 
 
 QUESTION = 40  # tokens of a question and of what it asks about, at most

@@ -34,7 +34,7 @@ class Followed(NamedTuple):
     """The greedy answers of full attention, and its hidden states where it predicts them."""
 
     answers: list[list[int]]
-    hidden: Float[Array, "D B T"]
+    hidden: Float[Array, "B T D"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,21 +134,21 @@ class Batch:
 
     def follow(
         self, stream: models.Stream, answers: Sequence[Sequence[int]]
-    ) -> Float[Array, "D B T"]:
+    ) -> Float[Array, "B T D"]:
         """The hidden states that predict these answers, token by token, after the prompts."""
         rest = [prompt.rest for prompt in self.prompts]
         ids = [[*r, *answer[:-1]] for r, answer in zip(rest, answers, strict=True)]
         hidden, _, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, ids)
         first = np.array(list(map(len, rest)))[:, None] - 1
-        place = np.minimum(first + np.arange(self.tokens), hidden.shape[2] - 1)
-        return jnp.take_along_axis(hidden, jnp.asarray(place)[None], axis=2)
+        place = np.minimum(first + np.arange(self.tokens), hidden.shape[1] - 1)
+        return jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
 
     def greedy(self, stream: models.Stream) -> list[list[int]]:
         """The greedy answers after the prompts, each with the token that ends it."""
         rest = [prompt.rest for prompt in self.prompts]
         hidden, states, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, rest)
         counts = np.array(list(map(len, rest)))
-        last = jnp.take_along_axis(hidden, jnp.asarray(counts - 1)[None, :, None], axis=2)
+        last = jnp.take_along_axis(hidden, jnp.asarray(counts - 1)[:, None, None], axis=1)
         stream.lengths = stream.lengths + counts
         stream.decoding = stream.decoding._replace(
             states=states,
@@ -184,7 +184,7 @@ class Batch:
                 new, chunks = [*new, state], [*chunks, attended] if recording else chunks
             states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
         layers = [Attended(*map(_concatenate, *chunks)) for chunks in zip(*seen, strict=True)]
-        return jnp.concatenate(hidden, axis=2), states, layers
+        return jnp.concatenate(hidden, axis=1), states, layers
 
 
 def _concatenate(*parts: Array) -> Array:
@@ -193,6 +193,6 @@ def _concatenate(*parts: Array) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def logits(
-    config: Config, weights: Weights, hidden: Float[Array, "D B 1"]
+    config: Config, weights: Weights, hidden: Float[Array, "B 1 D"]
 ) -> Float32[Array, "B V"]:
-    return Decoder(config, weights).logits(hidden)[:, :, 0].T
+    return Decoder(config, weights).logits(hidden)[:, 0]

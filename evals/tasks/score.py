@@ -41,7 +41,7 @@ def passes(score: float) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def divergence(
-    config: Config, weights: Weights, full: Float[Array, "D B T"], compressed: Float[Array, "D B T"]
+    config: Config, weights: Weights, full: Float[Array, "B T D"], compressed: Float[Array, "B T D"]
 ) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
     """KL(full || compressed) of the next token in nats, and whether the likeliest token agrees.
 

@@ -125,12 +125,12 @@ def _divergence(
 ) -> Float32[Array, ""]:
     """KL(all || window with logits) of the tokens that do not see the first one, in nats."""
     decoder, hidden, _ = uncached.forward(config, weights, ids)
-    full = jax.lax.stop_gradient(decoder.logits(hidden[:, :, window:]))
+    full = jax.lax.stop_gradient(decoder.logits(hidden[:, window:]))
     limited: dict[str, Any] = {"windows": (window,) * config.layers, "sink_logit": "learned"}
     windowed = dataclasses.replace(config, **limited)
     named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
     decoder, hidden, _ = uncached.forward(windowed, {**weights, **named}, ids)
-    return jnp.mean(divergence(full, decoder.logits(hidden[:, :, window:]))[0])
+    return jnp.mean(divergence(full, decoder.logits(hidden[:, window:]))[0])
 
 
 if __name__ == "__main__":

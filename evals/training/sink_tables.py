@@ -33,6 +33,7 @@ from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
+from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.run_metadata import sha256
@@ -324,9 +325,8 @@ def _score(
     """Mean loss of the tokens after the marked positions, and whether each is the likeliest."""
     decoder, hidden, _ = uncached.forward(config, weights, ids[:, :-1])
     logits, targets = decoder.logits(hidden), ids[:, 1:]
-    picked = jnp.take_along_axis(logits, targets[None], axis=0)[0]
-    losses = jax.nn.logsumexp(logits, axis=0) - picked
-    hits = (jnp.argmax(logits, axis=0) == targets) | ~asked
+    losses = target_losses(logits, targets)
+    hits = (jnp.argmax(logits, axis=-1) == targets) | ~asked
     count = jnp.sum(asked, axis=1, dtype=jnp.float32)
     mean = jnp.sum(jnp.where(asked, losses, 0), axis=1) / jnp.maximum(count, 1)
     return mean, jnp.all(hits, axis=1)

@@ -8,19 +8,22 @@ where the docstring says that the form is the same everywhere. Rows are those of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.rows import Int8Rows, Rows
-from jaxkv.contract import Chunk, Partial
+from jaxkv.contract import Chunk, Partial, State
 from jaxkv.typing import Array, Float, Float32, Int8, Int32
 
 CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of them
+WIDENED = 2**20  # integers of a quantised matrix that are converted to floats at a time
 FEW_ROWS = 16  # of the left side of a product with a cache in int8
+FEW_TOKENS = 16  # of all sequences, in a product with a weight
 
 
 def attend_by_head(
@@ -99,9 +102,9 @@ def product_with_int8(
     """`dot(a, b, contract)`, where b is converted to the dtype of a.
 
     A dot product of XLA:CPU needs a float copy of b. So for few rows of `a`, as in decoding,
-    products are added up without one, which reads b as it is. The gain is memory: the copy of one
-    layer. With jax 0.7.2 the sums take two to four times as long, so versions before 0.12 convert
-    b. There, each step copies a cache in int8.
+    products are added up without one, which reads b as it is. The gain is memory, the copy of one
+    layer, and that no step copies a cache in int8; tests on the compiled program guard both. With
+    jax 0.7.2 the sums take two to four times as long, so versions before 0.12 convert b.
     Record workarounds, row product_with_int8.
     """
 
@@ -117,6 +120,26 @@ def product_with_int8(
     if a.shape[1] > FEW_ROWS or jax.__version_info__ < (0, 12):
         return convert(a, b)
     return jax.lax.platform_dependent(a, b, cpu=add_up, default=convert)
+
+
+def flatten_heads(states: Sequence[State], sharded: bool) -> tuple[State, ...]:
+    """The states for a loop to carry: B and K of large leaves merged; the same on all platforms.
+
+    XLA:CPU copies a cache whole if a loop carries it as 4-D or 5-D. sharded: over a mesh batch and
+    KV heads are split separately, so they stay apart.
+    Record workarounds, row flatten_heads.
+    """
+
+    def flatten(leaf: Array) -> Array:
+        batch, *rest = leaf.shape
+        return leaf if leaf.ndim < 4 else leaf.reshape(batch * rest[0], *rest[1:])
+
+    return tuple(states) if sharded else jax.tree.map(flatten, tuple(states))
+
+
+def restore_heads(states: Sequence[State], like: Sequence[State]) -> tuple[State, ...]:
+    """The inverse of `flatten_heads`; like: states of the same shapes."""
+    return jax.tree.map(lambda array, old: array.reshape(old.shape), tuple(states), tuple(like))
 
 
 def argmax(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
@@ -164,22 +187,6 @@ def map_sequences(function: Callable[..., Array], *arrays: Array) -> Array:
     return jax.vmap(function)(*arrays)
 
 
-def cumsum(counts: Int32[Array, " S"]) -> Int32[Array, " S"]:
-    """`jnp.cumsum(counts)` for sums below 2^24, by two products, on all platforms.
-
-    A running sum is a window sum in XLA, which XLA:CPU computes slowly.
-    Record workarounds, row cumsum.
-    """
-    size = counts.shape[0]
-    wide = max(1, int(np.sqrt(size)))
-    table = jnp.pad(counts, (0, -size % wide)).reshape(-1, wide).astype(jnp.float32)
-    exact = jax.lax.Precision.HIGHEST  # integers below 2^24
-    within = jnp.dot(table, np.triu(np.ones((wide, wide), np.float32)), precision=exact)
-    before = np.tril(np.ones((table.shape[0],) * 2, np.float32), -1)
-    before = jnp.dot(before, within[:, -1:], precision=exact)
-    return (within + before).reshape(-1)[:size].astype(jnp.int32)
-
-
 def sort_codes(
     codes: Int32[Array, "L S"], bits: int
 ) -> tuple[Int32[Array, "L S"], Int32[Array, "L S"]]:
@@ -197,3 +204,145 @@ def sort_codes(
     word = jnp.sort(word, axis=1)
     keys_in_order = word & np.uint32((1 << shift) - 1)
     return (word >> np.uint32(shift)).astype(jnp.int32), keys_in_order.astype(jnp.int32)
+
+
+def decode_compiler_options() -> dict[str, object]:
+    """Compiler options of the decode loop: a sequential scheduler on a CPU.
+
+    By default XLA:CPU runs independent operations at the same time, so their temporary arrays are
+    in memory together, such as the rotated keys and the values of a sample. The gain is memory; the
+    time of SmolLM2-135M does not change.
+    Record workarounds, row decode_compiler_options.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    if jax.__version_info__ >= (0, 10):
+        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
+
+def linear(
+    x: Float[Array, "B T I"], weight: Float[Array, "O I"], dtype: Any
+) -> Float[Array, "B T O"]:
+    """x @ weight.T; on a CPU a few tokens in float32 as (weight @ x.T).T.
+
+    On all platforms tokens have one axis in the product: with two, its gradient is transposed,
+    which takes XLA:CPU longer than the product. A step of two MLPs took 1.8 times as long.
+    XLA:CPU needs 1.2 to 1.4 times as long for a few rows and a transposed matrix. The barriers keep
+    it from folding the transposes into the product, which would undo the form.
+    Measured with jax 0.12 on two cores, in CPU time, without a record: the layers of SmolLM2-135M
+    with 2 and 8 sequences.
+    """
+
+    def plain(tokens: Float[Array, "X I"], weight: Array) -> Float[Array, "X O"]:
+        return dot(tokens, weight, (1, 1), dtype)
+
+    def weight_first(tokens: Float[Array, "X I"], weight: Array) -> Float[Array, "X O"]:
+        columns = jax.lax.optimization_barrier(tokens.T)
+        return jax.lax.optimization_barrier(dot(weight, columns, (1, 0), dtype)).T
+
+    tokens = x.reshape(-1, x.shape[2])
+    if x.dtype == jnp.float32 and 1 < len(tokens) <= FEW_TOKENS:
+        y = jax.lax.platform_dependent(tokens, weight, cpu=weight_first, default=plain)
+    else:
+        y = plain(tokens, weight)
+    return y.reshape(*x.shape[:2], -1)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int], dtype: Any = None) -> Array:
+    """The product over one axis of each; dtype: of the result, by default that of a.
+
+    Backends accumulate products in half precision in float32 and round the result once.
+    """
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        # A GPU would write a float32 result to memory before it converts it.
+        preferred_element_type=dtype or a.dtype,
+    )
+
+
+def in_loop(integers: Array, x: Float[Array, "B T I"]) -> Array:
+    """The integers; on a CPU they depend on x for one token, so a step reads integers.
+
+    XLA:CPU otherwise moves their conversion to floats out of the loop over tokens. Each step then
+    reads all weights in float32, and memory holds a float copy of the model. A test checks the
+    memory of the compiled loop.
+    Record workarounds, row widen.
+    """
+    if x.shape[1] != 1:
+        return integers
+
+    def each_step(integers: Array, x: Array) -> Array:
+        first = x.reshape(-1)[0]
+        return integers ^ (first != first).astype(integers.dtype)
+
+    plain = lambda integers, x: integers  # noqa: E731
+    return jax.lax.platform_dependent(integers, x, cpu=each_step, default=plain)
+
+
+def linear_by_blocks(
+    x: Float[Array, "B T I"], rows: Any, plain: Callable[[Array, Any], Array], size: int
+) -> Array:
+    """`plain(x, rows)` of a quantised matrix; on a CPU one token by blocks of rows, in float32.
+
+    XLA:CPU writes the float copy of a whole matrix before the product reads it. That of a block
+    stays in the processor's cache, that of a whole output head does not. rows: arrays whose first
+    axis is the third of the result. size: integers that are widened.
+    Record workarounds, row matmul_widened.
+    """
+    count, blocks = jax.tree.leaves(rows)[0].shape[0], max(1, size // WIDENED)
+    while count % blocks:
+        blocks -= 1
+    if x.shape[1] != 1 or blocks == 1:
+        return plain(x, rows)
+
+    def by_block(x: Array, rows: Any) -> Array:
+        split = jax.tree.map(lambda a: a.reshape(blocks, -1, *a.shape[1:]), rows)
+        products = jax.lax.map(lambda block: plain(x.astype(jnp.float32), block), split)
+        by_row = jnp.moveaxis(products, 0, 2)  # [B,T,blocks,rows,...]
+        return by_row.reshape(*x.shape[:2], count, *products.shape[4:])
+
+    return jax.lax.platform_dependent(x, rows, cpu=by_block, default=plain)
+
+
+# Logits of the training loss in memory at a time: as many as a CPU's cache holds, and more
+# elsewhere. Record workarounds, row logits_at_once.
+LOGITS_AT_ONCE = {"cpu": 2**21}
+LOGITS_AT_ONCE_ELSEWHERE = 2**27
+
+
+def logits_at_once() -> int:
+    """How many logits of the training loss are computed at a time on this backend."""
+    return LOGITS_AT_ONCE.get(jax.default_backend(), LOGITS_AT_ONCE_ELSEWHERE)
+
+
+def query_block() -> int:
+    """Queries per block of training attention; small blocks skip more of the causal mask.
+
+    On a CPU the logits of a small block also stay in the processor's cache.
+    Record workarounds, row query_block.
+    """
+    return 128 if jax.default_backend() == "cpu" else 512
+
+
+def query_block_edges(tokens: int) -> list[int]:
+    """The edges of query blocks of equal size, up to one token; the same on all platforms.
+
+    With blocks of 128 and a rest of one query, jax 0.7.2 drops the last block on a CPU and writes
+    to wrong addresses. A wrong result, so there is no measurement.
+    """
+    count = -(-tokens // query_block())
+    return [tokens * i // count for i in range(count + 1)]
+
+
+def map_samples(function: Callable, *arrays: Array) -> tuple[Array, ...]:
+    """`function` of every sample: one after another on a CPU, whose cache holds the logits of one.
+
+    Record workarounds, row map_samples.
+    """
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(lambda sample: function(*sample), arrays)
+    return jax.vmap(function)(*arrays)

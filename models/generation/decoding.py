@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.models.network import xla_cpu
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder, Weights, layer_weights, run_layer
+from jaxkv.models.network.decoder import Decoder, Weights, layer_weights, run_layer, step_on
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.sampling import Filters, Knobs, draw
 from jaxkv.state import sharding
-from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 BLOCK = 256  # most tokens that one call of `decode_block` returns
@@ -60,10 +59,6 @@ def _run_decoder(
     return decoder, hidden, states
 
 
-def _logits_by_sequence(decoder: Decoder, hidden: Float[Array, "D B 1"]) -> Float32[Array, "B V"]:
-    return xla_cpu.keep_transpose_apart(decoder.logits(hidden))[:, :, 0].T
-
-
 def prefill_chunk(
     static: Static,
     weights: Weights,
@@ -85,7 +80,7 @@ def run_layers(
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
     states: Sequence[State],
-) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
+) -> tuple[Float[Array, "B T D"], tuple[State, ...]]:
     """The output of the last layer and the new states; the old states are donated.
 
     Each layer is a call of its own, so the program of a chunk is compiled once for all layers with
@@ -93,9 +88,15 @@ def run_layers(
     """
     x, new = embed(static.of_model, weights, tokens), []
     for layer, (policy, state) in enumerate(zip(static.policies, states, strict=True)):
-        of_layer = layer_weights(weights, layer)
         x, state = run_donated(
-            static.config, policy, static.mesh, of_layer, x, state, positions, valid
+            static.config,
+            policy,
+            step_on(static.mesh),
+            layer_weights(weights, layer),
+            x,
+            state,
+            positions,
+            valid,
         )
         new.append(state)
     return x, tuple(new)
@@ -111,17 +112,20 @@ def prefill_programs(
     batch, dtype = decoding.position.shape[0], weights["norm"].dtype
     shape = partial(jax.ShapeDtypeStruct, (batch, width))
     tokens, valid, positions = shape(jnp.int32), shape(jnp.bool_), shape(jnp.uint32)
-    x = jax.ShapeDtypeStruct((static.config.width, batch, width), dtype)
+    x = jax.ShapeDtypeStruct((batch, width, static.config.width), dtype)
     first = {policy: layer for layer, policy in reversed(list(enumerate(static.policies)))}
+    layers = [
+        (
+            run_donated, static.config, policy, step_on(static.mesh),
+            layer_weights(weights, layer), x, decoding.states[layer], positions, valid,
+        ) for policy, layer in first.items()
+    ]  # fmt: skip
     return [
         (positions_of, decoding.position, valid),
         (embed, static.of_model, weights, tokens),
-        *(
-            (run_donated, static.config, policy, static.mesh, layer_weights(weights, layer), x,
-             decoding.states[layer], positions, valid) for policy, layer in first.items()
-        ),
+        *layers,
         (_end_chunk, static.of_model, weights, decoding._replace(states=()), x, tokens, valid),
-    ]  # fmt: skip
+    ]
 
 
 run_donated = jax.jit(run_layer, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
@@ -135,7 +139,7 @@ def positions_of(position: UInt32[Array, " B"], valid: Bool[Array, "B T"]) -> UI
 
 
 @partial(jax.jit, static_argnums=0)
-def embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+def embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
     """The input of the first layer."""
     return Decoder(static.config, weights, static.mesh).embedded(tokens)
 
@@ -145,7 +149,7 @@ def _end_chunk(
     static: Static,
     weights: Weights,
     decoding: Decoding,
-    x: Float[Array, "D B T"],
+    x: Float[Array, "B T D"],
     tokens: Int32[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Decoding:
@@ -153,8 +157,8 @@ def _end_chunk(
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # The output head is applied to the last valid token of each sequence only.
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
-    last = decoder.normed(jnp.take_along_axis(x, place[None, :, None], axis=2))
-    logits = _logits_by_sequence(decoder, last)
+    last = decoder.normed(jnp.take_along_axis(x, place[:, None, None], axis=1))
+    logits = decoder.logits(last)[:, 0]
     return decoding._replace(
         logits=jnp.where((new > 0)[:, None], logits, decoding.logits),
         position=decoding.position + new.astype(jnp.uint32),
@@ -191,10 +195,10 @@ def decode_block(
     batch = decoding.logits.shape[0]
 
     def flattened(d: Decoding) -> Decoding:
-        return d._replace(states=flatten_heads(d.states, static.mesh is not None))
+        return d._replace(states=xla_cpu.flatten_heads(d.states, static.mesh is not None))
 
     def restored(d: Decoding) -> Decoding:
-        return d._replace(states=restore_heads(d.states, decoding.states))
+        return d._replace(states=xla_cpu.restore_heads(d.states, decoding.states))
 
     def unfinished(carry: tuple) -> Array:
         done, count = carry[0].done, carry[1]
@@ -216,7 +220,7 @@ def decode_block(
             seen = _mark(seen, token[:, None], fed[:, None])
         d = Decoding(
             states=states,
-            logits=_logits_by_sequence(decoder, hidden),
+            logits=decoder.logits(hidden)[:, 0],
             position=d.position + fed.astype(jnp.uint32),
             done=d.done | ends,
             seen=seen,

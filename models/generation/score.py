@@ -19,6 +19,7 @@ from jaxkv.models.generation.streams import Stream, bucket, not_finite
 from jaxkv.models.generation.text import warn_beyond_context
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Float, Int32
@@ -29,16 +30,15 @@ TOKENS_OF_LOGITS = 256
 
 @partial(jax.jit, static_argnums=0)
 def losses_of_chunk(
-    static: Static, weights: Weights, x: Float[Array, "D 1 T"], targets: Int32[Array, "1 T"]
+    static: Static, weights: Weights, x: Float[Array, "1 T D"], targets: Int32[Array, "1 T"]
 ) -> Float[Array, " T"]:
     """The losses of the targets, from the output of the last layer."""
     decoder, losses = Decoder(static.config, weights, static.mesh), []
     hidden = decoder.normed(x)
-    for start in range(0, x.shape[2], TOKENS_OF_LOGITS):
+    for start in range(0, x.shape[1], TOKENS_OF_LOGITS):
         block = slice(start, start + TOKENS_OF_LOGITS)
-        logits = decoder.logits(hidden[:, :, block])
-        picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
-        losses.append(jax.nn.logsumexp(logits, axis=0) - picked)
+        logits = decoder.logits(hidden[:, block])
+        losses.append(target_losses(logits, targets[:, block]))
     return jnp.concatenate(losses, axis=1)[0]
 
 
@@ -119,7 +119,7 @@ def _losses_by_chunk(
 
 def hidden_by_chunk(
     llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
-) -> Iterator[tuple[Float[Array, "D 1 T"], Int32[np.ndarray, "1 T"], int]]:
+) -> Iterator[tuple[Float[Array, "1 T D"], Int32[np.ndarray, "1 T"], int]]:
     """Feed all tokens but the last; by chunk, the output of the last layer and the next tokens.
 
     Chunks are padded at their end; the third item is the number of tokens that are not padding.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jaxkv import defaults
 from jaxkv.contract import Policy, State
+from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.models.generation.text import warn_beyond_context
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network import xla_cpu
 from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
 from jaxkv.serve.engine.plan import resolve_max_len
@@ -35,18 +35,17 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
         )
     policies = llm.policies(policy)
 
-    def embed(weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
-        return Decoder(llm.config, weights, llm.mesh).embedded(tokens)
+    def embed(weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+        return Decoder(llm.config, weights).embedded(tokens)
 
-    def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "D B T"], State]:
-        return run_layer(llm.config, policy, llm.mesh, *arguments)
+    def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "B T D"], State]:
+        return run_layer(llm.config, policy, step, *arguments)
 
     def head(
-        weights: Weights, x: Float[Array, "D B T"], indices: Int32[Array, "B P"]
+        weights: Weights, x: Float[Array, "B T D"], indices: Int32[Array, "B P"]
     ) -> Float32[Array, "B P V"]:
-        decoder = Decoder(llm.config, weights, llm.mesh)
-        selected = decoder.normed(jnp.take_along_axis(x, indices[None], axis=2))
-        return xla_cpu.keep_transpose_apart(decoder.logits(selected)).transpose(1, 2, 0)
+        decoder = Decoder(llm.config, weights)
+        return decoder.logits(decoder.normed(jnp.take_along_axis(x, indices[..., None], axis=1)))
 
     identity = f"{llm.name} {llm.config} {llm.dtype} {llm.weight_format}"
     return Model(

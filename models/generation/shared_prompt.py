@@ -20,7 +20,7 @@ from jaxkv.driver import step
 from jaxkv.models.generation.decoding import embed, finish_prefill_layer
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Layer, Weights, layer_weights
+from jaxkv.models.network.decoder import Weights, layer_weights, run_layer
 from jaxkv.policies import Full
 from jaxkv.typing import Array, Bool, Float, UInt32
 
@@ -99,7 +99,7 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         shape = partial(jax.ShapeDtypeStruct, (1, width))
         places = shape(jnp.uint32), shape(jnp.bool_)
         yield embed, (leader.static.of_model, llm.weights, shape(jnp.int32))
-        x = jax.ShapeDtypeStruct((llm.config.width, 1, width), llm.weights["norm"].dtype)
+        x = jax.ShapeDtypeStruct((1, width, llm.config.width), llm.weights["norm"].dtype)
         listed = set()
         for layer, of_layer in enumerate(zip(*states, strict=True)):
             weights = layer_weights(llm.weights, layer)
@@ -126,18 +126,18 @@ def _run_recorded(
     config: Config,
     policy: Policy,
     weights: Weights,
-    x: Float[Array, "D B T"],
+    x: Float[Array, "B T D"],
     state: State,
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-) -> tuple[Float[Array, "D B T"], State, Attended]:
+) -> tuple[Float[Array, "B T D"], State, Attended]:
     """One layer with its cache, and what its attention got."""
 
-    def run(policy: Policy, spec: Spec, state: State, *new: Array) -> tuple[Array, tuple]:
+    def record(policy: Policy, spec: Spec, state: State, *new: Array) -> tuple[Array, tuple]:
         out, state = step(policy, spec, state, *new)
         return out, (state, Attended(*new[:5]))
 
-    x, (state, seen) = Layer(config, weights)(x, policy, state, positions, valid, run)
+    x, (state, seen) = run_layer(config, policy, record, weights, x, state, positions, valid)
     return x, state, seen
 
 

@@ -13,14 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkv.models.network import xla_cpu
-from jaxkv.models.network.xla_cpu import dot
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Float, Float32, Int32
+
+
+def target_losses(
+    logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"]
+) -> Float32[Array, "B T"]:
+    """The natural-log loss of every target."""
+
+    def loss(logits: Float32[Array, " V"], target: Int32[Array, ""]) -> Float32[Array, ""]:
+        return jax.nn.logsumexp(logits) - logits[target]
+
+    losses = xla_cpu.map_samples(loss, logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    return losses.reshape(targets.shape)
 
 
 def cross_entropy(
     head: Float[Array, "V D"],
-    hidden: Float[Array, "D B T"],
+    hidden: Float[Array, "B T D"],
     targets: Int32[Array, "B T"],
     share: Float32[Array, "B T"],
     z_loss: float,
@@ -43,7 +54,7 @@ def cross_entropy(
     split = jax.shard_map(
         shard_cost,
         mesh=mesh,
-        in_specs=(replicated, PartitionSpec(None, "data"), samples, samples),
+        in_specs=(replicated, samples, samples, samples),
         out_specs=samples,
         check_vma=False,
     )
@@ -78,33 +89,34 @@ _of_samples.defvjp(_forward, _backward)
 
 def _in_blocks(
     head: Float[Array, "V D"],
-    hidden: Float[Array, "D B T"],
+    hidden: Float[Array, "B T D"],
     targets: Int32[Array, "B T"],
     share: Float32[Array, "B T"],
     z_loss: float,
     with_gradient: bool,
 ) -> tuple[Array, Array, tuple[Array, Array] | None]:
-    vocab, (_, batch, tokens) = head.shape[0], hidden.shape
+    vocab, (batch, tokens, _) = head.shape[0], hidden.shape
     count = min(tokens, -(-batch * tokens * vocab // xla_cpu.logits_at_once()))
     size = -(-tokens // count)
     padding = size * count - tokens  # of share 0, so that blocks have one size
     cast, ids = head.astype(hidden.dtype), np.arange(vocab)[:, None]
 
     def blocks(array: Array) -> Array:
-        """Split [..., B, T] into blocks [count, ..., B x size]."""
-        padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)])
-        cut = padded.reshape(*array.shape[:-1], count, size)
-        return jnp.moveaxis(cut, -2, 0).reshape(count, *array.shape[:-2], batch * size)
+        """Split [B, T, ...] into blocks [count, B x size, ...]."""
+        padded = jnp.pad(array, [(0, 0), (0, padding)] + [(0, 0)] * (array.ndim - 2))
+        cut = padded.reshape(batch, count, size, *array.shape[2:])
+        return jnp.moveaxis(cut, 1, 0).reshape(count, batch * size, *array.shape[2:])
 
     def join_blocks(parts: Array) -> Array:
         """Undo `blocks`."""
-        cut = parts.reshape(count, *parts.shape[1:-1], batch, size)
-        return jnp.moveaxis(cut, 0, -2).reshape(*parts.shape[1:-1], batch, -1)[..., :tokens]
+        cut = parts.reshape(count, batch, size, *parts.shape[2:])
+        return jnp.moveaxis(cut, 0, 1).reshape(batch, -1, *parts.shape[2:])[:, :tokens]
 
     def one_block(sums: tuple[Array, ...], block: tuple[Array, ...]) -> tuple[tuple, tuple]:
         x, target, of_loss = block
         target, of_loss = target[None], of_loss[None]
-        logits = dot(cast, x, (1, 0), jnp.float32)  # [V, B x size]
+        # [V, B x size]: sums over V are then sums of rows, which XLA:CPU computes faster.
+        logits = xla_cpu.dot(cast, x, (1, 1), jnp.float32)
         top = jnp.max(logits, axis=0, keepdims=True)
         powers = jnp.exp(logits - top)
         total = jnp.sum(powers, axis=0, keepdims=True)
@@ -117,8 +129,8 @@ def _in_blocks(
             return (cost,), (loss[0],)
         of_powers = of_loss * (1 + np.float32(2 * z_loss) * log_z) / total
         d_logits = (powers * of_powers - jnp.where(is_target, of_loss, 0)).astype(x.dtype)
-        d_head = sums[1] + dot(d_logits, x, (1, 1), jnp.float32)
-        return (cost, d_head), (loss[0], dot(cast, d_logits, (0, 0)))
+        d_head = sums[1] + xla_cpu.dot(d_logits, x, (1, 0), jnp.float32)
+        return (cost, d_head), (loss[0], xla_cpu.dot(d_logits, cast, (0, 0)))
 
     zeros = (jnp.float32(0),)
     if with_gradient:

@@ -1,14 +1,15 @@
-"""The decoder of the Llama family in Flax nnx, every member from one Config.
+"""The decoder of the Llama family, every member from one Config.
 
-Activations are feature-major, [D, B, T], and weights keep their published layout, (out, in). A
-product is `W @ x`, whose output a CPU writes contiguously at any batch size. Loading transposes
-nothing.
+`layer` is one block as a pure function of its weights. `Decoder` is the Flax nnx module over all
+weights. Activations are [B, T, D]; weights keep their published layout, (out, in), so that loading
+transposes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,17 @@ from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
-from jaxkv.models.network import quantised, xla_cpu
+from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.quantised import Quantised
-from jaxkv.models.network.xla_cpu import dot, has_head_last_product
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.state.sharding import sharded_step
-from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 Weights = Mapping[str, Array | Quantised]
 # A weight [tokens, D] that a published model lacks: the inputs of ids from the vocabulary on. No
 # head predicts these ids.
 SINK_TOKENS = "sink_tokens"
-# Weights [L, K, P, H] that a published model lacks: the P first cached keys, before rotation, and
-# values of every stream, which stand for no token.
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
@@ -45,104 +44,80 @@ def spec_of(config: Config, dtype: str) -> Spec:
     )
 
 
-class Layer(nnx.Module):
-    """One block: attention through a cache policy, then a gated MLP."""
+def layer_weights(weights: Weights, number: int) -> dict[str, Array | Quantised]:
+    """The weights of one layer, by their names within it."""
+    prefix = f"layers.{number}."
+    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
-    def __init__(self, config: Config, weights: Weights):
-        self.config = config
-        self.names = tuple(weights)
-        for name, value in weights.items():
-            setattr(self, name, _parameter(value))
 
-    @property
-    def weights(self) -> dict[str, Array | Quantised]:
-        """The weights of this layer, by name."""
-        return {name: _value(getattr(self, name)) for name in self.names}
+def layer(
+    config: Config,
+    weights: Weights,
+    x: Float[Array, "B T D"],
+    attention: Callable[..., tuple[Float[Array, "B T N H"], Any]],
+) -> tuple[Float[Array, "B T D"], Any]:
+    """One block: attention, then a gated MLP.
 
-    def __call__(
-        self,
-        x: Float[Array, "D B T"],
-        policy: Policy,
-        state: State,
-        positions: UInt32[Array, "B T"],
-        valid: Bool[Array, "B T"],
-        run: Callable,
-    ) -> tuple[Float[Array, "D B T"], State]:
-        c = self.config
-        h = rms_norm(x, self.attn_norm[...], c.norm_eps)
-        q, k, v = (self._heads(h, name) for name in ("q", "k", "v"))
-        if c.qk_norm:
-            q = rms_norm(q, self.q_norm[...], c.norm_eps, axis=-1)
-            k = rms_norm(k, self.k_norm[...], c.norm_eps, axis=-1)
-        spec = spec_of(c, str(x.dtype))
-        out, state = run(policy, spec, state, q, k, v, positions, valid, self._sink())
-        x = x + self._from_heads(out.astype(x.dtype))
-        h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
-        gate, up = self._linear(h, "gate"), self._linear(h, "up")
-        return x + self._linear(jax.nn.silu(gate) * up, "down"), state
+    attention: called with the spec, q [B,T,N,H], k and v [B,T,K,H] before rotation, and the sink
+    logits [N] or None. Returns the output, and the second result of `attention`.
+    """
 
-    def _sink(self) -> Float[Array, " N"] | None:
-        if self.config.sink_logit == "none":
-            return None
-        return self.sinks[...] if self.config.learned_sinks else np.zeros(self.config.heads, "f4")
+    def project(x: Array, name: str) -> Array:
+        return linear(x, weights[name], weights.get(f"{name}_bias"))
 
-    def _linear(self, x: Float[Array, "I B T"], name: str) -> Float[Array, "O B T"]:
-        return self._bias(matmul(_value(getattr(self, name)), x), name, axis=0)
+    h = rms_norm(x, weights["attn_norm"], config.norm_eps)
+    heads = (*h.shape[:2], -1, config.head_dim)
+    q, k, v = (project(h, name).reshape(heads) for name in ("q", "k", "v"))
+    if config.qk_norm:
+        q = rms_norm(q, weights["q_norm"], config.norm_eps)
+        k = rms_norm(k, weights["k_norm"], config.norm_eps)
+    spec = spec_of(config, str(x.dtype))
+    out, result = attention(spec, q, k, v, _sink_logits(config, weights))
+    x = x + project(out.astype(x.dtype).reshape(*x.shape[:2], -1), "o")
+    h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+    return x + project(jax.nn.silu(project(h, "gate")) * project(h, "up"), "down"), result
 
-    def _heads(self, x: Float[Array, "D B T"], name: str) -> Float[Array, "B T N H"]:
-        if not has_head_last_product(x, tokens=x.shape[2]):
-            y = self._linear(x, name)
-            return y.reshape(-1, self.config.head_dim, *y.shape[1:]).transpose(2, 3, 0, 1)
-        y = self._bias(product(x, _value(getattr(self, name)), (0, 1), axis=2), name, axis=2)
-        return y.reshape(*y.shape[:2], -1, self.config.head_dim)
 
-    def _from_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "D B T"]:
-        batch, tokens = out.shape[:2]
-        if not has_head_last_product(out, tokens):
-            return self._linear(out.transpose(2, 3, 0, 1).reshape(-1, batch, tokens), "o")
-        y = product(_value(self.o), out.reshape(batch, tokens, -1), (1, 2), axis=0)
-        return self._bias(y, "o", axis=0)
-
-    def _bias(self, y: Array, name: str, axis: int) -> Array:
-        bias = getattr(self, f"{name}_bias", None)
-        return y if bias is None else y + along(bias[...].astype(y.dtype), axis, y.ndim)
+def _sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
+    if config.sink_logit == "none":
+        return None
+    return weights["sinks"] if config.learned_sinks else np.zeros(config.heads, "f4")
 
 
 def run_layer(
     config: Config,
     policy: Policy,
-    mesh: Mesh | None,
+    attention_fn: Callable,
     weights: Weights,
-    x: Float[Array, "D B T"],
+    x: Float[Array, "B T D"],
     state: State,
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-) -> tuple[Float[Array, "D B T"], State]:
-    """One layer with its cache."""
-    run = step if mesh is None else partial(sharded_step, mesh)
-    return Layer(config, weights)(x, policy, state, positions, valid, run)
+) -> tuple[Float[Array, "B T D"], State]:
+    """One layer with its cache. attention_fn: `jaxkv.step`, or a function with its signature."""
 
+    def attention(spec: Spec, q: Array, k: Array, v: Array, sink_logits: Any) -> tuple:
+        return attention_fn(policy, spec, state, q, k, v, positions, valid, sink_logits)
 
-def _run_other(
-    config: Config, policy: object, run: Callable, weights: Weights, *arrays: object
-) -> tuple[Float[Array, "D B T"], object]:
-    """One layer with `run` in place of `jaxkv.step`."""
-    return Layer(config, weights)(arrays[0], policy, *arrays[1:], run)
+    return layer(config, weights, x, attention)
 
 
 # Within a program, equal layers are traced and lowered once.
 _run_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))
-_run_other_shared = jax.jit(_run_other, static_argnums=(0, 1, 2))
-# The backward pass has only the input of each layer, and computes the rest again.
-_run_other_again = jax.checkpoint(_run_other_shared, static_argnums=(0, 1, 2))
+
+
+@cache  # one function per mesh, because each function is traced again
+def step_on(mesh: Mesh | None) -> Callable:
+    """`jaxkv.step`, sharded over a mesh if there is one."""
+    return step if mesh is None else partial(sharded_step, mesh)
 
 
 class Decoder(nnx.Module):
     """Maps tokens to hidden states and new cache states; `logits` maps hidden states to logits.
 
-    mesh: attention is sharded over it. run: replaces `jaxkv.step`, the attention between the
-    projections of a layer; a pure function, and one object for all calls, because equal layers are
-    traced once for each object. remat: with `run`, the backward pass computes a layer again.
+    mesh: attention is sharded over it. attention_fn: replaces `jaxkv.step`, the attention between
+    the projections of a layer; a pure function, and one object for all calls, because equal layers
+    are traced once for each object.
     """
 
     def __init__(
@@ -150,19 +125,19 @@ class Decoder(nnx.Module):
         config: Config,
         weights: Weights,
         mesh: Mesh | None = None,
-        run: Callable | None = None,
-        remat: bool = False,
+        attention_fn: Callable | None = None,
     ):
-        self.config, self.mesh, self.run, self.remat = config, mesh, run, remat
-        self.embed = _parameter(weights["embed"])
-        self.norm = nnx.Param(weights["norm"])
-        self.sink_tokens = nnx.Param(weights[SINK_TOKENS]) if SINK_TOKENS in weights else None
-        first = weights["layers.0.q"]
-        self.dtype = (weights["norm"] if isinstance(first, Quantised) else first).dtype
-        self.head = None if config.tied else _parameter(weights["head"])
-        self.layers = nnx.data(
-            [Layer(config, layer_weights(weights, i)) for i in range(config.layers)]
+        self.config = config
+        self.attention_fn = attention_fn or step_on(mesh)
+        self.parameters = nnx.data(
+            {n: w if isinstance(w, Quantised) else nnx.Param(w) for n, w in weights.items()}
         )
+
+    @property
+    def weights(self) -> dict[str, Array | Quantised]:
+        """All weights by name."""
+        parameters = self.parameters.items()
+        return {n: w if isinstance(w, Quantised) else w[...] for n, w in parameters}
 
     def __call__(
         self,
@@ -171,90 +146,62 @@ class Decoder(nnx.Module):
         valid: Bool[Array, "B T"],
         policies: Sequence[Policy],
         states: Sequence[State],
-    ) -> tuple[Float[Array, "D B T"], tuple[State, ...]]:
-        x, new = self.embedded(tokens), []
-        for layer, policy, state in zip(self.layers, policies, states, strict=True):
-            arrays = layer.weights, x, state, positions, valid
-            if self.run is None:
-                x, state = _run_shared(self.config, policy, self.mesh, *arrays)
-            else:
-                run_other = _run_other_again if self.remat else _run_other_shared
-                x, state = run_other(self.config, policy, self.run, *arrays)
+    ) -> tuple[Float[Array, "B T D"], tuple[State, ...]]:
+        x, new, weights = self.embedded(tokens), [], self.weights
+        for number, (policy, state) in enumerate(zip(policies, states, strict=True)):
+            one_layer = layer_weights(weights, number)
+            x, state = _run_shared(
+                self.config, policy, self.attention_fn, one_layer, x, state, positions, valid
+            )
             new.append(state)
         return self.normed(x), tuple(new)
 
-    def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "D B T"]:
+    def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
         """The input of the first layer."""
-        embed, vocab = _value(self.embed), self.config.vocab
-        vocabulary_ids = tokens if self.sink_tokens is None else jnp.minimum(tokens, vocab - 1)
+        weights, vocab = self.weights, self.config.vocab
+        embed, sinks, first = weights["embed"], weights.get(SINK_TOKENS), weights["layers.0.q"]
+        dtype = (weights["norm"] if isinstance(first, Quantised) else first).dtype
+        vocabulary_ids = tokens if sinks is None else jnp.minimum(tokens, vocab - 1)
         if isinstance(embed, Quantised):
-            x = quantised.rows(embed, vocabulary_ids, self.dtype)
+            x = quantised.rows(embed, vocabulary_ids, dtype)
         else:  # in training the embedding is wider than the other matrices
-            x = jnp.take(embed, vocabulary_ids, axis=0).astype(self.dtype)
-        if self.sink_tokens is not None:
-            sinks = self.sink_tokens[...].astype(self.dtype)
-            sinks = jnp.take(sinks, jnp.maximum(tokens - vocab, 0), axis=0, mode="clip")
-            x = jnp.where((tokens >= vocab)[..., None], sinks, x)
-        return x.transpose(2, 0, 1)
+            x = jnp.take(embed, vocabulary_ids, axis=0).astype(dtype)
+        if sinks is None:
+            return x
+        rows = jnp.take(sinks.astype(dtype), jnp.maximum(tokens - vocab, 0), axis=0, mode="clip")
+        return jnp.where((tokens >= vocab)[..., None], rows, x)
 
-    def normed(self, x: Float[Array, "D B T"]) -> Float[Array, "D B T"]:
+    def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The hidden states, from the output of the last layer."""
-        return rms_norm(x, self.norm[...], self.config.norm_eps)
+        return rms_norm(x, self.parameters["norm"][...], self.config.norm_eps)
 
-    def logits(self, hidden: Float[Array, "D B T"]) -> Float[Array, "V B T"]:
-        """Float32 logits of the next token."""
-        weight = self.unembedding()
-        if not isinstance(weight, Quantised):
-            weight = weight.astype(hidden.dtype)
-        return matmul(weight, hidden, jnp.float32)
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
+        """Logits of the next token."""
+        head = self.unembedding()
+        if not isinstance(head, Quantised):
+            head = head.astype(hidden.dtype)
+        return linear(hidden, head, dtype=jnp.float32)
 
     def unembedding(self) -> Float[Array, "V D"] | Quantised:
         """The output head, which is the embedding where the two are tied."""
-        return _value(self.embed if self.head is None else self.head)
+        return self.weights["embed" if self.config.tied else "head"]
 
 
-def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
-    """x over its root mean square along `axis`, times weight; the mean in float32."""
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """x over its root mean square, times weight; the mean in float32."""
     wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=axis, keepdims=True)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + np.float32(eps))).astype(x.dtype)
-    return normed * along(weight.astype(x.dtype), axis, x.ndim)
+    return normed * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
 
 
-def along(vector: Float[Array, " D"], axis: int, ndim: int) -> Array:
-    """Reshape a vector to broadcast along one axis of an array with `ndim` axes."""
-    return vector.reshape([-1 if i == axis % ndim else 1 for i in range(ndim)])
-
-
-def matmul(weight: Array | Quantised, x: Array, dtype: jnp.dtype | None = None) -> Array:
-    """weight [O,I] @ x [I,B,T], accumulated in float32."""
-    if isinstance(weight, Quantised):
-        return quantised.matmul(weight, x).astype(dtype or x.dtype)
-    return xla_cpu.matmul(weight, x, dtype, lambda weight, x: dot(weight, x, (1, 0), dtype))
-
-
-def product(
-    a: Array | Quantised, b: Array | Quantised, contract: tuple[int, int], axis: int
-) -> Array:
-    """`dot(a, b, contract)`, of which one may be quantised; axis: its output channels."""
-    if isinstance(a, Quantised):
-        multiply = lambda a: dot(a, b, contract, jnp.float32)  # noqa: E731
-        return quantised.product(a, b, multiply, axis).astype(b.dtype)
-    if isinstance(b, Quantised):
-        multiply = lambda b: dot(a, b, contract, jnp.float32)  # noqa: E731
-        return quantised.product(b, a, multiply, axis).astype(a.dtype)
-    return dot(a, b, contract)
-
-
-def _parameter(weight: Array | Quantised) -> object:
-    return nnx.data(weight) if isinstance(weight, Quantised) else nnx.Param(weight)
-
-
-def _value(weight: object) -> Array | Quantised:
-    return weight if isinstance(weight, Quantised) else weight[...]
-
-
-def layer_weights(weights: Weights, layer: int) -> dict[str, Array]:
-    """The weights of one layer, by their names within it."""
-    prefix = f"layers.{layer}."
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+def linear(
+    x: Float[Array, "B T I"],
+    weight: Float[Array, "O I"] | Quantised,
+    bias: Float[Array, " O"] | None = None,
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "B T O"]:
+    """x @ weight.T + bias, accumulated in float32; dtype: of the result, by default that of x."""
+    product = quantised.linear if isinstance(weight, Quantised) else xla_cpu.linear
+    y = product(x, weight, dtype or x.dtype)
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)

@@ -14,7 +14,6 @@ as many parallel sections (not recorded).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -22,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models.network import xla_cpu
-from jaxkv.models.network.xla_cpu import dot
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Float, Float16, Float32, Int8, Int32, UInt8
 
 Format = Literal["int8", "int4"]
@@ -186,30 +184,26 @@ def rows(weight: Int8Matrix, index: Int32[Array, "..."], dtype: jnp.dtype) -> Ar
     return (unscaled * jnp.take(weight.scale, index)[..., None]).astype(dtype)
 
 
-def matmul(weight: Quantised, x: Float[Array, "I B T"]) -> Float32[Array, "O B T"]:
-    """weight @ x, accumulated in float32."""
+def linear(x: Float[Array, "B T I"], weight: Quantised, dtype: jnp.dtype) -> Float[Array, "B T O"]:
+    """x @ weight.T, accumulated in float32."""
     if isinstance(weight, Int8Matrix):
-        y = xla_cpu.matmul_widened(weight.values, x, _product_with_int8, weight.values.size)
-        return y * weight.scale.reshape(-1, *[1] * (y.ndim - 1))
-    y = xla_cpu.matmul_widened(weight, x, _product_with_int4, 2 * weight.packed.size)
-    return y.swapaxes(0, 1).reshape(-1, *x.shape[1:])
+        y = xla_cpu.linear_by_blocks(x, weight.values, _linear_int8, weight.values.size)
+        return (y * weight.scale[None, None]).astype(dtype)
+    y = xla_cpu.linear_by_blocks(x, weight, _linear_int4, 2 * weight.packed.size)
+    return y.swapaxes(2, 3).reshape(*x.shape[:2], -1).astype(dtype)
 
 
-def _product_with_int8(values: Int8[Array, "O I"], x: Array) -> Float32[Array, "O B T"]:
-    return dot(xla_cpu.widen(values, x), x, (1, 0), jnp.float32)
+def _linear_int8(x: Float[Array, "B T I"], values: Int8[Array, "O I"]) -> Float32[Array, "B T O"]:
+    return xla_cpu.linear(x, xla_cpu.in_loop(values, x).astype(x.dtype), jnp.float32)
 
 
-def _product_with_int4(weight: Int4Matrix, x: Array) -> Float32[Array, "R 2 B T"]:
-    return jnp.stack([dot(half, x, (1, 0), jnp.float32) for half in _halves(weight, x)], axis=1)
-
-
-def _halves(weight: Int4Matrix, x: Array) -> tuple[Array, Array]:
-    """The first and the second half of the rows, in the dtype of x."""
+def _linear_int4(x: Float[Array, "B T I"], weight: Int4Matrix) -> Float32[Array, "B T R 2"]:
     packed = xla_cpu.in_loop(weight.packed, x)
-    return tuple(
+    halves = (
         _widened(values, weight.scale[:, half], weight.minimum[:, half]).astype(x.dtype)
         for half, values in enumerate((packed & 15, packed >> 4))
     )
+    return jnp.stack([xla_cpu.linear(x, half, jnp.float32) for half in halves], axis=-1)
 
 
 def _widened(
@@ -218,13 +212,3 @@ def _widened(
     scale, minimum = (a.astype(jnp.float32)[..., None] for a in (scale, minimum))
     groups = values.astype(jnp.float32).reshape(*scale.shape[:2], GROUP)
     return (groups * scale + minimum).reshape(values.shape)
-
-
-def product(
-    weight: Quantised, x: Array, multiply: Callable[[Array], Array], axis: int
-) -> Float32[Array, "..."]:
-    """`multiply` of the matrix in the dtype of x; axis: the output channels of the result."""
-    if isinstance(weight, Int4Matrix):
-        return multiply(jnp.concatenate(_halves(weight, x)))
-    y = multiply(xla_cpu.widen(weight.values, x))
-    return y * weight.scale.reshape([-1 if i == axis else 1 for i in range(y.ndim)])

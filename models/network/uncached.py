@@ -1,9 +1,7 @@
 """Causal attention within whole samples, without a cache: for training and for its analysis.
 
-`attend` and `attend_with_probabilities` have the signature of `jaxkv.step` and replace it in
-`forward`. The layer's own window (`config.windows`) takes the place of the policy, and the state is
-None. `attend_with_probabilities` returns its probabilities in place of the state. Samples begin at
-position 0 and have no padding, so `positions` and `valid` are ignored.
+`attend` and `attend_with_probabilities` attend within the layer's own window (`config.windows`).
+Samples begin at position 0 and have no padding.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkv.attention import batched_dot, blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
-from jaxkv.models.network import xla_cpu
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder, Weights
+from jaxkv.models.network.decoder import Decoder, Weights, layer, layer_weights
 from jaxkv.models.network.device import cuda_capability
+from jaxkv.platform import cpu as xla_cpu
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 SINK_HEAD = 0.3  # mean attention on the first token above which a head counts as a sink head
@@ -39,32 +37,50 @@ def forward(
     config: Config,
     weights: Weights,
     inputs: Int32[Array, "B T"],
-    run: Callable | None = None,
+    attention_fn: Callable | None = None,
     remat: bool = False,
-) -> tuple[Decoder, Float[Array, "D B T"], tuple]:
+) -> tuple[Decoder, Float[Array, "B T D"], tuple]:
     """Run the decoder over whole samples. Returns it, the hidden states, and per-layer results.
 
-    run: `attend` (the default) or `attend_with_probabilities`, whose second result is returned for
-    each layer. remat: the backward pass keeps only the input of each layer.
+    attention_fn: `attend` (the default) or `attend_with_probabilities`, whose second result is
+    returned for each layer; one object for all calls, because equal layers are traced once for each
+    object. remat: the backward pass keeps only the input of each layer.
     """
-    decoder = Decoder(config, weights, run=run or attend, remat=remat)
-    hidden, of_layers = decoder(inputs, None, None, config.windows, (None,) * config.layers)
-    return decoder, hidden, of_layers
+    decoder = Decoder(config, weights)
+    x, results = decoder.embedded(inputs), []
+    run = _layer_again if remat else _layer_shared
+    for number, window in enumerate(config.windows):
+        x, result = run(config, window, attention_fn or attend, layer_weights(weights, number), x)
+        results.append(result)
+    return decoder, decoder.normed(x), tuple(results)
+
+
+def run_layer(
+    config: Config,
+    window: int | None,
+    attention_fn: Callable,
+    weights: Weights,
+    x: Float[Array, "B T D"],
+) -> tuple[Float[Array, "B T D"], Any]:
+    """One layer without a cache, and the second result of its attention."""
+    return layer(config, weights, x, partial(attention_fn, window))
+
+
+_layer_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))
+# The backward pass has only the input of each layer, and computes the rest again.
+_layer_again = jax.checkpoint(_layer_shared, static_argnums=(0, 1, 2))
 
 
 def attend(
     window: int | None,
     spec: Spec,
-    state: object,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    positions: object = None,
-    valid: object = None,
     sink_logits: Float[Array, " N"] | None = None,
     implementation: UncachedImplementation | None = None,
-) -> tuple[Float[Array, "B T N H"], object]:
-    """Causal attention of each sample to itself; the state is returned unchanged.
+) -> tuple[Float[Array, "B T N H"], None]:
+    """Causal attention of each sample to itself, within the window; there is no second result.
 
     implementation: `cudnn` is cuDNN's flash attention on an NVIDIA GPU in half precision, `xla`
     runs anywhere; None takes cuDNN where it is available.
@@ -78,11 +94,11 @@ def attend(
     if implementation == "cudnn":
         if lacks:
             raise UserError(f"cudnn attends {lacks}; use implementation='xla'")
-        return fused_attention(q, k, v, spec.scale, window, sink_logits, "cudnn"), state
+        return fused_attention(q, k, v, spec.scale, window, sink_logits, "cudnn"), None
     out, lse = _attend_in_blocks(q, k, v, spec, window)
     if sink_logits is not None:  # equals `merge` with a sink logit
         out = out * jax.nn.sigmoid(lse - sink_logits.astype(jnp.float32)[None, None])[..., None]
-    return out, state
+    return out, None
 
 
 def cudnn_lacks(
@@ -121,14 +137,12 @@ def attend_on(mesh: Mesh) -> Callable:
     """`attend` with samples split over the mesh axis `data`."""
 
     def attend_split(
-        window: int | None, spec: Spec, state: object, q: Array, k: Array, v: Array,
-        positions: object = None, valid: object = None, sink_logits: Array | None = None,
-    ) -> tuple[Array, object]:  # fmt: skip
+        window: int | None, spec: Spec, q: Array, k: Array, v: Array, sink_logits: Array | None
+    ) -> tuple[Array, None]:
         learned = (sink_logits,) if is_learned(sink_logits) else ()
 
         def attend_shard(q: Array, k: Array, v: Array, *logits: Array) -> Array:
-            used = logits[0] if logits else sink_logits
-            return attend(window, spec, None, q, k, v, sink_logits=used)[0]
+            return attend(window, spec, q, k, v, logits[0] if logits else sink_logits)[0]
 
         split = jax.shard_map(
             attend_shard,
@@ -137,7 +151,7 @@ def attend_on(mesh: Mesh) -> Callable:
             out_specs=PartitionSpec("data"),
             check_vma=False,
         )
-        return split(q, k, v, *learned), state
+        return split(q, k, v, *learned), None
 
     return attend_split
 
@@ -316,15 +330,12 @@ def _split(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float[Array, "... 
 def attend_with_probabilities(
     window: int | None,
     spec: Spec,
-    state: object,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    positions: object = None,
-    valid: object = None,
     sink_logits: Float[Array, " N"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B N T T"]]:
-    """As `attend`; in place of the state it returns the attention of every query to every key.
+    """As `attend`; the second result is the attention of every query to every key.
 
     With a sink logit the probabilities of a query add up to less than 1.
     """

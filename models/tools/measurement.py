@@ -31,6 +31,7 @@ from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidd
 from jaxkv.models.generation.streams import Stream, bucket, not_finite
 from jaxkv.models.loading.compilation import Ahead, Stopwatch
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.models.tools.divergence import divergence
 from jaxkv.policy_spec import state_bytes
@@ -264,7 +265,7 @@ def _run(
                 if not np.isfinite(np.concatenate(run.parts[-1])[predicted, 0]).all():
                     raise not_finite(llm)
                 if name == full:
-                    references[number] = np.concatenate(hidden, axis=1)
+                    references[number] = np.concatenate(hidden)
 
 
 def _read_prompt(
@@ -290,18 +291,18 @@ def _predictions(
     stream: Stream,
     ids: Int32[np.ndarray, " N"],
     chunk: int,
-    reference: Float[np.ndarray, "D N"] | None,
+    reference: Float[np.ndarray, "N D"] | None,
     keep: Callable[[np.ndarray], None] | None,
 ) -> Iterator[Float32[np.ndarray, "T 3"]]:
     """By chunk: loss, KL and agreement. keep: called with the outputs of the last layer."""
     at = 0
     for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
         if keep is not None:
-            keep(np.asarray(x)[:, 0, :size])
+            keep(np.asarray(x)[0, :size])
         full = None
         if reference is not None:
             full = np.zeros(x.shape, reference.dtype)
-            full[:, 0, :size] = reference[:, at : at + size]
+            full[0, :size] = reference[at : at + size]
         part = np.array(compare(stream.static.of_model, llm.weights, x, targets, full))[:size]
         if keep is not None:
             part[:, 1:] = 0, 1  # full attention against itself
@@ -313,21 +314,20 @@ def _predictions(
 def compare(
     static: Static,
     weights: Weights,
-    x: Float[Array, "D 1 T"],
+    x: Float[Array, "1 T D"],
     targets: Int32[Array, "1 T"],
-    full: Float[Array, "D 1 T"] | None,
+    full: Float[Array, "1 T D"] | None,
 ) -> Float32[Array, "T 3"]:
     """Losses of the targets, KL from full attention and agreement (NaN where `full` is None)."""
     decoder, parts = Decoder(static.config, weights, static.mesh), []
-    for start in range(0, x.shape[2], TOKENS_OF_LOGITS):
+    for start in range(0, x.shape[1], TOKENS_OF_LOGITS):
         block = slice(start, start + TOKENS_OF_LOGITS)
-        logits = decoder.logits(decoder.normed(x[:, :, block]))
-        picked = jnp.take_along_axis(logits, targets[None, :, block], axis=0)[0]
-        losses = jax.nn.logsumexp(logits, axis=0) - picked
+        logits = decoder.logits(decoder.normed(x[:, block]))
+        losses = target_losses(logits, targets[:, block])
         if full is None:
             kl, agreement = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
         else:
-            of_full = decoder.logits(decoder.normed(full[:, :, block].astype(x.dtype)))
+            of_full = decoder.logits(decoder.normed(full[:, block].astype(x.dtype)))
             kl, agreement = divergence(of_full, logits)
         parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
     return jnp.concatenate(parts)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
@@ -18,6 +17,7 @@ from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
+from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
 from jaxkv.typing import Array, Float32, Int32
@@ -95,6 +95,4 @@ def _losses(
     """Losses of tokens 1..T-1 of each text, or of the `last` ones if given."""
     tokens, targets = texts[:, :-1], texts[:, 1:]
     decoder, hidden, _ = uncached.forward(config, weights, tokens)
-    logits = decoder.logits(hidden[:, :, -last:])
-    picked = jnp.take_along_axis(logits, targets[None, :, -last:], axis=0)[0]
-    return jax.nn.logsumexp(logits, axis=0) - picked
+    return target_losses(decoder.logits(hidden[:, -last:]), targets[:, -last:])

@@ -31,7 +31,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Decoder, Layer, Weights, layer_weights
+from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
 from jaxkv.models.tools import budgets, palette
 from jaxkv.policies.magicpig.index import IndexState
 from jaxkv.policies.sparse_attention.base import SparseState
@@ -195,27 +195,26 @@ def attention_of(
     lower = np.tril_indices(len(ids))
     for layer in range(config.layers):
         of_layer = layer_weights(llm.weights, layer)
-        x, codes = _attend(config, config.windows[layer], of_layer, x)
+        x, codes = _run_layer(config, config.windows[layer], of_layer, x)
         if layer in layers:
             codes_of_layers.append((layer, np.asarray(codes)[:, *lower]))
     by_layer = dict(codes_of_layers)
     static = Static(config, llm.policies("full"), llm.mesh)
-    losses = losses_of_chunk(static, llm.weights, x[:, :, :-1], tokens[:, 1:])
+    losses = losses_of_chunk(static, llm.weights, x[:, :-1], tokens[:, 1:])
     return np.stack([by_layer[layer] for layer in layers]), np.asarray(losses)
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(config: Config, weights: Weights, tokens: Array) -> Float[Array, "D 1 T"]:
+def _embed(config: Config, weights: Weights, tokens: Array) -> Float[Array, "1 T D"]:
     return Decoder(config, weights).embedded(tokens)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _attend(
-    config: Config, window: int | None, weights: Weights, x: Float[Array, "D 1 T"]
-) -> tuple[Float[Array, "D 1 T"], UInt8[Array, "N T T"]]:
+def _run_layer(
+    config: Config, window: int | None, weights: Weights, x: Float[Array, "1 T D"]
+) -> tuple[Float[Array, "1 T D"], UInt8[Array, "N T T"]]:
     """One layer: its output, and the codes of its attention."""
-    run = uncached.attend_with_probabilities
-    x, seen = Layer(config, weights)(x, window, None, None, None, run)
+    x, seen = uncached.run_layer(config, window, uncached.attend_with_probabilities, weights, x)
     return x, jnp.round(255 * jnp.sqrt(seen[0])).astype(jnp.uint8)
 
 

@@ -266,9 +266,9 @@ def losses(
     The objective is the mean over all targets with a loss, plus z_loss x (log Z)^2.
     """
     inputs, targets, counts = samples(runs, setting.front)
-    run = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
+    attention_fn = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
     remat = setting.recipe.remat == "layers"
-    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, run, remat)
+    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, attention_fn, remat)
     share = counts / jnp.sum(counts)
     head = decoder.unembedding()
     cost, of_targets = cross_entropy(head, hidden, targets, share, z_loss, setting.mesh)

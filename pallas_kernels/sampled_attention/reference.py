@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.pallas_kernels import xla_cpu
+from jaxkv.pallas_kernels import host_memory
+
+# Sampled slots that `attend` gathers at a time. All at once, a head with few sampled slots would
+# take as long as a full one; in smaller blocks the loop costs more.
+# Record workarounds, rows gathered_slots and gathered_slots-128.
+GATHERED_SLOTS = 256
 
 
 class LogitSettings(NamedTuple):
@@ -75,7 +80,7 @@ def attend(
     """
     kv_heads, num_slots, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
-    block = min(xla_cpu.GATHERED_SLOTS, slots.shape[-1])
+    block = min(GATHERED_SLOTS, slots.shape[-1])
     slots = flatten_heads(pad_sample(slots, block))
     keys, values = k.reshape(-1, head_dim), v.reshape(-1, head_dim)
     angles = isinstance(weight, Angles)
@@ -92,7 +97,7 @@ def attend(
             cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block)  # noqa: E731
             within = i * block + jnp.arange(block) < count
             at = first + jnp.where(within, cut(slots), 0)  # a repeated slot is in the cache
-            take = partial(xla_cpu.gather, at=at)
+            take = partial(host_memory.take, at=at)
             product = dot(take(keys), q)
             block_weight = weight
             if weight is not None:

@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import Spec
 from jaxkv.contract import Chunk
 from jaxkv.platform import cpu as xla_cpu
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
-def test_cumsum_is_the_running_sum(rng, size):
-    counts = rng.integers(0, 300, size).astype(np.int32)
-    np.testing.assert_array_equal(xla_cpu.cumsum(jnp.asarray(counts)), np.cumsum(counts))
+from jaxkv.policies import Streaming
+from jaxkv.rotary import NoPosition
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -37,3 +34,24 @@ def test_argmax_is_the_first_of_the_largest():
     index, largest = xla_cpu.argmax(logits)
     assert index.tolist() == [1, 2, 1]
     np.testing.assert_array_equal(largest, [3.0, np.nan, -1.0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_restore_heads_is_the_inverse_of_flatten_heads(sharded):
+    spec = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
+    states = (Streaming(sinks=1, window=4).init(spec, 3, jax.random.key(0)),)
+    flat = xla_cpu.flatten_heads(states, sharded)
+    assert flat[0].k.ndim == (4 if sharded else 3)
+    back = xla_cpu.restore_heads(flat, states)
+    assert jax.tree.structure(back) == jax.tree.structure(states)
+    for actual, expected in zip(jax.tree.leaves(back), jax.tree.leaves(states), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (8, 1)])
+def test_linear_is_the_product_with_the_transposed_weight(rng, shape):
+    x, weight = (
+        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape, 24), (40, 24))
+    )
+    product = jax.jit(lambda *a: xla_cpu.linear(*a, jnp.float32))(x, weight)
+    np.testing.assert_allclose(product, np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)

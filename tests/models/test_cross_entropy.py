@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxkv.models.network import xla_cpu
-from jaxkv.models.network.cross_entropy import cross_entropy
+from jaxkv.models.network.cross_entropy import cross_entropy, target_losses
+from jaxkv.platform import cpu as xla_cpu
 
 VOCAB, DEPTH, ROWS, TOKENS = 37, 12, 4, 23
 Z_LOSS = 0.05
@@ -18,7 +18,7 @@ Z_LOSS = 0.05
 def arrays(dtype="float32"):
     random = np.random.default_rng(0)
     head = random.normal(size=(VOCAB, DEPTH)).astype(np.float32)
-    hidden = random.normal(size=(DEPTH, ROWS, TOKENS)).astype(np.float32)
+    hidden = random.normal(size=(ROWS, TOKENS, DEPTH)).astype(np.float32)
     targets = random.integers(0, VOCAB, (ROWS, TOKENS)).astype(np.int32)
     share = random.random((ROWS, TOKENS)).astype(np.float32)
     share[:, 0] = 0
@@ -27,7 +27,7 @@ def arrays(dtype="float32"):
 
 def plain(head, hidden, targets, share):
     """The definition, over all logits at once."""
-    logits = jnp.einsum("vd,dbt->btv", head, hidden.astype(head.dtype))
+    logits = jnp.einsum("vd,btd->btv", head, hidden.astype(head.dtype))
     log_z = jax.nn.logsumexp(logits, axis=-1)
     losses = log_z - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jnp.sum(share * (losses + Z_LOSS * log_z**2)), losses
@@ -89,3 +89,12 @@ def test_gradients_keep_the_dtypes_of_their_arguments():
 def test_losses_alone_have_no_gradient():
     head, hidden, *rest = arrays()
     assert not jax.grad(lambda h: jnp.sum(cross_entropy(h, hidden, *rest, Z_LOSS)[1]))(head).any()
+
+
+def test_losses_of_given_logits(rng):
+    logits = jnp.asarray(rng.normal(size=(2, 3, VOCAB)), jnp.float32)
+    targets = rng.integers(0, VOCAB, (2, 3))
+    expected = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), targets[..., None], axis=-1
+    )
+    np.testing.assert_allclose(target_losses(logits, jnp.asarray(targets)), expected[..., 0], 1e-5)

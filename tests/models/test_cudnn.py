@@ -36,7 +36,7 @@ def test_cudnn_equals_xla(rng, case, tokens):
 
     def out(implementation, q, k, v, sink_logits=zero):
         attend = partial(uncached.attend, implementation=implementation)
-        return attend(window, spec, None, q, k, v, sink_logits=sink_logits)[0].astype(jnp.float32)
+        return attend(window, spec, q, k, v, sink_logits)[0].astype(jnp.float32)
 
     def gradients(implementation, *arguments):
         value = lambda *a: jnp.sum(jnp.sin(out(implementation, *a)))  # noqa: E731

@@ -70,7 +70,7 @@ def test_the_nnx_module_has_the_weights_of_the_model(tiny):
     def own_loop(ids, states):
         decoder = tiny.decoder
         hidden, states = decoder(ids, positions, valid, policies, states)
-        return decoder.logits(hidden)[:, 0, -1], states
+        return decoder.logits(hidden)[0, -1], states
 
     logits, states = own_loop(ids, states)
     stream = models.Stream(tiny, "full:start=8")

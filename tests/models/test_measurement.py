@@ -87,12 +87,11 @@ def test_every_policy_is_measured(llm, text):
 def test_full_attention_is_that_of_a_plain_forward(llm, text):
     (reading,) = measurement.measure(llm, text, ["full"], 0, watch)
     decoder, hidden, _ = uncached.forward(llm.config, llm.weights, text.tokens)
-    logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, PROMPT:-1]
+    logits = np.asarray(decoder.logits(hidden), np.float64)[:, PROMPT:-1]
     targets = text.tokens[:, PROMPT + 1 :]
-    picked = np.take_along_axis(logits, targets[None], axis=0)[0]
-    np.testing.assert_allclose(
-        reading.losses, np.log(np.exp(logits).sum(axis=0)) - picked, atol=1e-4
-    )
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    expected = np.log(np.exp(logits).sum(axis=-1)) - picked
+    np.testing.assert_allclose(reading.losses, expected, atol=1e-4)
     assert np.isnan(reading.kl).all()
 
 

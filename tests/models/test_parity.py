@@ -66,7 +66,7 @@ def reference_greedy(model, ids: list[int], tokens: int) -> list[int]:
 def _logits(config, policies, weights, states, tokens, positions, valid):
     decoder = Decoder(config, weights)
     hidden, states = decoder(tokens, positions, valid, policies, states)
-    return decoder.logits(hidden).transpose(1, 2, 0), states
+    return decoder.logits(hidden), states
 
 
 def prefill(stream: Stream, sequences: list[list[int]], chunks=CHUNKS) -> list[np.ndarray]:

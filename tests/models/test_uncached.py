@@ -61,14 +61,10 @@ def test_attention_equals_numpy(rng, case, tokens):
     expected, seen = oracle(q, k, v, SPEC.scale, **how)
     window, sink_logits = how.get("window"), how.get("sink_logits")
     spec = dataclasses.replace(SPEC, encoding=NoPosition(), softcap=how.get("softcap"))
-    out = jax.jit(lambda *a: uncached.attend(window, spec, None, *a, sink_logits=sink_logits)[0])(
-        q, k, v
-    )
+    out = jax.jit(lambda *a: uncached.attend(window, spec, *a, sink_logits=sink_logits)[0])(q, k, v)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     out, probabilities = jax.jit(
-        lambda *a: uncached.attend_with_probabilities(
-            window, spec, None, *a, sink_logits=sink_logits
-        )
+        lambda *a: uncached.attend_with_probabilities(window, spec, *a, sink_logits=sink_logits)
     )(q, k, v)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(probabilities, seen, atol=2e-6)
@@ -91,7 +87,7 @@ def test_gradients_equal_those_of_jax(rng, case, tokens):
     def gradients_of(function):
         return gradients(
             lambda q, k, v, sink_logits=None: function(
-                how.get("window"), spec, None, q, k, v, sink_logits=sink_logits
+                how.get("window"), spec, q, k, v, sink_logits
             )[0],
             *arrays,
         )
@@ -115,7 +111,7 @@ def test_a_fused_kernel_supports_sinks(rng, case):
 
     def plain(q, k, v, sink_logits=sink_logits):
         spec = dataclasses.replace(SPEC, encoding=NoPosition())
-        return uncached.attend(window, spec, None, q, k, v, sink_logits=sink_logits)[0]
+        return uncached.attend(window, spec, q, k, v, sink_logits)[0]
 
     np.testing.assert_allclose(fused(*arrays), plain(*arrays), atol=2e-6)
     for actual, expected in zip(gradients(fused, *arrays), gradients(plain, *arrays), strict=True):
@@ -168,7 +164,7 @@ def test_which_devices_support_cudnn(case):
 def test_cudnn_by_name_is_refused_on_a_cpu(rng):
     q, k, v = random_tokens(rng, 4)
     with pytest.raises(UserError, match="cudnn attends on an NVIDIA GPU, got cpu; use"):
-        uncached.attend(None, SPEC, None, q, k, v, implementation="cudnn")
+        uncached.attend(None, SPEC, q, k, v, implementation="cudnn")
 
 
 def test_attention_on_the_first_token_is_that_of_an_independent_program(stories):

@@ -111,13 +111,13 @@ def tally(
     table = kv_head * count + jnp.arange(count, dtype=jnp.int32)
     bucket = table * tables.first.shape[3] + code
     begin, end = (host_memory.take(first, bucket + i) for i in (0, 1))
-    upto = xla_cpu.cumsum(end - begin)
+    upto = jnp.cumsum(end - begin)
     # The j-th block of all buckets is block j + base of its table.
     base = table * num_blocks + begin - (upto - (end - begin))
     total = upto[-1]
     # Several counts per word; words that make one word of bits are apart, so that many are packed
     # side by side: XLA:CPU packs single bytes slowly (record workarounds, row tally). This layout
-    # is that of the whole count, so it is not in xla_cpu.py.
+    # is that of the whole count, so it is not in platform/cpu.py.
     bits = 8 if count < 2**8 else 16
     fields, words = np.uint32(WORD // bits), np.uint32(-(-places // WORD))
 
@@ -189,7 +189,7 @@ def select(words: UInt32[Array, " W"], max_places: int, draw: Float32[Array, ""]
     max_places / total, at equal distances from one random start.
     """
     ones = jax.lax.population_count(words).astype(jnp.int32)
-    upto = xla_cpu.cumsum(ones)
+    upto = jnp.cumsum(ones)
     total = upto[-1]
     count = jnp.minimum(total, max_places)
     width = min(_SELECTED, max_places)
@@ -203,7 +203,7 @@ def select(words: UInt32[Array, " W"], max_places: int, draw: Float32[Array, ""]
         slot = first + jnp.arange(width, dtype=jnp.int32)
 
         def take_all() -> tuple[Array, Array]:
-            return before + xla_cpu.cumsum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
+            return before + jnp.cumsum(jax.lax.dynamic_slice(ends, (first,), (width,))), slot
 
         def draw_sample() -> tuple[Array, Array]:
             rank = _systematic(slot.astype(jnp.uint32), total, max_places, draw)

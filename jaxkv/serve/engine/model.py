@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.serve.engine.request import MAX_LOGPROBS
-from jaxkv.state.loop_carry import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -44,6 +43,23 @@ class Model:
         """The number, policy and state of each layer."""
         pairs = zip(self.policies, states, strict=True)
         return [(number, policy, state) for number, (policy, state) in enumerate(pairs)]
+
+
+def deduplicate_shared(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, ...]:
+    """The same states, with one array for each leaf that is equal in all layers of a policy.
+
+    XLA then computes once what layers derive from it, such as masks. In a program of all layers,
+    this halves the temporary memory of a long chunk.
+    Record workarounds, row shared_leaves.
+    """
+    first = [list(policies).index(policy) for policy in policies]
+    return tuple(
+        jax.tree.map(
+            lambda leaf, array, shared: shared if leaf.shared else array,
+            policy.leaves, state, states[layer],
+        )
+        for policy, state, layer in zip(policies, states, first, strict=True)
+    )  # fmt: skip
 
 
 def forward(

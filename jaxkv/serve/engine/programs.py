@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, State
+from jaxkv.platform.cpu import flatten_heads, restore_heads
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.serve.engine.model import Model, StepOutput, forward, score
 from jaxkv.serve.engine.prefill import PrefillState, begin_prefill, init_prefill
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
-from jaxkv.state.loop_carry import flatten_heads, restore_heads
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 GROWTH = 4  # between two sizes of the decode batch

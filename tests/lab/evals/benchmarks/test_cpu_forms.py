@@ -9,9 +9,8 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.benchmarks import cpu_forms
 from jaxkv.evals.benchmarks.cpu_forms import FORMS, PROGRAMS, ProgramSizes
-from jaxkv.models.network import xla_cpu as models_xla_cpu
 from jaxkv.models.training.recipes import PRESETS
-from jaxkv.pallas_kernels import xla_cpu as kernels_xla_cpu
+from jaxkv.pallas_kernels.sampled_attention import reference
 from jaxkv.platform import cpu as xla_cpu
 from tests.seldom import seldom
 
@@ -21,7 +20,7 @@ RECIPE = replace(
 SIZES = ProgramSizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
 # In the everyday suite. Programs of whole models take long to trace.
-QUICK = ("argmax", "lookup", "index", "sampled", "sampled, bfloat16")
+QUICK = ("argmax", "lookup", "index", "sampled")
 RESULTS = {  # of a program besides its caches, whose form may differ
     "engine": lambda results: results[1],
     "forward": lambda results: results[1],
@@ -45,11 +44,10 @@ def load(shared):
 def low_thresholds(monkeypatch):
     """ProgramSizes from which forms apply, so that they apply to tiny programs."""
     monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
-    monkeypatch.setattr(models_xla_cpu, "_LARGE", 1)
-    monkeypatch.setattr(models_xla_cpu, "_BLOCK", 2**9)
-    monkeypatch.setattr(models_xla_cpu, "LOGITS_AT_ONCE", {"cpu": 2**10})
-    monkeypatch.setattr(models_xla_cpu, "query_block", lambda: 8)
-    monkeypatch.setattr(kernels_xla_cpu, "GATHERED_SLOTS", 4)
+    monkeypatch.setattr(xla_cpu, "WIDENED", 2**9)
+    monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": 2**10})
+    monkeypatch.setattr(xla_cpu, "query_block", lambda: 8)
+    monkeypatch.setattr(reference, "GATHERED_SLOTS", 4)
 
 
 @pytest.fixture(autouse=True)

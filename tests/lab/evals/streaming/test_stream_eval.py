@@ -48,7 +48,7 @@ def test_greedy_numbers_are_right_and_others_are_not(llm, streams):
             decoder, hidden, _ = uncached.forward(
                 llm.config, llm.weights, np.array([[*ids, *question]])
             )
-            question = [*question, int(np.argmax(decoder.logits(hidden)[:, 0, -1]))]
+            question = [*question, int(np.argmax(decoder.logits(hidden)[0, -1]))]
         asked.append(Fact(question, len(question) - number))
     wrong = asked[0]._replace(ids=[*asked[0].ids[:-1], (asked[0].ids[-1] + 1) % 256])
     questioned = [

@@ -58,7 +58,7 @@ def test_full_answers_are_greedy(llm, batch):
         ids = [*prompt.context, *prompt.rest]
         for token in answer:
             decoder, hidden, _ = uncached.forward(llm.config, llm.weights, np.array([ids]))
-            assert int(np.argmax(decoder.logits(hidden)[:, 0, -1])) == token
+            assert int(np.argmax(decoder.logits(hidden)[0, -1])) == token
             ids.append(token)
         assert len(answer) == batch.tokens or answer[-1] in llm.eos
 
@@ -79,7 +79,7 @@ def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
             rows.append(np.asarray(stream.decoding.logits[0], np.float64))
         ids = np.array([[*prompt.context, *prompt.rest, *answer[:-1]]])
         decoder, hidden, _ = uncached.forward(llm.config, llm.weights, ids)
-        logits = np.asarray(decoder.logits(hidden), np.float64)[:, 0, -len(answer) :].T
+        logits = np.asarray(decoder.logits(hidden), np.float64)[0, -len(answer) :]
         kl, agrees = [], []
         for p, q in zip(logits, rows, strict=True):
             p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (p, q))

@@ -45,11 +45,11 @@ def test_the_divergence_is_that_of_tokens_beyond_the_window(folder, batches):
 
     def logprobs(config, weights):
         decoder, hidden, _ = uncached.forward(config, weights, ids)
-        logits = np.asarray(decoder.logits(hidden), np.float64)[:, :, WINDOW:]
-        return logits - np.log(np.exp(logits).sum(axis=0))
+        logits = np.asarray(decoder.logits(hidden), np.float64)[:, WINDOW:]
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
     p, q = logprobs(llm.config, llm.weights), logprobs(windowed, llm.weights | named)
-    expected = (np.exp(p) * (p - q)).sum(axis=0).mean()
+    expected = (np.exp(p) * (p - q)).sum(axis=-1).mean()
     divergence = distilled_logits._divergence(sinks, llm.config, WINDOW, llm.weights, ids)
     assert expected > 1e-6 and float(divergence) == pytest.approx(expected, rel=1e-3)
 

@@ -49,9 +49,9 @@ def alone(llm, context, choice):
     )
     first = sequence.shape[1] - 1 - len(ids)
     logits = np.asarray(predicted(llm.config, llm.weights, inputs), np.float64)
-    logits = logits[:, 0, first : first + len(ids)]
-    likely = logits - np.log(np.exp(logits).sum(0))
-    return likely[ids, range(len(ids))].mean(), list(logits.argmax(0)) == ids
+    logits = logits[0, first : first + len(ids)]
+    likely = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return likely[range(len(ids)), ids].mean(), list(logits.argmax(1)) == ids
 
 
 def test_batched_scores_equal_those_of_single_pairs(llm):
