@@ -257,6 +257,7 @@ def train(_: LoadModel, sizes: ProgramSizes) -> Program:
 
 
 PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
+    "decode": partial(decode, policy="streaming", large=False),
     "decode, batch": partial(decode, policy="streaming", large=False, batch=8),
     "decode, large cache": partial(decode, policy="streaming"),
     "decode, int8 weights": partial(decode, policy="streaming", large=False, weights="int8"),
@@ -366,6 +367,7 @@ FORMS: dict[str, PlainForm] = {
         "decode, reservoir", {f"{CPU}.decode_compiler_options": dict}
     ),
     "linear": PlainForm("decode, batch", {f"{CPU}.FEW_TOKENS": 0}),
+    "matmul": PlainForm("decode", {f"{CPU}.FEW_TOKENS": 0}),
     "widen": PlainForm("decode, int8 weights", {f"{CPU}.in_loop": first_argument}),
     "matmul_widened": PlainForm("decode, int8 weights", {f"{CPU}.WIDENED": ONE_BLOCK}),
     "logits_at_once": PlainForm("training", {f"{CPU}.LOGITS_AT_ONCE": {}}),

@@ -24,6 +24,7 @@ CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of the
 WIDENED = 2**20  # integers of a quantised matrix that are converted to floats at a time
 FEW_ROWS = 16  # of the left side of a product with a cache in int8
 FEW_TOKENS = 16  # of all sequences, in a product with a weight
+PARTS, LARGE = 8, 2**18  # of the product of one token with a weight of at least LARGE elements
 
 
 def attend_by_head(
@@ -224,29 +225,54 @@ def decode_compiler_options() -> dict[str, object]:
 def linear(
     x: Float[Array, "B T I"], weight: Float[Array, "O I"], dtype: Any
 ) -> Float[Array, "B T O"]:
-    """x @ weight.T; on a CPU a few tokens in float32 as (weight @ x.T).T.
+    """x @ weight.T; on a CPU few tokens in float32 have other forms of this product.
 
     On all platforms tokens have one axis in the product: with two, its gradient is transposed,
-    which takes XLA:CPU longer than the product. A step of two MLPs took 1.8 times as long.
-    XLA:CPU needs 1.2 to 1.4 times as long for a few rows and a transposed matrix. The barriers keep
-    it from folding the transposes into the product, which would undo the form.
-    Measured with jax 0.12 on two cores, in CPU time, without a record: the layers of SmolLM2-135M
-    with 2 and 8 sequences.
+    which takes XLA:CPU longer than the product. The gradient of two MLPs took 1.8 times as long.
+    Measured with jax 0.12 on two cores, without a record, as are the times of the forms below, for
+    the products of SmolLM2-135M.
     """
-
-    def plain(tokens: Float[Array, "X I"], weight: Array) -> Float[Array, "X O"]:
-        return dot(tokens, weight, (1, 1), dtype)
-
-    def weight_first(tokens: Float[Array, "X I"], weight: Array) -> Float[Array, "X O"]:
-        columns = jax.lax.optimization_barrier(tokens.T)
-        return jax.lax.optimization_barrier(dot(weight, columns, (1, 0), dtype)).T
-
     tokens = x.reshape(-1, x.shape[2])
-    if x.dtype == jnp.float32 and 1 < len(tokens) <= FEW_TOKENS:
-        y = jax.lax.platform_dependent(tokens, weight, cpu=weight_first, default=plain)
+    plain = partial(dot, contract=(1, 1), dtype=dtype)
+    few = len(tokens) <= FEW_TOKENS and x.dtype == jnp.float32
+    if few and len(tokens) > 1:
+        form = partial(_weight_first, dtype=dtype)
+    elif few and weight.size >= LARGE and weight.shape[0] % PARTS == 0:
+        form = partial(_in_parts, dtype=dtype)
     else:
-        y = plain(tokens, weight)
+        return plain(tokens, weight).reshape(*x.shape[:2], -1)
+    y = jax.lax.platform_dependent(tokens, weight, cpu=form, default=plain)
     return y.reshape(*x.shape[:2], -1)
+
+
+def _in_parts(
+    token: Float[Array, "1 I"], weight: Float[Array, "O I"], dtype: Any
+) -> Float[Array, "1 O"]:
+    """The product of one token as eight batched products.
+
+    Decoding is limited by memory bandwidth, and XLA:CPU splits a plain product so that some cores
+    read less of the weight than others. It takes 1.13 times as long.
+    """
+    inputs = jnp.broadcast_to(token, (PARTS, token.shape[1]))
+    y = jax.lax.dot_general(
+        inputs,
+        weight.reshape(PARTS, -1, weight.shape[1]),
+        (((1,), (2,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
+    return y.reshape(1, -1)
+
+
+def _weight_first(
+    tokens: Float[Array, "X I"], weight: Float[Array, "O I"], dtype: Any
+) -> Float[Array, "X O"]:
+    """(weight @ tokens.T).T. The barriers keep XLA from folding the transposes into the product.
+
+    A plain product of 2 tokens takes XLA:CPU 1.39 times as long, and one of 8 tokens 1.17 times.
+    """
+    columns = jax.lax.optimization_barrier(tokens.T)
+    return jax.lax.optimization_barrier(dot(weight, columns, (1, 0), dtype)).T
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], dtype: Any = None) -> Array:

@@ -20,10 +20,10 @@ from jaxkv.typing import Array, Float, Float32, Int32
 def target_losses(
     logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"]
 ) -> Float32[Array, "B T"]:
-    """The natural-log loss of every target."""
+    """The natural-log loss of every target; NaN for a sink token that no head predicts."""
 
     def loss(logits: Float32[Array, " V"], target: Int32[Array, ""]) -> Float32[Array, ""]:
-        return jax.nn.logsumexp(logits) - logits[target]
+        return jax.nn.logsumexp(logits) - logits.at[target].get(mode="fill", fill_value=jnp.nan)
 
     losses = xla_cpu.map_samples(loss, logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
     return losses.reshape(targets.shape)

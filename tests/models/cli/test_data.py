@@ -54,7 +54,7 @@ def test_formats_and_column(run, tmp_path):
     assert min(report["train_tokens"], report["valid_tokens"]) > 0
 
 
-COMPRESSED = gzip.compress(LINE * 1000)
+COMPRESSED = gzip.compress(LINE * 1000, mtime=0)
 BAD_TEXTS = (  # a name, its contents, --column, and what the refusal says
     ("a.jsonl", LINE * 2 + b'{"id": 1}\n', "text",
      ("a.jsonl, line 3: no field 'text', its fields are 'id'", "--column")),
@@ -68,7 +68,7 @@ BAD_TEXTS = (  # a name, its contents, --column, and what the refusal says
     ("a.jsonl", b"[" * 100_000, "text", ("line 1: JSON that is nested too deeply",)),
     ("a.jsonl.gz", COMPRESSED[:-20], "text", ("a.jsonl.gz is not a whole gzip file", "download")),
     ("a.jsonl.gz", LINE, "text", ("a.jsonl.gz is not a whole gzip file",)),
-    ("a.jsonl.gz", gzip.compress(LINE * 7 + b"{\n"), "text", ("line 8: not valid JSON",)),
+    ("a.jsonl.gz", gzip.compress(LINE * 7 + b"{\n", mtime=0), "text", ("line 8: not valid JSON",)),
     ("a.parquet", parquet(body=["a"], id=[1]), "text",
      ("has no column 'text'", "its columns are 'body', 'id'; name one with --column")),
     ("a.parquet", parquet(text=["a"], id=[1]), "id",
