@@ -43,7 +43,7 @@ def check_int(name: str, value: object, minimum: int = 1, maximum: int | None = 
     if value < minimum:
         raise UserError(f"{name} must be at least {minimum}, got {value}; use {minimum} or more")
     if maximum is not None and value > maximum:
-        raise UserError(f"{name} must be at most {maximum}, got {value}; give {maximum} or less")
+        raise UserError(f"{name} must be at most {maximum}, got {value}; use {maximum} or less")
 
 
 def check_positive(name: str, value: object, remedy: str) -> None:

@@ -89,7 +89,7 @@ def unknown(name: object, names: Iterable[object]) -> str:
     """The message for an unknown name: the known ones, and the nearest of them."""
     known_names = list(map(str, names))
     nearest = difflib.get_close_matches(str(name), known_names, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]}?" if nearest else "choose one"
+    remedy = f"did you mean {nearest[0]}?" if nearest else "use one of these"
     return f"must be one of {', '.join(known_names)}, got {name}; {remedy}"
 
 

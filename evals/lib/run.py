@@ -82,7 +82,7 @@ def number(kind: type, minimum: float, word: str) -> float:
     except ValueError:
         value = float("nan")
     if not value >= minimum:
-        problem = f"must be at least {minimum:g}, got {word}; give {minimum:g} or more"
+        problem = f"must be at least {minimum:g}, got {word}; use {minimum:g} or more"
         raise argparse.ArgumentTypeError(problem)
     return value
 

@@ -183,7 +183,7 @@ SIZES = {
 @pytest.mark.parametrize("size", [0, -2])
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_below_one_is_refused(name, size):
-    with pytest.raises(UserError, match=f"{name} must be at least [12], got {size}; give"):
+    with pytest.raises(UserError, match=f"{name} must be at least [12], got {size}; use"):
         SIZES[name](size)
 
 
