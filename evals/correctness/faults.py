@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxkv.models.tools.run_metadata import ROOT
+from jaxkv.evals.lib.record import ROOT, make_parser, run_command
 
 CORE, SERVE = ("tests/core",), ("tests/serve/prefix", "tests/serve/engine")
 
@@ -58,8 +58,11 @@ def failure(fault: CoreFault) -> str:
     return failed[0].partition(" - ")[0] if failed else ""
 
 
-def main(words: Sequence[str]) -> int:
-    numbers = [int(word) for word in words] or range(len(FAULTS))
+def main() -> None:
+    parser = make_parser("jaxkv.evals.correctness.faults", __doc__)
+    every = range(len(FAULTS))
+    parser.add_argument("numbers", type=int, nargs="*", choices=every, help="of faults")
+    numbers = parser.parse_args().numbers or every
     missed = 0
     for number in numbers:
         fault = FAULTS[number]
@@ -67,7 +70,8 @@ def main(words: Sequence[str]) -> int:
         missed += not test
         print(f"{number} {fault.file}: {fault.new.strip()!r}: {test or 'MISSED'}", flush=True)
     print(f"{len(numbers) - missed} of {len(numbers)} faults were caught")
-    return int(missed > 0)
+    if missed:
+        raise SystemExit(1)
 
 
 ATTENTION, ROTARY, RING, ROWS = (
@@ -142,4 +146,4 @@ FAULTS = (
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)
