@@ -139,9 +139,9 @@ FAULTS = (
     CoreFault("jaxkv/policies/magicpig/lsh.py", " + jnp.log1p(np.float32(tables - 1) * p)", ""),
     CoreFault("jaxkv/sampling.py", "mass_limit = knobs.top_p * total", "mass_limit = total"),
     CoreFault("jaxkv/state/batch.py", 'if header["identity"] != identity:', "if False:"),
-    CoreFault("jaxkv/serve/prefix/block_hash.py", "last = hash(last + (full",
-              "last = hash(root + (full", SERVE),
-    CoreFault("jaxkv/serve/engine/store.py", "if piece is None:", "if False:", SERVE),
+    CoreFault("jaxkv/serve/prefix/block_hash.py", "last = hash(last + length",
+              "last = hash(root + length", SERVE),
+    CoreFault("jaxkv/serve/engine/store.py", "if arrays is None:", "if False:", SERVE),
 )  # fmt: skip
 
 
