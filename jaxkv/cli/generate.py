@@ -54,9 +54,15 @@ def run(args: argparse.Namespace) -> int:
         for start in range(0, len(prompts), args.batch):
             chunk = slice(start, start + args.batch)
             generation = Generation(
-                llm, encoded[chunk], args.policy, args.max_new_tokens, sampling=sampling,
-                seed=seeds[chunk], stop=args.stop, ignore_eos=args.ignore_eos,
-            )  # fmt: skip
+                llm,
+                encoded[chunk],
+                args.policy,
+                args.max_new_tokens,
+                sampling=sampling,
+                seed=seeds[chunk],
+                stop=args.stop,
+                ignore_eos=args.ignore_eos,
+            )
             if not batches:
                 load()  # while its programs are compiled
             printer = None if args.json else Printer(prompts[chunk] if several else [])

@@ -28,13 +28,28 @@ def add_scoring(
     flags.add_text(parser)
     flags.add(
         parser,
-        ("max-tokens", flags.integer(2), None, "N", "score only the first N tokens, including a "
-         f"BOS (default: {limit})"),
-        ("chunk", flags.integer(1), None, "C", "tokens per chunk; changes only the speed (default: "
-         "by policy)"),
-        ("block", flags.integer(1), None, "N", "report the mean loss of each N tokens (default: "
-         f"{blocks} equal blocks)"),
-    )  # fmt: skip
+        (
+            "max-tokens",
+            flags.integer(2),
+            None,
+            "N",
+            f"score only the first N tokens, including a BOS (default: {limit})",
+        ),
+        (
+            "chunk",
+            flags.integer(1),
+            None,
+            "C",
+            "tokens per chunk; changes only the speed (default: by policy)",
+        ),
+        (
+            "block",
+            flags.integer(1),
+            None,
+            "N",
+            f"report the mean loss of each N tokens (default: {blocks} equal blocks)",
+        ),
+    )
     parser.set_defaults(max_tokens=max_tokens)
 
 

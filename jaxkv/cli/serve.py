@@ -274,9 +274,10 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
         raise UserError("--prefix-dir-size bounds a folder of prefixes; give --prefix-dir too")
     try:
         config = PrefixConfig(
-            memory=args.prefix_memory or PrefixConfig.memory, where=args.prefix_where,
+            memory=args.prefix_memory or PrefixConfig.memory,
+            where=args.prefix_where,
             host_memory=args.prefix_host_memory,
-        )  # fmt: skip
+        )
     except UserError as error:  # the message begins with the name of a field
         raise UserError(f"--prefix-{error}") from None
     if args.prefix_dir is None:
@@ -341,12 +342,21 @@ def make(
         from jaxkv.models.generation.serving import make_engine
 
         return make_engine(
-            llm, args.policy, max_batch=plan.max_batch, max_len=args.max_len, chunk=args.chunk,
-            max_prefill_tokens=args.max_prefill_tokens, queue=args.queue,
-            queue_tokens=args.queue_tokens, prefix_cache=prefixes, seed=args.seed,
-            step_seconds=args.step_timeout, fixed_batch=args.fixed_batch,
-            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None, progress=progress.at,
-        )  # fmt: skip
+            llm,
+            args.policy,
+            max_batch=plan.max_batch,
+            max_len=args.max_len,
+            chunk=args.chunk,
+            max_prefill_tokens=args.max_prefill_tokens,
+            queue=args.queue,
+            queue_tokens=args.queue_tokens,
+            prefix_cache=prefixes,
+            seed=args.seed,
+            step_seconds=args.step_timeout,
+            fixed_batch=args.fixed_batch,
+            max_per_owner=max(1, plan.max_batch - 1) if has_keys else None,
+            progress=progress.at,
+        )
 
 
 def at_most(sequences: int) -> str:
@@ -370,9 +380,17 @@ def memory_of(engine: Engine, plan: ServingMemory) -> str:
 def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:
     """The system_fingerprint of answers: a hash of what the answer to a request depends on."""
     settings = [
-        llm.fingerprint(), llm.chat.template, str(llm.sampling), args.policy, args.max_len,
-        args.chunk, args.seed, args.fixed_batch, max_batch, flags.versions(),
-    ]  # fmt: skip
+        llm.fingerprint(),
+        llm.chat.template,
+        str(llm.sampling),
+        args.policy,
+        args.max_len,
+        args.chunk,
+        args.seed,
+        args.fixed_batch,
+        max_batch,
+        flags.versions(),
+    ]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return f"fp_{digest[:10]}"
 

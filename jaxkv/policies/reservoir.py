@@ -153,10 +153,15 @@ class Reservoir(Policy):
         return merge(recent, sample), after
 
     def _attend_cache_relative(
-        self, spec: Spec, q: Array, view: UInt32[Array, "B T"], tokens: PerHeadTokens,
-        stored: Int32[Array, "B K T S"], num_evicted: Int32[Array, "B T"],
+        self,
+        spec: Spec,
+        q: Array,
+        view: UInt32[Array, "B T"],
+        tokens: PerHeadTokens,
+        stored: Int32[Array, "B K T S"],
+        num_evicted: Int32[Array, "B T"],
         weight: Float32[Array, "B T"],
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         """Each query over the sample as it was at that token, at the positions within the cache.
 
         Replacing one token shifts the cache-relative positions of others, so each query has a

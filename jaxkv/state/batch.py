@@ -195,8 +195,17 @@ def _opened(path: str | os.PathLike, identity: str) -> Iterator[tuple[dict[str, 
             f"a snapshot must be a file that can be read: {path}: {error.strerror}; "
             "give the path that was saved to"
         ) from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
-            zlib.error, zipfile.BadZipFile):  # fmt: skip
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        zlib.error,
+        zipfile.BadZipFile,
+    ):
         raise UserError(
             f"a snapshot must be a whole file written by jaxkv.state.batch.save: {path} is not; "
             "give another, or an older copy of it"

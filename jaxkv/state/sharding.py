@@ -115,8 +115,11 @@ def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State)
     spec = _of_one_device(mesh, spec)
     split = jax.shard_map(
         lambda state: policy.finish_prefill(spec, state),
-        mesh=mesh, in_specs=(states,), out_specs=states, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(states,),
+        out_specs=states,
+        check_vma=False,
+    )
     return split(state)
 
 

@@ -116,10 +116,18 @@ def prefill_programs(
     first = {policy: layer for layer, policy in reversed(list(enumerate(static.policies)))}
     layers = [
         (
-            run_donated, static.config, policy, step_on(static.mesh),
-            layer_weights(weights, layer), x, decoding.states[layer], positions, valid,
-        ) for policy, layer in first.items()
-    ]  # fmt: skip
+            run_donated,
+            static.config,
+            policy,
+            step_on(static.mesh),
+            layer_weights(weights, layer),
+            x,
+            decoding.states[layer],
+            positions,
+            valid,
+        )
+        for policy, layer in first.items()
+    ]
     return [
         (positions_of, decoding.position, valid),
         (embed, static.of_model, weights, tokens),

@@ -59,9 +59,14 @@ class Language:
         as a plain line. Raises UserError where a template refuses the conversation.
         """
         return conversation_ids(
-            self.llm.tokenizer, self.llm.chat, messages, variables, add_generation_prompt,
-            continue_final, self.allow_special,
-        )  # fmt: skip
+            self.llm.tokenizer,
+            self.llm.chat,
+            messages,
+            variables,
+            add_generation_prompt,
+            continue_final,
+            self.allow_special,
+        )
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id of a prompt adds."""

@@ -86,7 +86,17 @@ def make_engine(
     length = resolve_max_len(model.policies, max_len)
     warn_beyond_context(llm, model.policies, length)
     return Engine(
-        model, max_batch, max_len, chunk, max_prefill_tokens, queue=queue,
-        queue_tokens=queue_tokens, prefix_cache=prefix_cache, seed=seed, step_seconds=step_seconds,
-        max_per_owner=max_per_owner, fixed_batch=fixed_batch, progress=progress,
-    )  # fmt: skip
+        model,
+        max_batch,
+        max_len,
+        chunk,
+        max_prefill_tokens,
+        queue=queue,
+        queue_tokens=queue_tokens,
+        prefix_cache=prefix_cache,
+        seed=seed,
+        step_seconds=step_seconds,
+        max_per_owner=max_per_owner,
+        fixed_batch=fixed_batch,
+        progress=progress,
+    )

@@ -205,10 +205,12 @@ def _is_length(value: object) -> bool:
 
 def _are_messages(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(message, dict) and message.keys() == {"role", "content"}
-        and message["role"] in ROLES and isinstance(message["content"], str)
+        isinstance(message, dict)
+        and message.keys() == {"role", "content"}
+        and message["role"] in ROLES
+        and isinstance(message["content"], str)
         for message in value
-    )  # fmt: skip
+    )
 
 
 ROLES = ("system", "user", "assistant")

@@ -69,9 +69,14 @@ def read(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
         of_layer = layer_weights(llm.weights, layer)
         for number, part in enumerate(parts):
             x[number], states[0][layer], seen = run_recorded(
-                llm.config, leader.policies[layer], of_layer, x[number], states[0][layer],
-                positions[:, part], valid[:, part],
-            )  # fmt: skip
+                llm.config,
+                leader.policies[layer],
+                of_layer,
+                x[number],
+                states[0][layer],
+                positions[:, part],
+                valid[:, part],
+            )
             for stream, of_stream in zip(streams[1:], states[1:], strict=True):
                 policy = stream.policies[layer]
                 of_stream[layer] = absorb(policy, llm.spec, of_stream[layer], seen)

@@ -193,10 +193,15 @@ class Stream:
                 f"got {self.lengths.min()}: all its tokens stay in the cache"
             )
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
-        self._replace_states({
-            layer: lambda state, policy=policy: finish_prefill_layer(policy, **fixed, state=state)
-            for layer, policy in enumerate(self.policies) if policy.min_prompt is not None
-        })  # fmt: skip
+        self._replace_states(
+            {
+                layer: lambda state, policy=policy: finish_prefill_layer(
+                    policy, **fixed, state=state
+                )
+                for layer, policy in enumerate(self.policies)
+                if policy.min_prompt is not None
+            }
+        )
         self.prefill_finished, self.prompt_lengths = True, self.lengths
 
     def compile_ahead(
@@ -302,16 +307,21 @@ class Stream:
         if grows:
             # After `finish_prefill` a policy counts the tokens that follow the prompt.
             longest = max(int(lengths.max()), room)
-            new_tokens = max(int((lengths - self.prompt_lengths).max()),
-                             room - int(self.prompt_lengths.max()))  # fmt: skip
+            new_tokens = max(
+                int((lengths - self.prompt_lengths).max()), room - int(self.prompt_lengths.max())
+            )
             if not self.prefill_finished:
                 self._check_length(int(lengths.max()), self.state_bytes)
-            self._replace_states({
-                layer: partial(
-                    self.policies[layer].reserve, self.llm.spec,
-                    tokens=longest if self.policies[layer].min_prompt is None else new_tokens,
-                ) for layer in grows
-            })  # fmt: skip
+            self._replace_states(
+                {
+                    layer: partial(
+                        self.policies[layer].reserve,
+                        self.llm.spec,
+                        tokens=longest if self.policies[layer].min_prompt is None else new_tokens,
+                    )
+                    for layer in grows
+                }
+            )
         self.lengths = lengths  # only now: a refused request leaves the stream as it was
 
     def _replace_states(self, make: Mapping[int, Callable[[State], State]]) -> None:

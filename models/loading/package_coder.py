@@ -62,9 +62,10 @@ class PackageCoder:
         # `splitter` leaves normalized ones to the package with the white space beside them.
         flags = {
             text: {flag: getattr(token, flag) for flag in FLAGS}
-            if token.normalized and backend.normalizer is not None else {"normalized": False}
+            if token.normalized and backend.normalizer is not None
+            else {"normalized": False}
             for text, token in names.items()
-        }  # fmt: skip
+        }
         backend.add_tokens([tokenizers.AddedToken(text, **flags[text]) for text in names])
         return backend, {backend.token_to_id(text): token.id for text, token in names.items()}
 
@@ -95,10 +96,14 @@ class PackageCoder:
     def _as_text(self, i: int) -> list[int]:
         """The ids of an added token's text, without this token: divided until none is left."""
         text = self.backend.model.id_to_token(i)
-        halves = [token.id for half in (text[:1], text[1:])
-                  for token in self.backend.model.tokenize(half)]  # fmt: skip
-        return [j for half in halves
-                for j in (self._as_text(half) if half in self._forgeable else [half])]  # fmt: skip
+        halves = [
+            token.id for half in (text[:1], text[1:]) for token in self.backend.model.tokenize(half)
+        ]
+        return [
+            j
+            for half in halves
+            for j in (self._as_text(half) if half in self._forgeable else [half])
+        ]
 
 
 def splitter(backend: Any, tokens: Sequence[AddedToken]) -> Callable[[str, bool], list[TextPart]]:
@@ -126,8 +131,11 @@ def splitter(backend: Any, tokens: Sequence[AddedToken]) -> Callable[[str, bool]
         encoding = finder.encode(front + text, add_special_tokens=False)
         for i, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = by_id.get(i)
-            begin = -1 if token is None else text.find(
-                token.text, max(at, first - len(front)), end - len(front))  # fmt: skip
+            begin = (
+                -1
+                if token is None
+                else text.find(token.text, max(at, first - len(front)), end - len(front))
+            )
             if begin >= 0:
                 yield from (text[at:begin], token)
                 at = begin + len(token.text)

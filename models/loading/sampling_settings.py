@@ -39,9 +39,11 @@ def read_sampling(folder: Path) -> Sampling:
         names = known_fields.SAMPLED | set(known_fields.NEUTRAL_SAMPLING)
         settings = {name: value for name, value in read_json(where).items() if name in names}
     known_fields.warn_of_sampling(
-        settings, known_fields.NEUTRAL_SAMPLING,
-        known_fields.SAMPLED | known_fields.HARMLESS_SAMPLING, where,
-    )  # fmt: skip
+        settings,
+        known_fields.NEUTRAL_SAMPLING,
+        known_fields.SAMPLED | known_fields.HARMLESS_SAMPLING,
+        where,
+    )
     greedy = {"temperature": 0.0} if settings.get("do_sample") is False else {}
     return _sampling({name: settings.get(name) for name in GGUF} | greedy, where)
 
@@ -54,9 +56,11 @@ def sampling_of_gguf(header: Header) -> Sampling:
         if name.startswith(PREFIX)
     }
     known_fields.warn_of_sampling(
-        settings, known_fields.GGUF_NEUTRAL_SAMPLING,
-        known_fields.GGUF_SAMPLED | known_fields.GGUF_HARMLESS_SAMPLING, header.path,
-    )  # fmt: skip
+        settings,
+        known_fields.GGUF_NEUTRAL_SAMPLING,
+        known_fields.GGUF_SAMPLED | known_fields.GGUF_HARMLESS_SAMPLING,
+        header.path,
+    )
     fields = {}
     for name, key in GGUF.items():
         value, kind = header.fields.get(key), int if name == "top_k" else float

@@ -88,8 +88,11 @@ def added_pieces(model: bytes) -> list[AddedToken]:
     """The pieces that are matched whole in a text. Unknown pieces are silent, as control pieces."""
     pieces = (content for field, content, _ in _fields(model) if field == PIECE)
     types = [_type(content) for content in pieces]
-    return [AddedToken(text, i, special=kind != USER_DEFINED)
-            for i, (text, kind) in enumerate(types) if kind in ADDED]  # fmt: skip
+    return [
+        AddedToken(text, i, special=kind != USER_DEFINED)
+        for i, (text, kind) in enumerate(types)
+        if kind in ADDED
+    ]
 
 
 def as_control(model: bytes, ids: Collection[int]) -> bytes:
@@ -137,9 +140,11 @@ def adds_space(model: bytes) -> bool:
     """Whether a space is put before a text."""
     values = [
         value
-        for field, content, _ in _fields(model) if field == NORMALIZER
-        for name, value, _ in _fields(content) if name == ADD_SPACE
-    ]  # fmt: skip
+        for field, content, _ in _fields(model)
+        if field == NORMALIZER
+        for name, value, _ in _fields(content)
+        if name == ADD_SPACE
+    ]
     return bool(values[-1]) if values else True
 
 

@@ -102,8 +102,10 @@ def _learned(
             f"the sinks in {path} belong to another model ({fingerprint}, not "
             f"{model_fingerprint}); name that model, or sinks that were trained with this one"
         )
-    shapes = {SINK_TOKENS: (len(tensors.get(SINK_TOKENS, ())), config.width),
-              LOGITS: (config.layers, config.heads)}  # fmt: skip
+    shapes = {
+        SINK_TOKENS: (len(tensors.get(SINK_TOKENS, ())), config.width),
+        LOGITS: (config.layers, config.heads),
+    }
     for name, value in tensors.items():
         if name not in shapes or value.shape != shapes[name]:
             raise UserError(f"{path} has {name} {list(value.shape)}, which is no sink; {remedy}")

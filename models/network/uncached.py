@@ -298,9 +298,14 @@ def fused_attention(
     attention = jax.nn.dot_product_attention
     if sink_logits is None:
         return attention(
-            q, k, v, scale=scale, is_causal=True, local_window_size=before,
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=before,
             implementation=implementation,
-        )  # fmt: skip
+        )
     tokens, head_dim = q.shape[1], q.shape[-1]
     padding = -(tokens + 1) % 8  # some kernels want even lengths; the causal mask hides it
     q, k, v = (jnp.pad(a, ((0, 0), (1, padding), (0, 0), (0, 0))) for a in (q, k, v))

@@ -291,8 +291,8 @@ def _levels(
     unranked, levels = list(policies), []
     while unranked:
         first = losses[unranked[0]]
-        levels.append([
-            name for name in unranked if is_noise(paired(losses[name] - first, block, predicted))
-        ])  # fmt: skip
+        levels.append(
+            [name for name in unranked if is_noise(paired(losses[name] - first, block, predicted))]
+        )
         unranked = [name for name in unranked if name not in levels[-1]]
     return levels

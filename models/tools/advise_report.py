@@ -18,23 +18,36 @@ DEFAULT = defaults.POLICY.partition(":")[0]
 
 def table(results: Mapping[str, Any]) -> str:
     """Full attention, then the policies within the budget by their loss, then those beyond it."""
-    heads = ["", "loss", "over full", "KL to full", "same top-1", "over best", "far repeats",
-             "ms/token", "state", "prompt", "policy"]  # fmt: skip
+    heads = [
+        "",
+        "loss",
+        "over full",
+        "KL to full",
+        "same top-1",
+        "over best",
+        "far repeats",
+        "ms/token",
+        "state",
+        "prompt",
+        "policy",
+    ]
     lines, rank = [heads], 0
     for row in results["policies"]:
         ranked, is_full = is_ranked(row), row["policy"] == FULL
         rank += ranked
-        lines.append([
-            str(rank) if ranked else DASH,
-            f"{row['loss']:.4f}",
-            *([DASH] * 3 if is_full else _beside_full(row)),
-            show(None if ranked and rank == 1 else row["over_best"]),
-            show(None if is_full else row["far_recall"]),
-            _milliseconds(row),
-            memory.show(row["state_bytes"]),
-            memory.show(row["prompt_bytes"]),
-            row["policy"],
-        ])  # fmt: skip
+        lines.append(
+            [
+                str(rank) if ranked else DASH,
+                f"{row['loss']:.4f}",
+                *([DASH] * 3 if is_full else _beside_full(row)),
+                show(None if ranked and rank == 1 else row["over_best"]),
+                show(None if is_full else row["far_recall"]),
+                _milliseconds(row),
+                memory.show(row["state_bytes"]),
+                memory.show(row["prompt_bytes"]),
+                row["policy"],
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([*map(str.rjust, line[:-1], widths), line[-1]]) for line in lines)
 
@@ -167,28 +180,47 @@ def draw(results: Mapping[str, Any], caption: str, dpi: int = 150) -> bytes:
         values = [(at, span) for at, span in enumerate(bins) if span["two_errors"]]
         shift = 0.06 * (number - (len(rows) - 1) / 2)
         repeat_axes.errorbar(
-            [at + shift for at, _ in values], [span["mean"] for _, span in values],
-            [span["two_errors"] for _, span in values], marker="o", ms=3, lw=1.2, elinewidth=0.8,
-            color=look["color"], ls=look["linestyle"], label=f"{number + 1}  {row['policy']}",
-        )  # fmt: skip
+            [at + shift for at, _ in values],
+            [span["mean"] for _, span in values],
+            [span["two_errors"] for _, span in values],
+            marker="o",
+            ms=3,
+            lw=1.2,
+            elinewidth=0.8,
+            color=look["color"],
+            ls=look["linestyle"],
+            label=f"{number + 1}  {row['policy']}",
+        )
         repeat_axes.set_xticks(range(len(centres)), centres, fontsize=7)
     _label_axes(loss_axes, repeat_axes, rows)
     figure.legend(
-        loc="outside upper left", frameon=False, fontsize=8, alignment="left", title_fontsize=8,
+        loc="outside upper left",
+        frameon=False,
+        fontsize=8,
+        alignment="left",
+        title_fontsize=8,
         title="Loss after a prompt: lower is better, bars are two standard errors.\n"
         "Right: a cache that evicted the earlier occurrence is higher, beyond its size.",
-    )  # fmt: skip
+    )
     return pictures.finish(figure, caption, dpi)
 
 
 def _point(axes: Any, difference: Mapping[str, Any], at: float, colour: str) -> None:
-    axes.errorbar(difference["mean"], at, xerr=difference["two_errors"] or 0, fmt="o", ms=5,
-                  color=colour, capsize=3)  # fmt: skip
+    axes.errorbar(
+        difference["mean"],
+        at,
+        xerr=difference["two_errors"] or 0,
+        fmt="o",
+        ms=5,
+        color=colour,
+        capsize=3,
+    )
 
 
 def _label_axes(loss_axes: Any, repeat_axes: Any, rows: Sequence[Row]) -> None:
-    loss_axes.set_yticks([-number for number in range(len(rows))],
-                         [f"{number + 1}" for number in range(len(rows))])  # fmt: skip
+    loss_axes.set_yticks(
+        [-number for number in range(len(rows))], [f"{number + 1}" for number in range(len(rows))]
+    )
     loss_axes.axvline(0, color=pictures.INK, lw=0.8)
     loss_axes.locator_params(axis="x", nbins=5)
     loss_axes.margins(x=0.1)
@@ -197,8 +229,10 @@ def _label_axes(loss_axes: Any, repeat_axes: Any, rows: Sequence[Row]) -> None:
     loss_axes.set(xlabel="loss over full attention (nats)", ylabel="number in the legend")
     loss_axes.set_title("all tokens", fontsize=9, loc="left")
     repeat_axes.axhline(0, color=pictures.INK, lw=0.8)
-    repeat_axes.set(xlabel="distance to the earlier occurrence (tokens)",
-                    ylabel="loss over full attention (nats)")  # fmt: skip
+    repeat_axes.set(
+        xlabel="distance to the earlier occurrence (tokens)",
+        ylabel="loss over full attention (nats)",
+    )
     repeat_axes.set_title("tokens that repeat earlier text", fontsize=9, loc="left")
 
 

@@ -130,8 +130,9 @@ def budget_of(llm: Llm, policies: Sequence[str], prompt: int, scored: int) -> in
     It is that of the largest of these policies that is not in SHAPES and that does not cache every
     token, else that of a streaming cache of a quarter of a stretch, at most BUDGET tokens.
     """
-    bounded = [name for name in policies
-               if name not in SHAPES and not caches_all(llm.policies(name))]  # fmt: skip
+    bounded = [
+        name for name in policies if name not in SHAPES and not caches_all(llm.policies(name))
+    ]
     slots = max(MIN_SLOTS, min(BUDGET, (prompt + scored) // 4))
     bounded = bounded or [shape("streaming", slots)]
     return max(bytes_of(llm, policy, prompt, scored) for policy in bounded)

@@ -102,9 +102,13 @@ def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, A
 
 
 def result(
-    llm: Llm, policy: str, score: Score, block: int, custom: Policy | None = None,
+    llm: Llm,
+    policy: str,
+    score: Score,
+    block: int,
+    custom: Policy | None = None,
     over: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The entry of one policy in compare.json.
 
     custom: the policy itself, where no string describes it. over: its entry in `over_first`.
@@ -128,8 +132,9 @@ def result(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results as a text table, with the predictions where policies have read unequally far."""
-    rows = [["policy", "perplexity", "loss", "over first", "state", "tokens/s", "seconds",
-             "compiling"]]  # fmt: skip
+    rows = [
+        ["policy", "perplexity", "loss", "over first", "state", "tokens/s", "seconds", "compiling"]
+    ]
     rows += [
         [
             row["policy"],
@@ -180,7 +185,12 @@ def draw(results: Sequence[dict[str, Any]], context: int, caption: str, dpi: int
     )
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     figure.legend(
-        loc="outside upper left", frameon=False, fontsize=8, title="policy   perplexity, state",
-        title_fontsize=8, alignment="left", ncols=columns,
-    )  # fmt: skip
+        loc="outside upper left",
+        frameon=False,
+        fontsize=8,
+        title="policy   perplexity, state",
+        title_fontsize=8,
+        alignment="left",
+        ncols=columns,
+    )
     return pictures.finish(figure, caption, dpi)

@@ -229,9 +229,16 @@ def tokens_fed(text: Stretches, groups: Sequence[Group]) -> int:
 
 
 def _run(
-    llm: Llm, text: Stretches, groups: Sequence[Group], runs: dict[str, _Run], seed: int,
-    full: str | None, final: int, chunk: int | None, ahead: Ahead,
-) -> Iterator[int]:  # fmt: skip
+    llm: Llm,
+    text: Stretches,
+    groups: Sequence[Group],
+    runs: dict[str, _Run],
+    seed: int,
+    full: str | None,
+    final: int,
+    chunk: int | None,
+    ahead: Ahead,
+) -> Iterator[int]:
     """Read all stretches under all policies; yields the tokens read since the last time."""
     references: list[np.ndarray | None] = [None] * len(text.tokens)
     for group in groups:
@@ -254,9 +261,13 @@ def _run(
                     if not ahead.wait(name):
                         return
                     parts = _predictions(
-                        llm, stream, ids[text.prompt :], stream.chunk_of(chunk), references[number],
+                        llm,
+                        stream,
+                        ids[text.prompt :],
+                        stream.chunk_of(chunk),
+                        references[number],
                         hidden.append if name == full else None,
-                    )  # fmt: skip
+                    )
                     for part in parts:
                         run.parts[-1].append(part)
                         run.state_bytes = stream.state_bytes
@@ -269,9 +280,13 @@ def _run(
 
 
 def _read_prompt(
-    llm: Llm, text: Stretches, group: Group, streams: Sequence[Stream], ids: np.ndarray,
+    llm: Llm,
+    text: Stretches,
+    group: Group,
+    streams: Sequence[Stream],
+    ids: np.ndarray,
     chunk: int | None,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Finish prefill of the prompt of one stretch; yields the tokens read since the last time."""
     size = text.prompt
     if group.exact:
@@ -339,9 +354,15 @@ def _prompt(group: Group) -> str:
 
 
 def _compile_ahead(
-    llm: Llm, text: Stretches, groups: Sequence[Group], chunk: int | None, full: str | None,
-    final: int, ahead: Ahead, decode: bool,
-) -> None:  # fmt: skip
+    llm: Llm,
+    text: Stretches,
+    groups: Sequence[Group],
+    chunk: int | None,
+    full: str | None,
+    final: int,
+    ahead: Ahead,
+    decode: bool,
+) -> None:
     """Begin to compile all programs, in the order in which they are called."""
     ended: dict[str, Stream] = {}
     for group in groups:
@@ -366,8 +387,9 @@ def _compile_ahead(
                 x = layers[-1][4 + 1]
                 targets = jax.ShapeDtypeStruct((1, width), jnp.int32)
                 of_full = None if full is None or name == full else x
-                ahead.compile(name, compare, stream.static.of_model, llm.weights, x, targets,
-                              of_full)  # fmt: skip
+                ahead.compile(
+                    name, compare, stream.static.of_model, llm.weights, x, targets, of_full
+                )
             ended[name] = stream
     for name, stream in ended.items() if decode else ():
         arguments = stream.decode_arguments(stream.decoding, Sampling(), (), DECODED)

@@ -31,8 +31,16 @@ def begin(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Fi
 def mark(axes: Any, position: float, label: str) -> None:
     """Draw a dashed vertical line with a label."""
     axes.axvline(position, color=INK, lw=0.8, ls=(0, (4, 4)), zorder=0)
-    axes.annotate(label, (position, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                  textcoords="offset points", va="top", fontsize=8, color=INK)  # fmt: skip
+    axes.annotate(
+        label,
+        (position, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+        color=INK,
+    )
 
 
 def legend(figure: Figure, columns: int) -> None:

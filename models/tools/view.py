@@ -144,11 +144,15 @@ def record(
     ids = tuple(map(int, ids[:number]))
     attention, full = attention_of(llm, ids, layers)
     return View(
-        policy=policy, ids=ids, layers=layers,
+        policy=policy,
+        ids=ids,
+        layers=layers,
         prompt=prompt if acts else None,
         cached=np.stack([np.concatenate(row, axis=1) for row in rows]),
-        attention=attention, losses=np.array(losses[: len(ids) - 1]), full_losses=full,
-    )  # fmt: skip
+        attention=attention,
+        losses=np.array(losses[: len(ids) - 1]),
+        full_losses=full,
+    )
 
 
 def _loss(stream: Stream, target: int) -> float:

@@ -87,11 +87,20 @@ def described(config: Config, dtype: str, theta: float = THETA) -> dict[str, Any
     Raises UserError for any other model.
     """
     plain = dataclasses.replace(
-        config, family="llama", qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
-        windows=(None,) * config.layers, encoding=rotary(config.head_dim, theta),
-    )  # fmt: skip
-    differing = [f.name for f in dataclasses.fields(Config)
-             if getattr(config, f.name) != getattr(plain, f.name)]  # fmt: skip
+        config,
+        family="llama",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(None,) * config.layers,
+        encoding=rotary(config.head_dim, theta),
+    )
+    differing = [
+        f.name
+        for f in dataclasses.fields(Config)
+        if getattr(config, f.name) != getattr(plain, f.name)
+    ]
     if differing:
         raise UserError(
             f"only Llamas without biases, windows and scaled positions are exported, got another "

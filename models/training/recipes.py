@@ -133,14 +133,28 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
         )
     head_dim = recipe.width // recipe.heads
     return Config(
-        family="llama", vocab=vocab, width=recipe.width, layers=recipe.layers, heads=recipe.heads,
-        kv_heads=recipe.kv_heads, head_dim=head_dim, mlp=recipe.mlp, norm_eps=1e-5, tied=True,
-        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
-        windows=(None,) * recipe.layers, context=recipe.context, dtype="float32",
+        family="llama",
+        vocab=vocab,
+        width=recipe.width,
+        layers=recipe.layers,
+        heads=recipe.heads,
+        kv_heads=recipe.kv_heads,
+        head_dim=head_dim,
+        mlp=recipe.mlp,
+        norm_eps=1e-5,
+        tied=True,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(None,) * recipe.layers,
+        context=recipe.context,
+        dtype="float32",
         encoding=rotary(head_dim, THETA),
-        bos=bos, eos=(eos,),
+        bos=bos,
+        eos=(eos,),
         sink_logit=SINK_LOGIT.get(recipe.sinks, "none"),
-    )  # fmt: skip
+    )
 
 
 def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
@@ -168,10 +182,16 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     sinks_of = {sink_logit: sinks for sinks, sink_logit in SINK_LOGIT.items()}
     model_sinks = sinks_of.get(config.sink_logit)
     start = Recipe(
-        layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
-        mlp=config.mlp, context=config.context, sinks=model_sinks or "none",
-        warmup=0.05, z_loss=0.0,
-    )  # fmt: skip
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp=config.mlp,
+        context=config.context,
+        sinks=model_sinks or "none",
+        warmup=0.05,
+        z_loss=0.0,
+    )
     recipe = _with_settings(start, settings)
     changed = [field for field in ARCHITECTURE if getattr(recipe, field) != getattr(start, field)]
     if changed:

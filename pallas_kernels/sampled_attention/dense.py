@@ -65,7 +65,9 @@ def attend(
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Batched product over the first axis, in the dtype of b, accumulated in float32."""
     return jax.lax.dot_general(
-        a.astype(b.dtype), b, (((contract[0],), (contract[1],)), ((0,), (0,))),
+        a.astype(b.dtype),
+        b,
+        (((contract[0],), (contract[1],)), ((0,), (0,))),
         precision=jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )

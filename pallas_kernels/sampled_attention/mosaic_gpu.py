@@ -161,9 +161,18 @@ def _over_sample(
 
 
 def _visit_part(
-    cache_ref, slots_ref, count_ref, operand_ref, out_ref, buffer, arrived,
-    *, visit: Visit, group: int, parts: int,
-) -> None:  # fmt: skip
+    cache_ref,
+    slots_ref,
+    count_ref,
+    operand_ref,
+    out_ref,
+    buffer,
+    arrived,
+    *,
+    visit: Visit,
+    group: int,
+    parts: int,
+) -> None:
     head, part = jax.lax.axis_index("head"), jax.lax.axis_index("part")
     cache = jax.lax.div(head, np.int32(group))
     # Blocks alternate between parts, so that all parts have equal work for any count.

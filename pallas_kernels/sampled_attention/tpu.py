@@ -184,7 +184,9 @@ def _attend_head(*refs, settings: LogitSettings, group: int, size: int, angles: 
 
 def _dot(x: Array, y: Array, axis: int) -> Array:
     return jax.lax.dot_general(
-        x.astype(y.dtype), y, (((1,), (axis,)), ((), ())),
+        x.astype(y.dtype),
+        y,
+        (((1,), (axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )

@@ -59,9 +59,14 @@ def _walk_block(gram_ref, thresholds_ref, signs_ref, inner_ref) -> None:
 
 
 def balance(
-    keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
+    keys: Array,
+    values: Array,
+    thresholds: Array,
+    shift: Array,
+    gain: Array,
+    tau: float,
     interpret: bool = False,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """`reference.balance`: XLA computes the Gram matrices, the kernel walks.
 
     A kernel that also computed the Gram matrices was compared with the scan of XLA on an H100

@@ -66,8 +66,13 @@ def _walk_group(gram_ref, thresholds_ref, signs_ref, inner_ref) -> None:
 
 
 def balance(
-    keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
+    keys: Array,
+    values: Array,
+    thresholds: Array,
+    shift: Array,
+    gain: Array,
+    tau: float,
     interpret: object = None,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """`reference.balance`: XLA computes the Gram matrices, the kernel walks."""
     return walk(reference.gram(keys, values, shift, gain, tau), thresholds, interpret)

@@ -69,9 +69,12 @@ def signed_sum(part, members: int) -> Array:
 
 def _dot(x: Array, y: Array) -> Array:
     return jax.lax.dot_general(
-        x, y, (((2,), (2,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST,
+        x,
+        y,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
 
 
 def balance(

@@ -73,9 +73,14 @@ def _run(rows_ref, thresholds: Array, signs_ref, inner_ref) -> None:
 
 
 def balance(
-    keys: Array, values: Array, thresholds: Array, shift: Array, gain: Array, tau: float,
+    keys: Array,
+    values: Array,
+    thresholds: Array,
+    shift: Array,
+    gain: Array,
+    tau: float,
     interpret: object = False,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """`reference.balance`: the Gram matrices are computed on the chip and stay there."""
     blocks, steps = thresholds.shape
     tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
@@ -107,9 +112,12 @@ def _balance_group(
 ) -> None:
     def dot(x: Array, y: Array) -> Array:
         return jax.lax.dot_general(
-            x, y, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST,
+            x,
+            y,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        )
 
     def part(block: int, p: int, q: int) -> Array:
         kernel = jnp.exp(dot(keys_ref[block, p], keys_ref[block, q]) - shift_ref[block][None])

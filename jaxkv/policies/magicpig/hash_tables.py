@@ -153,9 +153,12 @@ def _at_least(counts: UInt32[Array, "..."], min_tables: int, bits: int) -> UInt3
 
 
 def compare(
-    tail: Integer[Array, "B K L Z"], kv_head: Array, code: Int32[Array, " L"], last: Array,
+    tail: Integer[Array, "B K L Z"],
+    kv_head: Array,
+    code: Int32[Array, " L"],
+    last: Array,
     min_tables: int,
-) -> UInt32[Array, " W"]:  # fmt: skip
+) -> UInt32[Array, " W"]:
     """The places of the unindexed tail, up to `last`, that agree in `min_tables` codes or more."""
     tail = tail.reshape(-1, *tail.shape[2:])
     tables, size = tail.shape[1:]

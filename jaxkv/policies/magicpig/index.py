@@ -213,9 +213,11 @@ def _index_tail(state: IndexState, settings: IndexSettings, size: int, places: i
     source = jnp.clip(place, 0, tail_size - 1)
 
     def join(old: Array, new: Array) -> Array:
-        written, slots = (comes, source) if old.ndim == 2 else (
-            comes[:, None, :, None], source[:, None, :, None]
-        )  # fmt: skip
+        written, slots = (
+            (comes, source)
+            if old.ndim == 2
+            else (comes[:, None, :, None], source[:, None, :, None])
+        )
         return jnp.where(written, jnp.take_along_axis(new, slots, axis=old.ndim // 2), old)
 
     indexed = Ring(*map(join, indexed[:3], tail[:3]), indexed.count + moved)

@@ -80,8 +80,12 @@ def log_inclusion(cosine: Float32[Array, "..."], hashing: Hashing) -> Float32[Ar
         series = (-a / 2, a * (a - 1) / 6, -a * (a - 1) * (a - 2) / 24)
         rest = count * nobody
     else:
-        series = (-2 * a / 3, a * (a - 1) / 4, -a * (a - 1) * (a - 2) / 15,
-                  a * (a - 1) * (a - 2) * (a - 3) / 72)  # fmt: skip
+        series = (
+            -2 * a / 3,
+            a * (a - 1) / 4,
+            -a * (a - 1) * (a - 2) / 15,
+            a * (a - 1) * (a - 2) * (a - 3) / 72,
+        )
         rest = np.float32(tables - 1) * nobody + jnp.log1p(np.float32(tables - 1) * p)
     rare = jnp.minimum(p, np.float32(_RARE / tables))
     tail = jnp.zeros_like(rare)
@@ -106,9 +110,12 @@ def _agreement(cosine: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def log_weights(
-    k: Float[Array, "B K S H"], q: Float[Array, "B N H"], slots: Int32[Array, "B N M"],
-    angles: Angles, hashing: Hashing,
-) -> Float32[Array, "B N M"]:  # fmt: skip
+    k: Float[Array, "B K S H"],
+    q: Float[Array, "B N H"],
+    slots: Int32[Array, "B N M"],
+    angles: Angles,
+    hashing: Hashing,
+) -> Float32[Array, "B N M"]:
     """The log weights of these slots of k, a head at a time: all of them at once would be large."""
     kv_heads, size, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads

@@ -112,9 +112,14 @@ class MagicPIG(Policy):
         """The settings of the index."""
         hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor)
         return IndexSettings(
-            hashing, self.sinks, self.window, self.center, self.hash_generated, self.tail,
+            hashing,
+            self.sinks,
+            self.window,
+            self.center,
+            self.hash_generated,
+            self.tail,
             self.host_offload,
-        )  # fmt: skip
+        )
 
     @property
     def leaves(self) -> IndexState:
@@ -170,9 +175,13 @@ class MagicPIG(Policy):
         return ring.refuse_overfull(seen, state.dense), state
 
     def attend_after_prefill(
-        self, spec: Spec, state: IndexState, q: Float[Array, "B T N H"],
-        numbers: Int32[Array, "B T"], positions: UInt32[Array, "B T"],
-    ) -> Partial:  # fmt: skip
+        self,
+        spec: Spec,
+        state: IndexState,
+        q: Float[Array, "B T N H"],
+        numbers: Int32[Array, "B T"],
+        positions: UInt32[Array, "B T"],
+    ) -> Partial:
         """Attention of rotated queries to a state whose prefill is finished.
 
         numbers: the queries' token numbers, -1 on padding. A query sees its key if it is cached.
@@ -216,9 +225,13 @@ class MagicPIG(Policy):
         return merge(*parts)
 
     def sample(
-        self, spec: Spec, state: IndexState, q: Float[Array, "B N H"], numbers: Array,
+        self,
+        spec: Spec,
+        state: IndexState,
+        q: Float[Array, "B N H"],
+        numbers: Array,
         positions: Array,
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         """The sampled attention of one token per sequence: out [B,N,H], lse [B,N]."""
         sampled = find(state, self.settings, self.budget, q, numbers, positions)
         count = jnp.where(numbers[:, None] < 0, 0, sampled.count)  # padding
@@ -249,9 +262,16 @@ class MagicPIG(Policy):
         return part._replace(lse=part.lse + jnp.log(jnp.maximum(share, 1)))
 
     def _attend_found(
-        self, spec: Spec, state: IndexState, cache: Ring, norms: Array, q: Array, positions: Array,
-        slots: Array, count: Array,
-    ) -> Partial:  # fmt: skip
+        self,
+        spec: Spec,
+        state: IndexState,
+        cache: Ring,
+        norms: Array,
+        q: Array,
+        positions: Array,
+        slots: Array,
+        count: Array,
+    ) -> Partial:
         """Attention to the first `count` of these slots, each weighted by its probability."""
         angles, hashing = index.angles(state, norms, q), self.settings.hashing
         settings, weight = LogitSettings(spec.scale, spec.softcap, hashing), angles

@@ -75,9 +75,11 @@ class TreePolicy(Policy):
             page = Pages(self.size.block, self.size.half, self.last_writes)
         sample = jax.tree.map(lambda leaf: dataclasses.replace(leaf, page=page), per_head.LEAVES)
         return TreeState(
-            ring.leaves(self.storage, self.sinks), per_head.leaves(self.storage, sample),
-            Leaf("B", shared=True), Leaf("B K 2"),
-        )  # fmt: skip
+            ring.leaves(self.storage, self.sinks),
+            per_head.leaves(self.storage, sample),
+            Leaf("B", shared=True),
+            Leaf("B K 2"),
+        )
 
     @property
     def cache_relative(self) -> bool:
@@ -229,18 +231,18 @@ class TreePolicy(Policy):
             lambda leaf: leaf.reshape(batch, kv_heads * parts, width, -1),
             self._rotated_to_slots(spec, state.sample),
         )
-        partial = slot_attention(
-            q.reshape(batch, queries, parts * heads, head_dim), k, v,
-            bias.reshape(batch, kv_heads * parts, *bias.shape[3:]),
-            spec.scale, spec.softcap,
-        )  # fmt: skip
+        q = q.reshape(batch, queries, parts * heads, head_dim)
+        bias = bias.reshape(batch, kv_heads * parts, *bias.shape[3:])
+        partial = slot_attention(q, k, v, bias, spec.scale, spec.softcap)
         out = partial.out.reshape(batch, queries, kv_heads, parts, group, head_dim)
         lse = partial.lse.reshape(batch, queries, kv_heads, parts, group)
         return [
-            Partial(out[:, :, :, part].reshape(chunk.q.shape),
-                    lse[:, :, :, part].reshape(batch, queries, heads))
+            Partial(
+                out[:, :, :, part].reshape(chunk.q.shape),
+                lse[:, :, :, part].reshape(batch, queries, heads),
+            )
             for part in range(parts)
-        ]  # fmt: skip
+        ]
 
     def _rotated_to_slots(self, spec: Spec, sample: PerHeadTokens) -> tuple[Rows, Rows]:
         """Keys, rotated to their slot within a half with cache-relative positions, and values."""

@@ -151,10 +151,10 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
         return rerotate(reducer.spec, moved.k, by) if reducer.cache_relative else moved.k, moved.v
 
     back = jax.vjp(
-        lambda k, v, new_k, new_v: again(
-            sample._replace(k=k, v=v), new._replace(k=new_k, v=new_v)
-        ), *sample[:2], *new[:2],
-    )[1]  # fmt: skip
+        lambda k, v, new_k, new_v: again(sample._replace(k=k, v=v), new._replace(k=new_k, v=new_v)),
+        *sample[:2],
+        *new[:2],
+    )[1]
     k, v, new_k, new_v = back((cotangents[0].k, cotangents[0].v))
     return (
         PerHeadTokens(k, v, None),
@@ -186,9 +186,15 @@ def _order_of(evicted: Evicted) -> tuple[Int32[Array, "B X"], Int32[Array, " B"]
 
 
 def _fill_level_0(
-    reducer: Reducer, sample: PerHeadTokens, num_evicted: Array, rng: Array,
-    tokens: PerHeadTokens, order: Array, done: Array, count: Array,
-) -> PerHeadTokens:  # fmt: skip
+    reducer: Reducer,
+    sample: PerHeadTokens,
+    num_evicted: Array,
+    rng: Array,
+    tokens: PerHeadTokens,
+    order: Array,
+    done: Array,
+    count: Array,
+) -> PerHeadTokens:
     """Level 0 takes its tokens, from the `done`-th evicted one on, until it is full."""
     chosen = token_of_slot(reducer.size, num_evicted[:, None], rng)[:, :, 0]
     offset = chosen - num_evicted[:, None, None]

@@ -251,9 +251,12 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         prompt.exact_sinks,
     )
     return state._replace(
-        dense=exact, sample=chosen, log_weight=weight,
-        queries=state.queries[:, :, :0], query_positions=state.query_positions[:, :0],
-    )  # fmt: skip
+        dense=exact,
+        sample=chosen,
+        log_weight=weight,
+        queries=state.queries[:, :, :0],
+        query_positions=state.query_positions[:, :0],
+    )
 
 
 def weighted_sample(
@@ -290,9 +293,11 @@ def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Arr
     prompt = state.dense
     kv_heads, num_queries = state.queries.shape[1:3]
     logits = jnp.einsum(
-        "bkwgh,bksh->bkgws", state.queries, rows.dequantise(prompt.k).astype(jnp.float32),
+        "bkwgh,bksh->bkgws",
+        state.queries,
+        rows.dequantise(prompt.k).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
-    ) * jnp.float32(spec.scale)  # fmt: skip
+    ) * jnp.float32(spec.scale)
     if spec.softcap is not None:
         logits = jnp.float32(spec.softcap) * jnp.tanh(logits / jnp.float32(spec.softcap))
     penalty = spec.encoding.bias(state.query_positions, prompt.positions, kv_heads)

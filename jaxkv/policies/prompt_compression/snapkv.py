@@ -83,7 +83,11 @@ class SnapKV(CompressionPolicy):
         start, how = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
         side = self.kernel // 2
         pooled = jax.lax.reduce_window(
-            score, jnp.float32(start), how, (1, 1, 1, self.kernel), (1, 1, 1, 1),
+            score,
+            jnp.float32(start),
+            how,
+            (1, 1, 1, self.kernel),
+            (1, 1, 1, 1),
             ((0, 0), (0, 0), (0, 0), (side, side)),
-        )  # fmt: skip
+        )
         return pooled / jnp.float32(self.kernel) if self.pool == "mean" else pooled

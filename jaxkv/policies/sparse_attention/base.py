@@ -162,9 +162,14 @@ def _candidates(
     seen = (slot <= query_slot)[:, None, None]
     return Candidates(
         logits if penalty is None else logits + penalty,
-        seen & near, seen & ~near,
-        q, cache.k, chunk.positions, cache.positions, state.rng,
-    )  # fmt: skip
+        seen & near,
+        seen & ~near,
+        q,
+        cache.k,
+        chunk.positions,
+        cache.positions,
+        state.rng,
+    )
 
 
 def share_of(share: float, among: Bool[Array, "... S"]) -> Int32[Array, "... 1"]:

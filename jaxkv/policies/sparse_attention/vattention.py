@@ -76,10 +76,13 @@ class VAttention(SparsePolicy):
         return jnp.where(top, np.float32(0), sample)
 
     def _budget(
-        self, candidates: Candidates, exact: Bool[Array, "B K G T S"],
-        first: Bool[Array, "B K G T S"], pilot: Int32[Array, "B K G T 1"],
+        self,
+        candidates: Candidates,
+        exact: Bool[Array, "B K G T S"],
+        first: Bool[Array, "B K G T S"],
+        pilot: Int32[Array, "B K G T 1"],
         count: Int32[Array, "B K G T 1"],
-    ) -> Int32[Array, "B K G T 1"]:  # fmt: skip
+    ) -> Int32[Array, "B K G T 1"]:
         """How many of the `count` others to draw, estimated from the first `pilot` of them."""
         logits = jax.lax.stop_gradient(candidates.logits)
         visible = candidates.exact | candidates.selectable

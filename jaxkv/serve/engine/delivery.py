@@ -54,9 +54,10 @@ class EngineMetrics:
         """The counters by name. step_sizes: steps of at most each edge's tokens, cumulative."""
         edges = [*map(str, EDGES), "+Inf"]
         return {
-            "generation_tokens": self.generated_tokens, "step_tokens": self.step_tokens,
+            "generation_tokens": self.generated_tokens,
+            "step_tokens": self.step_tokens,
             "step_sizes": list(zip(edges, accumulate(self.sizes), strict=True)),
-        }  # fmt: skip
+        }
 
     def estimate_wait(self, tokens: int, max_batch: int) -> float:
         """Estimate the seconds until `tokens` waiting prompt tokens are served."""

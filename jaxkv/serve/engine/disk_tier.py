@@ -47,9 +47,13 @@ class DiskTier:
     """
 
     def __init__(
-        self, folder: PrefixFolder | None, settings: str, like: Any, max_waiting: int,
+        self,
+        folder: PrefixFolder | None,
+        settings: str,
+        like: Any,
+        max_waiting: int,
         get: Callable[[Entry], Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder, self._settings, self._like = folder, settings, like
         self._max_waiting, self._get = max_waiting, get
         self._waiting: dict[bytes, Entry] = {}
@@ -71,14 +75,17 @@ class DiskTier:
         if folder.problem:
             LOG.warning(
                 "%s cannot be written (%s): its prefixes are read, and new ones are not stored",
-                folder.path, folder.problem,
-            )  # fmt: skip
+                folder.path,
+                folder.problem,
+            )
         if foreign := len(folder) - folder.count(settings):
             LOG.warning(
                 "%d of %d prefixes in %s are of another model, policy, version or machine and are "
                 "not read; they are deleted when the folder is full",
-                foreign, len(folder), folder.path,
-            )  # fmt: skip
+                foreign,
+                len(folder),
+                folder.path,
+            )
 
     @property
     def idle_seconds(self) -> float | None:
@@ -136,8 +143,9 @@ class DiskTier:
             self.failures += 1
             LOG.warning(
                 "the prefix in %s cannot be read, is deleted and computed again: %s",
-                self._folder.path / file.name, str(error).partition(";")[0],
-            )  # fmt: skip
+                self._folder.path / file.name,
+                str(error).partition(";")[0],
+            )
             self._folder.discard(file)
             return None
         finally:
@@ -197,9 +205,12 @@ class DiskTier:
             "disk_entries": 0 if folder is None else folder.count(self._settings),
             "disk_bytes": 0 if folder is None else folder.bytes,
             "disk_entries_waiting": len(self._waiting) + self._jobs.unfinished_tasks,
-            "disk_hits": self.hits, "disk_writes": self.writes, "disk_failures": self.failures,
-            "disk_evictions": 0 if folder is None else folder.evictions, "disk_lost": self.lost,
-        }  # fmt: skip
+            "disk_hits": self.hits,
+            "disk_writes": self.writes,
+            "disk_failures": self.failures,
+            "disk_evictions": 0 if folder is None else folder.evictions,
+            "disk_lost": self.lost,
+        }
 
     @property
     def _identity(self) -> str:
@@ -244,11 +255,15 @@ def settings_hash(root: bytes, shapes: Any) -> str:
     """A short hash of what the bits of a prefix depend on. root: the store's, without a salt."""
     device = jax.local_devices()[0]
     return root_hash(
-        root=root, shapes=str(jax.tree.leaves(shapes)), jaxkv=__version__, jax=jax.__version__,
-        jaxlib=jax.lib.__version__, device=f"{device.platform} {device.device_kind}",
+        root=root,
+        shapes=str(jax.tree.leaves(shapes)),
+        jaxkv=__version__,
+        jax=jax.__version__,
+        jaxlib=jax.lib.__version__,
+        device=f"{device.platform} {device.device_kind}",
         processor=_processor() if device.platform == "cpu" else "",
         flags=os.environ.get("XLA_FLAGS", ""),
-    ).hex()[:16]  # fmt: skip
+    ).hex()[:16]
 
 
 def pack(arrays: Any) -> np.ndarray:

@@ -125,8 +125,13 @@ class Engine:
         budget = chunk if max_prefill_tokens is None else max_prefill_tokens
         max_len = resolve_max_len(model.policies, max_len)
         per_owner = max_batch if max_per_owner is None else max_per_owner
-        counts = {"max_batch": max_batch, "max_prefill_tokens": budget, "queue": queue,
-                  "queue_tokens": queue_tokens, "max_per_owner": per_owner}  # fmt: skip
+        counts = {
+            "max_batch": max_batch,
+            "max_prefill_tokens": budget,
+            "queue": queue,
+            "queue_tokens": queue_tokens,
+            "max_per_owner": per_owner,
+        }
         for name, value in counts.items():
             check_int(name, value, maximum=2**31 - 1)
         check_int("seed", seed, 0, 2**32 - 1)
@@ -144,8 +149,11 @@ class Engine:
         if prefix_cache is not None:
             self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
-        self.bytes = {"weights": nbytes(model.weights), "sequences": self._programs.bytes,
-                      "prefixes": 0 if self._store is None else self._store.bytes}  # fmt: skip
+        self.bytes = {
+            "weights": nbytes(model.weights),
+            "sequences": self._programs.bytes,
+            "prefixes": 0 if self._store is None else self._store.bytes,
+        }
         self._prefills: deque[ActivePrefill] = deque()  # of different owners, who take turns
         self._in_flight: deque[InFlightStep] = deque()
         self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
@@ -213,13 +221,16 @@ class Engine:
         """Counters and current state by name; from any thread."""
         store = self._store
         return {
-            "running": self.running, "waiting": self.waiting,
-            "waiting_tokens": self._queue.tokens, "batch_size": self._running.size,
+            "running": self.running,
+            "waiting": self.waiting,
+            "waiting_tokens": self._queue.tokens,
+            "batch_size": self._running.size,
             "cache_usage": len(self._running.running) / self.max_batch,
-            "compilations": self.compilations, **self._metrics.export(),
+            "compilations": self.compilations,
+            **self._metrics.export(),
             **{f"bytes_of_{use}": count for use, count in self.bytes.items()},
             **(prefix_metrics(None) if store is None else store.metrics()),
-        }  # fmt: skip
+        }
 
     def reset_prefix_cache(self) -> bool:
         """Remove all cached prefixes; returns False, and does nothing, if one is in use.

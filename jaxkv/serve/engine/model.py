@@ -56,10 +56,12 @@ def deduplicate_shared(policies: Sequence[Policy], states: Sequence[State]) -> t
     return tuple(
         jax.tree.map(
             lambda leaf, array, shared: shared if leaf.shared else array,
-            policy.leaves, state, states[layer],
+            policy.leaves,
+            state,
+            states[layer],
         )
         for policy, state, layer in zip(policies, states, first, strict=True)
-    )  # fmt: skip
+    )
 
 
 def forward(

@@ -50,8 +50,9 @@ def block_layout(policies: tuple[Policy, ...], states: States, page_size: int) -
     axes = _axes(policies, lambda leaf: leaf.append_only)
     sizes = [
         leaf.shape[axis]
-        for leaf, axis in zip(jax.tree.leaves(states), axes, strict=True) if axis is not None
-    ]  # fmt: skip
+        for leaf, axis in zip(jax.tree.leaves(states), axes, strict=True)
+        if axis is not None
+    ]
     return Layout(axes, 0, page_size, min(sizes) // page_size)
 
 

@@ -125,11 +125,16 @@ def begin_prefill(
     first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
     layers = {
         policy: begin(
-            partial(model.layer, policy), model.layer_weights(model.weights, number), x,
-            layer_state, positions, valid, donate=(1, 2),
+            partial(model.layer, policy),
+            model.layer_weights(model.weights, number),
+            x,
+            layer_state,
+            positions,
+            valid,
+            donate=(1, 2),
         )
         for number, policy, layer_state in first.values()
-    }  # fmt: skip
+    }
     ends = {
         scored: begin(
             partial(end_chunk, model, scored), model.weights, x, state.logits, tokens, zero

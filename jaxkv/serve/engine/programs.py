@@ -137,9 +137,14 @@ def decode(
     """
     batch = restore(batch, like)
     logits, states = forward(
-        model, weights, batch.token[:, None], batch.position[:, None], active[:, None],
-        batch.states, jnp.zeros((batch.token.shape[0], 1), jnp.int32),
-    )  # fmt: skip
+        model,
+        weights,
+        batch.token[:, None],
+        batch.position[:, None],
+        active[:, None],
+        batch.states,
+        jnp.zeros((batch.token.shape[0], 1), jnp.int32),
+    )
     fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
     fed, output = _sample(fed, logits[:, 0], active, scored)
     return carry(fed), output
@@ -230,9 +235,13 @@ def begin_moves(
 
 
 def move(
-    size: int, target_size: int, leaf: Array, into: Array, order: Int32[Array, " C"],
+    size: int,
+    target_size: int,
+    leaf: Array,
+    into: Array,
+    order: Int32[Array, " C"],
     count: Int32[Array, ""],
-) -> Array:  # fmt: skip
+) -> Array:
     """Copy entries `order` of a leaf of `size` sequences to the first `count` ones of another leaf.
 
     C: the smaller size. Other entries of `into` do not change.
@@ -290,9 +299,14 @@ class Programs:
     """
 
     def __init__(
-        self, model: Model, sizes: Sequence[int], max_len: int | None, widths: Sequence[int],
-        prefills: int = PREFILLS, progress: Callable[[int, int], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        sizes: Sequence[int],
+        max_len: int | None,
+        widths: Sequence[int],
+        prefills: int = PREFILLS,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.model, self.sizes = model, tuple(sizes)
         state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
         batches = {
@@ -377,28 +391,41 @@ class Programs:
         model, zero, like = self.model, np.int32(0), batches[size]
         batch = jax.eval_shape(carry, like)
         params = SequenceParams(
-            np.zeros(1, "u4"), np.zeros(1, "u4"),
+            np.zeros(1, "u4"),
+            np.zeros(1, "u4"),
             Knobs(*(np.zeros(1, dtype) for dtype in ("f4", "i4", "f4", "f4", "f4"))),
-            np.zeros((1, model.vocab), bool), np.zeros((1, 2), "f4"),
+            np.zeros((1, model.vocab), bool),
+            np.zeros((1, 2), "f4"),
             np.zeros((1, model.vocab), "f4"),
-        )  # fmt: skip
+        )
         decoding = begin(
-            partial(decode, model, like), model.weights, batch, np.zeros(size, bool),
-            np.bool_(False), donate=(1,),
-        )  # fmt: skip
+            partial(decode, model, like),
+            model.weights,
+            batch,
+            np.zeros(size, bool),
+            np.bool_(False),
+            donate=(1,),
+        )
         inserting = begin(
-            partial(insert, model, max_len, like), batch, zero, self.prefill_shapes, params,
+            partial(insert, model, max_len, like),
+            batch,
+            zero,
+            self.prefill_shapes,
+            params,
             donate=(0,),
-        )  # fmt: skip
+        )
         moves = {
             target_size: begin_moves(begin, batch, size, jax.eval_shape(carry, into), target_size)
             for target_size, into in batches.items()
             if target_size != size
         }
         return BatchPrograms(
-            begin(lambda: carry(empty_batch(model, size, max_len))), decoding, inserting,
-            begin(set_bias, batch, zero, params.bias, donate=(0,)), moves,
-        )  # fmt: skip
+            begin(lambda: carry(empty_batch(model, size, max_len))),
+            decoding,
+            inserting,
+            begin(set_bias, batch, zero, params.bias, donate=(0,)),
+            moves,
+        )
 
     def padded(self, count: int) -> int:
         """The width to which a chunk of `count` tokens is padded."""

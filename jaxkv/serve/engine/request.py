@@ -96,19 +96,30 @@ def _check_types(request: Request) -> None:
         ("max_new_tokens", is_whole(request.max_new_tokens), "a whole number"),
         ("min_new_tokens", is_whole(request.min_new_tokens), "a whole number"),
         ("seed", is_whole(request.seed), "a whole number"),
-        ("logprobs", request.logprobs is None or is_whole(request.logprobs),
-         "a whole number or None"),
+        (
+            "logprobs",
+            request.logprobs is None or is_whole(request.logprobs),
+            "a whole number or None",
+        ),
         ("sampling", isinstance(request.sampling, Sampling), "a Sampling"),
         ("salt", isinstance(request.salt, str | None), "a text or None"),
         ("owner", isinstance(request.owner, str | None), "a text or None"),
         ("presence_penalty", isinstance(request.presence_penalty, Real), "a number"),
         ("frequency_penalty", isinstance(request.frequency_penalty, Real), "a number"),
         ("echo", isinstance(request.echo, bool), "True or False"),
-        ("bias", isinstance(request.bias, tuple) and all(
-            isinstance(pair, tuple) and len(pair) == 2 and is_whole(pair[0])
-            and isinstance(pair[1], Real) for pair in request.bias
-        ), "a tuple of (token, number)"),
-    )  # fmt: skip
+        (
+            "bias",
+            isinstance(request.bias, tuple)
+            and all(
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and is_whole(pair[0])
+                and isinstance(pair[1], Real)
+                for pair in request.bias
+            ),
+            "a tuple of (token, number)",
+        ),
+    )
     for name, holds, rule in rules:
         if not holds:
             raise UserError(f"{name} must be {rule}, got {getattr(request, name)!r:.60}; give one")
@@ -225,6 +236,13 @@ class RequestHandle:
     def outcome(self, reason: str, error: str = "") -> Outcome:
         """The outcome of a request that ends now."""
         return Outcome(
-            reason, len(self.request.tokens), self.cached, self.generated, self.queue_seconds,
-            self.first_token_seconds, time.monotonic() - self.arrival, self.computed, error,
-        )  # fmt: skip
+            reason,
+            len(self.request.tokens),
+            self.cached,
+            self.generated,
+            self.queue_seconds,
+            self.first_token_seconds,
+            time.monotonic() - self.arrival,
+            self.computed,
+            error,
+        )

@@ -76,9 +76,10 @@ class RunningBatch:
     def decode(self) -> InFlightStep | None:
         """Dispatch one token of every request that wants more; None if none does."""
         handles = [
-            (index, handle) for index, handle in enumerate(self.handles)
+            (index, handle)
+            for index, handle in enumerate(self.handles)
             if handle is not None and handle.dispatched < handle.request.max_new_tokens
-        ]  # fmt: skip
+        ]
         if not handles:
             return None
         for index, handle in handles:

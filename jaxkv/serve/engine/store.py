@@ -209,9 +209,13 @@ class PrefixStore:
 def model_root(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
     """The root hash of all settings that a cache depends on besides its tokens."""
     return root_hash(
-        policy=format_policy(model.policies), model=model.identity, spec=repr(model.spec),
-        chunk=chunk, seed=seed, salt=salt,
-    )  # fmt: skip
+        policy=format_policy(model.policies),
+        model=model.identity,
+        spec=repr(model.spec),
+        chunk=chunk,
+        seed=seed,
+        salt=salt,
+    )
 
 
 def prefix_metrics(index: PrefixIndex | None) -> dict[str, Any]:
@@ -223,11 +227,16 @@ def prefix_metrics(index: PrefixIndex | None) -> dict[str, Any]:
     tiers = (None, None) if index is None else index.tiers
     device, host = ((0, 0) if tier is None else (tier.capacity, tier.taken) for tier in tiers)
     return {
-        "prefix_queries": counts.tokens, "prefix_hits": counts.tokens_hit,
-        "prefix_entries": device[0], "prefix_entries_stored": device[1],
+        "prefix_queries": counts.tokens,
+        "prefix_hits": counts.tokens_hit,
+        "prefix_entries": device[0],
+        "prefix_entries_stored": device[1],
         "prefix_entries_in_use": 0 if index is None else index.in_use,
-        "host_entries": host[0], "host_entries_stored": host[1],
-        "misses": dict(counts.missed), "evictions": counts.evictions,
-        "demotions": counts.demotions, "promotions": counts.promotions,
+        "host_entries": host[0],
+        "host_entries_stored": host[1],
+        "misses": dict(counts.missed),
+        "evictions": counts.evictions,
+        "demotions": counts.demotions,
+        "promotions": counts.promotions,
         **{f"disk_{name}": 0 for name in DISK},
-    }  # fmt: skip
+    }

@@ -71,9 +71,14 @@ class SnapshotTier:
     """
 
     def __init__(
-        self, layout: Layout, programs: Programs, vocab: int, capacity: int, chunk: int,
+        self,
+        layout: Layout,
+        programs: Programs,
+        vocab: int,
+        capacity: int,
+        chunk: int,
         rewritten: Pages | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         pages = layout.max_pages * capacity
         self._pool = DevicePool(layout, programs, vocab, pages, capacity)
         self.pages, self._chunk, self._rewritten = SharedPages(pages), chunk, rewritten
@@ -153,9 +158,14 @@ class DevicePool:
     """
 
     def __init__(
-        self, layout: Layout, programs: Programs, vocab: int, pages: int, records: int,
+        self,
+        layout: Layout,
+        programs: Programs,
+        vocab: int,
+        pages: int,
+        records: int,
         movable: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         states, zero = programs.prefill_shapes.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
         self.bytes = batch.nbytes(shape)

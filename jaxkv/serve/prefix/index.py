@@ -239,9 +239,10 @@ class PrefixIndex:
             seen = (n for n in range(deepest, 0, -1) if prompt.hashes[n - 1] in self._seen)
             numbers.add(next(seen, 0))
         return tuple(
-            n * self.chunk for n in sorted(numbers)
+            n * self.chunk
+            for n in sorted(numbers)
             if n * self.chunk > start and prompt.hashes[n - 1] not in self._entries
-        )  # fmt: skip
+        )
 
     def release(self, lease: Lease) -> None:
         """Release a lease; raises RuntimeError if it was released before."""

@@ -265,9 +265,12 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
     if config.family not in ("llama", "mistral"):  # llama.cpp applies no window there
         windows = {"attention.sliding_window": (0, config.context)}
         neutral |= windows if (fields.get("attention.sliding_window") or 0) < config.context else {}
-    check({prefix + key: value for key, value in fields.items()},
-          {prefix + key: values for key, values in neutral.items()},
-          {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS}, header.path)  # fmt: skip
+    check(
+        {prefix + key: value for key, value in fields.items()},
+        {prefix + key: values for key, values in neutral.items()},
+        {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS},
+        header.path,
+    )
 
 
 def _encoding(header: Header, architecture: str, fields: dict[str, Any], config: Config) -> Rotary:

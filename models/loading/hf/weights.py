@@ -75,8 +75,9 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     if weight_map is None:
         return read_header(folder / SINGLE)
     headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
-    lacking = [f"{name} in {file}" for name, file in weight_map.items()
-               if name not in headers[file]]  # fmt: skip
+    lacking = [
+        f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]
+    ]
     if lacking:
         raise UserError(
             f"{folder / INDEX} names tensors that their files lack: {first_few(lacking)}; "
