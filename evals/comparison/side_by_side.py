@@ -127,9 +127,11 @@ def after_prompts(
     means: dict[str, list[np.ndarray]] = {name: [] for name in policies}
     for seed in range(seeds):
         names = [name for name in policies if draws(name, seeds) > seed]
+        if not names:
+            break
         seeded = [policies[name] for name in names]
         # Stretch number i has the seed of the first plus i.
-        readings, _ = measurement.measure(llm, text, seeded, seed * len(text.tokens), show_progress)
+        readings = measurement.measure(llm, text, seeded, seed * len(text.tokens), show_progress)
         for name, reading in zip(names, readings, strict=True):
             means[name].append(reading.losses.mean(axis=1))
     jax.clear_caches()  # a process can map only this many compiled programs

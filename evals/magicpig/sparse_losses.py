@@ -111,12 +111,17 @@ def read(
     """The COLUMNS of each policy on one text, the first of which is full attention."""
     full, *_ = roomy = [with_room(policy, prompt, len(ids)) for policy in policies.values()]
     text = measurement.Stretches(np.array([ids], np.int32), prompt)
-    readings, streams = measurement.measure(
-        llm, text, roomy, seed, show_progress, full=full, room=1
+    shares = {full: 1.0}
+
+    def note_share(policy: Policy, stream: Stream) -> None:
+        if policy != full:
+            shares[policy] = share_read(llm, stream, ids)
+
+    readings = measurement.measure(
+        llm, text, roomy, seed, show_progress, full=full, after=note_share
     )
     return np.array([
-        [x.losses.mean(), x.kl.mean(), x.agreement.mean(),
-         1 if x.policy == full else share_read(llm, streams[x.policy], ids), x.state_bytes]
+        [x.losses.mean(), x.kl.mean(), x.agreement.mean(), shares[x.policy], x.state_bytes]
         for x in readings
     ])  # fmt: skip
 

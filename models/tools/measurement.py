@@ -161,19 +161,21 @@ def measure(
     chunk: int | None = None,
     decode: bool = False,
     overlap: bool = True,
+    after: Callable[[str, Stream], object] | None = None,
 ) -> list[Reading]:
     """The readings of policies, in their order.
 
     seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
     whether to end there. full: the policy with which predictions are compared. chunk: tokens per
     chunk; None chooses by policy. decode: measure the time of a decoded token, too. overlap:
-    compile programs of texts with prompts in other threads.
+    compile programs of texts with prompts in other threads. after: called with each policy and its
+    stream after the last stretch, in which one more token has room.
     Raises UserError before anything runs if any policy cannot run.
     """
     groups = grouped(llm, text, policies, full)
-    final = text.fed + (ROUNDS + 1) * ROUND * decode
-    # Those that read a prompt together are in memory at once, and all where they decode in turns.
-    for names in [tuple(policies)] if decode else [group.names for group in groups]:
+    final = text.fed + (ROUNDS + 1) * ROUND * decode + (after is not None)
+    # Those that read a prompt together are in memory at once, and all whose streams are kept.
+    for names in [tuple(policies)] if final > text.fed else [group.names for group in groups]:
         needed = sum(state_bytes(llm.policies(name), llm.spec, 1, final) for name in names)
         caches = f"the caches of {len(names)} policies for {final} tokens"
         caches = caches if len(names) > 1 else f"the cache of {names[0]} for {final} tokens"
@@ -193,6 +195,9 @@ def measure(
                     break
         if decode and not stopped():
             _time_decoding(runs, int(text.tokens[-1, -1]), ahead, watch, stopped)
+        if after is not None and not stopped():
+            for name, run in runs.items():
+                after(name, run.stream)
     finally:
         ahead.cancel()
     return [run.reading(name) for name, run in runs.items() if any(run.parts)]

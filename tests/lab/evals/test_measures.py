@@ -27,7 +27,7 @@ SMALLER = {
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
     "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
-    "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 600, "VARIANTS": {}},
+    "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
     "balancekv.tree_slots": {"cached_tokens": NO_TOKENS, "TREES": (tree_slots.FIRST,),
                              "AT_EQUAL_TOKENS": ()},
     "comparison.side_by_side": {
