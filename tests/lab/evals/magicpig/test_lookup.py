@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_tables_index_the_prompt_and_later_all_keys():
-    results = lookup.measure(1024, 1)
+    results = lookup.measure_size(1024, 1)
     prompt = 1024 - lookup.POLICY.sinks - lookup.POLICY.window
     assert results["keys_in_tables"][0] == prompt
     assert results["keys_in_tables"][1] >= prompt + lookup.POLICY.tail

@@ -25,7 +25,7 @@ def llm():
 def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
     options = Namespace(written=4, rounds=2)
-    results = sparse_tokens.measure({"layers": 1}, 600, options)
+    results = sparse_tokens.measure_size({"layers": 1}, 600, options)
     assert results["layers"] == 1 and results["times_faster"]["n"] == 2
     assert results["state_bytes"]["magicpig"] > results["state_bytes"]["full"]
     # Queries span more dimensions than keys.
