@@ -140,7 +140,7 @@ def run_times(name: str) -> list[str]:
             if record["platform"] == kind and name in record["notebooks"]
         }
         lines += [f"on {device}: {took:.1f} minutes" for device, took in minutes.items()]
-        lines += [] if minutes else [f"on a {kind.upper()}: not run yet"]
+        lines += [] if minutes else [f"on a {kind.upper()}: not timed yet"]
     return lines
 
 

@@ -259,14 +259,14 @@ def test_run_times_come_from_the_records_of_each_device(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "RUN_TIMES", tmp_path / "times.json")
     assert runtime.run_times("01_one") == [
         "on 2 cores of a processor: 1.3 minutes", "on 1 x Tesla T4: 0.5 minutes",
-        "on 1 x NVIDIA A100: 0.4 minutes", "on a TPU: not run yet",
+        "on 1 x NVIDIA A100: 0.4 minutes", "on a TPU: not timed yet",
     ]  # fmt: skip
-    assert runtime.run_times("02_other")[0] == "on a CPU: not run yet"
+    assert runtime.run_times("02_other")[0] == "on a CPU: not timed yet"
 
 
 def test_every_run_time_is_that_of_a_notebook():
     devices = json.loads(runtime.RUN_TIMES.read_text("utf-8")).values()
-    assert {name for record in devices for name in record["notebooks"]} == set(NAMES)
+    assert {name for record in devices for name in record["notebooks"]} <= set(NAMES)
 
 
 def test_a_passage_shorter_than_requested_prints_a_line(capsys):
