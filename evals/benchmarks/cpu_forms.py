@@ -189,27 +189,6 @@ def argmax(load: LoadModel, sizes: ProgramSizes) -> Program:
     return Program(about, lambda x: xla_cpu.argmax(x), lambda: (logits,), calls=8)
 
 
-def lookup(_: LoadModel, sizes: ProgramSizes) -> Program:
-    """The keys that three query heads find in the tables of their KV head."""
-    build = partial(hash_tables.build, bits=sizes.bits)
-    tables = jax.jit(build)(random_codes(sizes), jnp.ones(sizes.keys, bool))
-    tables = jax.tree.map(lambda leaf: leaf[None, None], tables)
-    random = np.random.default_rng(1)
-    queries = random.integers(0, 1 << sizes.bits, (3, sizes.tables)).astype(np.int32)
-    max_selected = min(4096, sizes.keys)
-
-    def find(tables: hash_tables.Tables, queries: Int32[Array, "N L"]) -> tuple[Array, Array]:
-        def select(code: Array) -> tuple[Array, Array]:
-            words = hash_tables.tally(tables, jnp.int32(0), code, sizes.keys, 2)
-            selected = hash_tables.select(words, max_selected, jnp.float32(0.5))
-            return selected.places, selected.count
-
-        return jax.lax.map(select, queries)
-
-    about = f"magicpig, lookup of 3 queries among {sizes.keys:,} keys, {sizes.tables} tables"
-    return Program(about, find, lambda: (tables, jnp.asarray(queries)), calls=8 * sizes.steps)
-
-
 def index(_: LoadModel, sizes: ProgramSizes) -> Program:
     """The hash tables of one KV head."""
     args = random_codes(sizes), jnp.ones(sizes.keys, bool)
@@ -269,7 +248,6 @@ PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
     "prefill": prefill,
     "forward": forward,
     "argmax": argmax,
-    "lookup": lookup,
     "index": index,
     "sampled": sampled,
     "training": train,

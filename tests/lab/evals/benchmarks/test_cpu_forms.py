@@ -20,7 +20,7 @@ RECIPE = replace(
 SIZES = ProgramSizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
 # In the everyday suite. Programs of whole models take long to trace.
-QUICK = ("argmax", "lookup", "index", "sampled")
+QUICK = ("argmax", "index", "sampled")
 RESULTS = {  # of a program besides its caches, whose form may differ
     "engine": lambda results: results[1],
     "forward": lambda results: results[1],
