@@ -73,12 +73,8 @@ class Record:
             draw(self.file.stem)
 
 
-class FlagParser(Parser):
-    """A parser that tells the nearest known flag or choice where one is unknown."""
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        self.check_flags(sys.argv[1:] if args is None else args)
-        return super().parse_args(args, namespace)
+class ChoiceParser(Parser):
+    """A parser that also names the nearest known choice where one is unknown."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -99,7 +95,7 @@ def make_parser(module: str, about: str | None, rounds: int = 0) -> Parser:
     module: its full name. about: the help text, which keeps its line breaks. rounds: the default of
     --rounds, for an experiment that has this argument and --quick.
     """
-    parser = FlagParser(
+    parser = ChoiceParser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -75,7 +75,7 @@ def flag(
 def number(kind: type, minimum: float, word: str) -> float:
     """The number that a word stands for.
 
-    Raises ArgumentTypeError where it is below the minimum, or no number.
+    Raises ArgumentTypeError where it is below the minimum or not a number.
     """
     try:
         value = kind(word)
