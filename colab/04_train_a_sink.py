@@ -54,7 +54,7 @@ tokens = write(chain, folder / "data")
 
 
 def train(sinks, seed):
-    recipe = dataclasses.replace(PRESETS["backcopy"], sinks=sinks, seed=seed, steps=steps)
+    recipe = dataclasses.replace(PRESETS["backcopy"], sink_variant=sinks, seed=seed, steps=steps)
     run = folder / f"{sinks}-{seed}"
     return models.load(pretrain(recipe, tokens, run, tell=lambda line: None))
 
@@ -198,7 +198,7 @@ runtime.picture(figure, "The loss of a long text by its cache", caption)
 #
 # ```bash
 # jaxkv data --text books/train --valid books/valid --vocab-size 4096 --out tokens
-# jaxkv pretrain --preset tiny --data tokens --out run --set sinks=token
+# jaxkv pretrain --preset tiny --data tokens --out run --set sink_variant=token
 # jaxkv generate "Once upon a time" --model run/hf --policy streaming:sinks=1,window=255
 # ```
 #

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import rows
-from jaxkv.cache.rows import Rows
+from jaxkv import rows
 from jaxkv.contract import Chunk, Partial, Spec
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.rows import Rows
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | None

@@ -261,5 +261,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown word: a suggestion, and the known words."""
     choices = list(choices)
     near = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
+    if not near and len(word) >= 4:
+        near = [choice for choice in choices if choice.startswith(word[:4].lower())]
     listed = ", ".join(choices)
     return f"; did you mean {near[0]!r}? (there are {listed})" if near else f"; there are {listed}"

@@ -17,7 +17,6 @@ import numpy as np
 from jaxkv import models
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Policy, Spec
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies import (
@@ -31,6 +30,7 @@ from jaxkv.policies import (
 )
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed

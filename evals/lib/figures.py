@@ -19,6 +19,7 @@ from jaxkv.evals.prefix_caching import plots
 from jaxkv.evals.reservoir import plots as reservoir_plots
 from jaxkv.evals.streaming import plots as streaming_plots
 from jaxkv.evals.training import plots as training_plots
+from jaxkv.evals.training.sink_tables import variant_of_record
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
@@ -113,7 +114,7 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
     for variant in results["variants"].values():
         steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
-        sinks = variant["recipe"]["sinks"]
+        sinks = variant_of_record(variant)
         axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
     axes.set(xlabel="million tokens of training", ylabel="validation loss (nats per token)")
 

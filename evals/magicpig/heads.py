@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws
 from jaxkv.attention import blend, scores
 from jaxkv.cli.progress import show_progress
 from jaxkv.contract import Chunk, Policy, Spec
@@ -142,7 +142,7 @@ def last_queries(
     penalty = spec.encoding.bias(at[:, -QUERIES:], at, k.shape[1])
     causal = (slot <= query_at)[:, None, None]
     ends = ((slot < sinks) | (slot + np.uint32(window) > query_at))[:, None, None]
-    rng = contract.seeds(jax.random.key(seed), spec, len(q))
+    rng = draws.seeds(jax.random.key(seed), spec, len(q))
     logits = logits if penalty is None else logits + penalty
     return Candidates(logits, causal & ends, causal & ~ends, q, k, at[:, -QUERIES:], at, rng)
 

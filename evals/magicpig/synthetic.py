@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws
 from jaxkv.contract import Chunk, Spec
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.magicpig.heads import CapturedLayer, attend, progress
@@ -68,7 +68,7 @@ def queries(logits: np.ndarray | jax.Array, seed: int | jax.Array) -> Candidates
     """One query with these keys as candidates; no key is always attended."""
     between, at = jnp.ones((1, 1, 1, 1, len(logits)), bool), jnp.zeros((1, 1), jnp.uint32)
     none = jnp.zeros((1, 1, len(logits), 0), jnp.float32)
-    rng = contract.seeds(jax.random.key(seed), SPEC, 1)
+    rng = draws.seeds(jax.random.key(seed), SPEC, 1)
     places = jnp.arange(len(logits), dtype=jnp.uint32)[None]
     logits = jnp.asarray(logits)[None, None, None, None]
     return Candidates(logits, ~between, between, none[:, :, :1], none, at, places, rng)

@@ -113,7 +113,7 @@ def check_learnt(llm: Llm, seed: int, steps: int) -> None:
 def recipe_of(seed: int, steps: int) -> Recipe:
     return read_recipe("tiny", [
         "layers=2", "width=128", "heads=2", "kv_heads=2", "mlp=256", f"context={CONTEXT}",
-        "sinks=token", f"steps={steps}", "batch_size=16", "optimizer=muon", "lr=1e-2",
+        "sink_variant=token", f"steps={steps}", "batch_size=16", "optimizer=muon", "lr=1e-2",
         f"seed={seed}",
     ])  # fmt: skip
 

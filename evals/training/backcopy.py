@@ -79,7 +79,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def recipe_of(variant: str, seed: int) -> Recipe:
-    return dataclasses.replace(PRESETS["backcopy"], sinks=variant, seed=seed)
+    return dataclasses.replace(PRESETS["backcopy"], sink_variant=variant, seed=seed)
 
 
 def train(
@@ -98,7 +98,7 @@ def train(
     mass = dormant(llm, chain, ids, cache)
     shown = ", ".join(f"{name} {line['loss']:.4f}" for name, line in lines.items())
     print(
-        f"{recipe.sinks}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
+        f"{recipe.sink_variant}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
         f"{mass.mean():.2f}, {mass.max():.2f}; {shown}",
         flush=True,
     )

@@ -3,8 +3,8 @@
 In a window without the first token, the attention that a head gives to that token goes to others. A
 sink logit takes it without a token. Here the logits are trained, and all weights are frozen. The
 loss is KL(all || window): between the predictions from all tokens of a sample and those from the
-last `--window` tokens. `jaxkv pretrain --train sinks --set sinks=logit` trains them on text, which
-gives the same losses with this learning rate (record sinks_distilled).
+last `--window` tokens. `jaxkv pretrain --train sinks --set sink_variant=logit` trains them on text,
+which gives the same losses with this learning rate (record sinks_distilled).
 
     python -m jaxkv.evals.training.distilled_logits --texts BOOKS --out out/distilled
     python -m jaxkv.evals.training.sinks_in_front --variants distilled=out/distilled --texts OTHERS
@@ -83,7 +83,7 @@ def main() -> None:
     logits, losses, seconds = distil(llm.config, llm.weights, batches, options.window, options.lr)
     if not np.isfinite(losses).all():
         raise SystemExit(f"the divergence must be finite, got {losses[-1]}; give a smaller --lr")
-    named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
+    named = {f"layers.{i}.sink_logits": row for i, row in enumerate(logits)}
     fingerprint = open_source(llm.path).fingerprint()
     print(sinks.write(options.out / sinks.FILE, named, len(logits), fingerprint))
     fields = {k: v for k, v in vars(options).items() if isinstance(v, int | float)}
@@ -128,7 +128,7 @@ def _divergence(
     full = jax.lax.stop_gradient(decoder.logits(hidden[:, window:]))
     limited: dict[str, Any] = {"windows": (window,) * config.layers, "sink_logit": "learned"}
     windowed = dataclasses.replace(config, **limited)
-    named = {f"layers.{i}.sinks": row for i, row in enumerate(logits)}
+    named = {f"layers.{i}.sink_logits": row for i, row in enumerate(logits)}
     decoder, hidden, _ = uncached.forward(windowed, {**weights, **named}, ids)
     return jnp.mean(divergence(full, decoder.logits(hidden[:, window:]))[0])
 

@@ -14,7 +14,7 @@ from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
-from jaxkv.evals.training.sink_tables import evaluations, settings
+from jaxkv.evals.training.sink_tables import evaluations, settings, variant_of_record
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def largest_attention(*sinks: str) -> Derived:
     return lambda results: {
         name: run["first_token_most"][-1]
         for name, run in results["runs"].items()
-        if run["recipe"]["sinks"] in sinks
+        if variant_of_record(run) in sinks
     }
 
 
@@ -61,7 +61,7 @@ def runs_table() -> str:
     heads = ("preset", "trained with", "million tokens", "validation loss",
              "largest attention of a head")  # fmt: skip
     cells = (
-        (f"`{name.split()[0]}`", KINDS[trained["recipe"]["sinks"]],
+        (f"`{name.split()[0]}`", KINDS[variant_of_record(trained)],
          f"{trained['million_tokens'][-1]:.0f}", f"{trained['valid_loss'][-1]:.3f}",
          f"{trained['first_token_most'][-1]:.3f}")
         for name, trained in read("emergence")["results"]["runs"].items()

@@ -39,7 +39,7 @@ FLAGS = (
     flag("--rows", type=int, about="samples a step (default: the preset's)", minimum=1),
     flag("--vocab", 4096, minimum=4),
     flag("--rounds", 15, minimum=1),
-    flag("--trace", False, "add the time of a step by GPU kernel, with sinks=token"),
+    flag("--trace", False, "add the time of a step by GPU kernel, with sink_variant=token"),
 )
 
 
@@ -53,7 +53,8 @@ def measure(run: Run) -> dict[str, Any]:
     results = {"preset": options.preset or preset, "vocab": options.vocab}
     results |= shares_of_peak(recipe, options.vocab, options.rounds, share)
     if options.trace:
-        results["kernels"] = traced(dataclasses.replace(recipe, sinks="token"), options.vocab)
+        with_token = dataclasses.replace(recipe, sink_variant="token")
+        results["kernels"] = traced(with_token, options.vocab)
     return results
 
 
@@ -67,7 +68,7 @@ def shares_of_peak(recipe: Recipe, vocab: int, count: int, share: float) -> dict
     on_cpu = jax.default_backend() == "cpu"
     variants: dict[str, Variant] = {}
     for sinks in SINKS:
-        variants[sinks] = stepping(dataclasses.replace(recipe, sinks=sinks), vocab)
+        variants[sinks] = stepping(dataclasses.replace(recipe, sink_variant=sinks), vocab)
     if on_cpu:
         product = partial(jax.jit(jax.numpy.matmul), *[jax.numpy.ones((SIDE, SIDE))] * 2)
         variants["peak"] = timed(lambda: product().block_until_ready())
@@ -114,7 +115,7 @@ def traced(recipe: Recipe, vocab: int, steps: int = 3) -> dict[str, float]:
 
 def stepping(recipe: Recipe, vocab: int) -> Variant:
     """One training step on random tokens, continuing from the last one."""
-    front = tuple(range(1, 1 + len(FRONT.get(recipe.sinks, ()))))
+    front = tuple(range(1, 1 + len(FRONT.get(recipe.sink_variant, ()))))
     setting = setting_for(recipe, vocab, front, 0)
     held = [training.begin(setting)]
     random = np.random.default_rng(0)

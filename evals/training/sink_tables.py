@@ -62,7 +62,7 @@ def measure(run: Run) -> dict[str, Any]:
     """The tables of every variant, whose runs are folders, and their attention as pictures."""
     options, record = run.options, run.record
     runs = list(map(settings, options.runs))
-    names = [f"{about['recipe']['sinks']}-{about['recipe']['seed']}" for about in runs]
+    names = [f"{about['recipe']['sink_variant']}-{about['recipe']['seed']}" for about in runs]
     check(names, runs)
     texts, files_read = texts_of(options.texts, options.tokens, options.runs[0])
     tasks = read_tasks(options.zeroshot, options.rows) if options.zeroshot else {}
@@ -109,12 +109,13 @@ def check(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> None:
         )
     for about in runs[1:]:
         mine, first = (
-            {**x, **x["recipe"], "sinks": 0, "seed": 0, "recipe": 0} for x in (about, runs[0])
+            {**x, **x["recipe"], "sink_variant": 0, "seed": 0, "recipe": 0}
+            for x in (about, runs[0])
         )
         differ = [key for key in mine if mine[key] != first.get(key)]
         if differ:
             raise UserError(
-                f"runs must be alike but for sinks and seed, differ: {differ}; leave one out"
+                f"runs must be alike but for sink_variant and seed, differ: {differ}; leave one out"
             )
 
 
@@ -141,12 +142,18 @@ RENAMED = {  # the present name of a recipe's field, by its older one
     "accumulate": "grad_accum_steps",
     "last_lr": "final_lr_ratio",
     "look_every": "eval_every",
+    "sinks": "sink_variant",
 }
 
 
 def recipe_of_record(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe of a record, with the present names of its fields."""
     return {RENAMED.get(name, name): value for name, value in recipe.items()}
+
+
+def variant_of_record(run: dict[str, Any]) -> str:
+    """The sink variant with which the model of a record was trained."""
+    return recipe_of_record(run["recipe"])["sink_variant"]
 
 
 def settings(run: Path) -> dict[str, Any]:
@@ -249,8 +256,8 @@ def draw(llm: Llm, texts: dict, variant: str) -> bytes:
     figure.colorbar(picture, ax=grid, shrink=0.6, label="attention")
     front = len(llm.tokenizer.front)
     caption = (
-        f"sinks={variant}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), mean of "
-        f"{SAMPLES} samples" + (f", {front} sink token(s) first" if front else "")
+        f"sink_variant={variant}: attention of {SHOWN} queries (down) to {SHOWN} keys (across), "
+        f"mean of {SAMPLES} samples" + (f", {front} sink token(s) first" if front else "")
     )
     return pictures.finish(figure, caption)
 
@@ -337,7 +344,7 @@ def losses(kind: str, count: int) -> Derived:
     return lambda results: {
         f"{name}, {text}": row
         for name, model in results["variants"].items()
-        if model["recipe"]["sinks"] == kind
+        if variant_of_record(model) == kind
         for text, rows in model["perplexity"].items()
         for size, row in rows.items()
         if size.startswith(f"{count}+")
@@ -347,7 +354,7 @@ def losses(kind: str, count: int) -> Derived:
 def raised_loss(results: Results) -> dict[str, list[float]]:
     """The validation loss with a sink token minus that of plain softmax, by seed."""
     runs = results["variants"].values()
-    loss = {(x["recipe"]["sinks"], x["recipe"]["seed"]): x["valid_loss"] for x in runs}
+    loss = {(variant_of_record(x), x["recipe"]["seed"]): x["valid_loss"] for x in runs}
     seeds = [seed for kind, seed in loss if kind == "none" and ("token", seed) in loss]
     return {"token": [loss["token", seed] - loss["none", seed] for seed in seeds]} if seeds else {}
 
@@ -387,7 +394,7 @@ def variants_table() -> str:
         texts = variant["perplexity"].values()
         means = (np.mean([text[size]["loss_over_base"] for text in texts]) for size in sizes)
         over = [f"{round(mean, 4) + 0.0:+.4f}" for mean in means]
-        kind, attention = KINDS[variant["recipe"]["sinks"]], variant["first_token"]["most"]
+        kind, attention = KINDS[variant_of_record(variant)], variant["first_token"]["most"]
         cells.append((kind, f"{variant['valid_loss']:.3f}", *over, f"{attention:.3f}"))
     heads = ("trained with", "validation loss", *sizes, "largest attention of a head")
     caption = (

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import rows
 from jaxkv.attention import slot_attention
-from jaxkv.cache import ring, rows
+from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
-from jaxkv.cache.rows import Rows, Storage
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_int
+from jaxkv.rows import Rows, Storage
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 _NEVER = np.int32(2**31 - 1)

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import rows
 from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
-from jaxkv.cache import rows
-from jaxkv.cache.rows import OVERFULL, Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.platform import gpu as xla_gpu
+from jaxkv.rows import OVERFULL, Rows, Storage
 from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 

@@ -31,7 +31,8 @@ FLAGS = (
     ("train", str, None, "PART", "the weights that --from updates: all, attention or sinks "
      "(default all); others are frozen"),
     ("set", str, [], "FIELD=VALUE", "change a field of the recipe, such as steps, lr or "
-     "sinks=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py lists all)",
+     "sink_variant=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py "
+     "lists all)",
      {"action": "append", "dest": "settings"}),
     ("data", str, None, "DIR", "output folder of `jaxkv data`", {"required": True}),
     ("out", str, None, "DIR", "folder of this run, created if absent; the same command resumes the "

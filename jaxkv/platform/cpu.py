@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.rows import Int8Rows, Rows
 from jaxkv.contract import Chunk, Partial, State
+from jaxkv.rows import Int8Rows, Rows
 from jaxkv.typing import Array, Float, Float32, Int8, Int32
 
 CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of them

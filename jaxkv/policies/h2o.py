@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import rows
 from jaxkv.attention import chunked_scan, masked_bias, slot_attention
-from jaxkv.cache import per_head, rows
+from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32
 
 

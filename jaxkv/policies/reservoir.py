@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws, rows
 from jaxkv.attention import chunked_scan, merge
-from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache import per_head, ring
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 _MOST = np.int32(2**31 - 1)
@@ -98,7 +98,7 @@ class Reservoir(Policy):
             ring.init(spec, batch, self.sinks + self.window, self.storage, self.sinks),
             per_head.init(spec, batch, self.sample, self.storage),
             jnp.zeros((batch,), jnp.int32),
-            contract.seeds(rng, spec, batch),
+            draws.seeds(rng, spec, batch),
         )
 
     def update(
@@ -208,8 +208,8 @@ class Reservoir(Policy):
         sample = state.sample
         token, _, valid = per_head.evicted_by_token(state.recent, chunk, self.sinks)
         evicts = valid[:, 0]
-        draw = contract.draws(token.positions, state.rng)[:, :, 0]
-        stored = contract.draws(sample.positions, state.rng)
+        draw = draws.bits(token.positions, state.rng)[:, :, 0]
+        stored = draws.bits(sample.positions, state.rng)
         at, takes = self._place(stored, state.num_evicted, draw)
         takes &= evicts[:, None]
         sample = per_head.put(sample, at, takes, token)
@@ -241,13 +241,13 @@ class Reservoir(Policy):
 
         A value below `sample` is that slot of the old sample; others are places in evicted.tokens.
         """
-        draws = contract.draws(evicted.tokens.positions, state.rng)
+        bits = draws.bits(evicted.tokens.positions, state.rng)
         place = jnp.arange(self.sample)[None, None]
 
         def place_token(carry: tuple, new: tuple) -> tuple[tuple, tuple]:
             source, stored, num_evicted = carry
             index, valid = new
-            draw = jnp.take_along_axis(draws, index[:, None, None], axis=2)[:, :, 0]
+            draw = jnp.take_along_axis(bits, index[:, None, None], axis=2)[:, :, 0]
             slot, takes = self._place(stored, num_evicted, draw)
             written = (place == slot[:, :, None]) & (takes & valid[:, None])[:, :, None]
             source = jnp.where(written, self.sample + index[:, None, None], source)
@@ -256,7 +256,7 @@ class Reservoir(Policy):
             return carry, (source, carry[2])
 
         source = jnp.broadcast_to(place, state.sample.positions.shape).astype(jnp.int32)
-        begin = source, contract.draws(state.sample.positions, state.rng), state.num_evicted
+        begin = source, draws.bits(state.sample.positions, state.rng), state.num_evicted
         _, (sources, num_evicted) = jax.lax.scan(
             place_token, begin, (evicted.index.T, evicted.valid.T)
         )

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxkv.cache import ring, rows
+from jaxkv import rows
+from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec
+from jaxkv.rows import Storage
 
 
 @dataclass(frozen=True)

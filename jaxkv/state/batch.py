@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import rows
+from jaxkv import rows
 from jaxkv.contract import State
 from jaxkv.errors import UserError, first_few
 from jaxkv.files import open_regular, whole_file

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.cache.rows import Int8Rows
 from jaxkv.contract import Policy, State
+from jaxkv.rows import Int8Rows
 from jaxkv.testing.subject import Checks, Subject, rotate
 
 ROUNDED = 3e-2  # outputs of a cache in int8 against those of floats, for normal keys and values

@@ -230,7 +230,7 @@ def _margin(leaf: jax.Array) -> np.ndarray:
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.
 SPLIT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "q_bias": 0, "k_bias": 0,
-         "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sinks": 0}  # fmt: skip
+         "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sink_logits": 0}  # fmt: skip
 
 
 def _placement(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:

@@ -26,7 +26,7 @@ from jaxkv.models.network.decoder import SINK_TOKENS
 
 FORMAT = "jaxkv sinks 1"  # the only metadata of a file, with the model's fingerprint
 FILE = "sinks.safetensors"  # its name in the folder of a run
-LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sinks
+LOGITS = "logits"  # [L, N], the name in a file of the weights layers.*.sink_logits
 CONSTANT = "constant"
 
 
@@ -40,7 +40,8 @@ def write(path: Path, weights: Mapping[str, Any], layers: int, fingerprint: str)
     tensors = {}
     if SINK_TOKENS in weights:
         tensors[SINK_TOKENS] = np.asarray(weights[SINK_TOKENS], np.float32)
-    logits = [weights[f"layers.{i}.sinks"] for i in range(layers) if f"layers.{i}.sinks" in weights]
+    names = [f"layers.{i}.sink_logits" for i in range(layers)]
+    logits = [weights[name] for name in names if name in weights]
     if logits:
         tensors[LOGITS] = np.stack([np.asarray(row, np.float32) for row in logits])
     files.write({path: save(tensors, metadata={FORMAT: fingerprint})})
@@ -116,7 +117,7 @@ def _learned(
         tokenizer = dataclasses.replace(tokenizer, front=ids, sinks=ids)
     if LOGITS in tensors:
         config = dataclasses.replace(config, sink_logit="learned")
-        sink_weights |= {f"layers.{i}.sinks": row for i, row in enumerate(tensors[LOGITS])}
+        sink_weights |= {f"layers.{i}.sink_logits": row for i, row in enumerate(tensors[LOGITS])}
     return config, tokenizer, sink_weights
 
 

@@ -31,7 +31,7 @@ LAYER = (
     ("o_bias", "self_attn.o_proj.bias", "attn_output.bias", "D", "out_bias"),
     ("q_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", "H", "qk_norm"),
     ("k_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", "H", "qk_norm"),
-    ("sinks", "self_attn.sinks", "", "N", "learned_sinks"),
+    ("sink_logits", "self_attn.sinks", "", "N", "learned_sinks"),
     ("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight", "D", ""),
     ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "F D", ""),
     ("up", "mlp.up_proj.weight", "ffn_up.weight", "F D", ""),

@@ -81,7 +81,7 @@ def layer(
 def _sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
     if config.sink_logit == "none":
         return None
-    return weights["sinks"] if config.learned_sinks else np.zeros(config.heads, "f4")
+    return weights["sink_logits"] if config.learned_sinks else np.zeros(config.heads, "f4")
 
 
 def run_layer(

@@ -17,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import rows
+from jaxkv import rows
 from jaxkv.contract import Policy, Spec, shapes_after_prefill
 from jaxkv.errors import UserError
 from jaxkv.models.loading.llm import Llm

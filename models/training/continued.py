@@ -1,7 +1,7 @@
 """Continued training: a published model as the start of a run (`jaxkv pretrain --from`).
 
     jaxkv data --tokenizer smollm2-135m --text BOOKS --out data
-    jaxkv pretrain --from smollm2-135m --data data --out run --set sinks=token --train sinks
+    jaxkv pretrain --from smollm2-135m --data data --out run --set sink_variant=token --train sinks
 
 Where all weights are trained, a sink token is a new row of the embedding, as in a run from
 nothing. Where the embedding is frozen, it is a vector beside it (SINK_TOKENS), so that no logit
@@ -62,7 +62,8 @@ class BaseModel:
         """
         training.check_mesh(mesh, recipe)
         self._check_tokenizer(tokens)
-        front, vocab, named = self.tokenizer.front, self.config.vocab, tokens.front(recipe.sinks)
+        front, vocab = self.tokenizer.front, self.config.vocab
+        named = tokens.front(recipe.sink_variant)
         if named:
             in_embedding = recipe.train == "all"
             front = named if in_embedding else tuple(vocab + n for n in range(len(named)))
@@ -71,7 +72,7 @@ class BaseModel:
             self.config,
             vocab=vocab,
             bos=front[0] if named and recipe.train == "all" else self.config.bos,
-            sink_logit=SINK_LOGIT.get(recipe.sinks, "none"),
+            sink_logit=SINK_LOGIT.get(recipe.sink_variant, "none"),
         )
         setting = TrainingSetting(recipe, config, front, training.dtype_of(recipe), mesh)
         if recipe.train != "sinks":
@@ -170,7 +171,7 @@ class BaseModel:
         """The tokenizer of the result, with the sink tokens that the embedding has rows for."""
         coder = Coder.from_str(self.tokenizer.backend.to_str())
         if setting.recipe.train == "all":
-            coder.add_special_tokens(list(data.FRONT.get(setting.recipe.sinks, ())))
+            coder.add_special_tokens(list(data.FRONT.get(setting.recipe.sink_variant, ())))
         return coder
 
     def _fields(self, config: Config) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class BaseModel:
             raise UserError(
                 f"a model folder cannot describe {self.source.path} with these sinks: only "
                 "Llamas have sink logits there, and no scaling of positions by a tensor; set "
-                "train=sinks, or sinks=none, token or two_tokens"
+                "train=sinks, or sink_variant=none, token or two_tokens"
             )
         return fields
 

@@ -25,7 +25,7 @@ from jaxkv.typing import Int32
 
 END, (SINK, SECOND_SINK) = END_TEXT, SINK_TEXTS
 SPECIAL = (END, SINK, SECOND_SINK)
-# The tokens before every sample, by the recipe's `sinks`.
+# The tokens before every sample, by the recipe's `sink_variant`.
 FRONT = {"token": (SINK,), "two_tokens": (SINK, SECOND_SINK)}
 SPLITS = ("train", "valid")
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
@@ -56,7 +56,7 @@ class DataFolder:
         return self.manifest["special"][special]
 
     def front(self, sinks: str) -> tuple[int, ...]:
-        """The ids of the sink tokens before every sample, by the recipe's `sinks`."""
+        """The ids of the sink tokens before every sample, by the recipe's `sink_variant`."""
         return tuple(self.id_of(name) for name in FRONT.get(sinks, ()))
 
     def documents(self, split: Split) -> int:

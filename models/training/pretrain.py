@@ -1,7 +1,7 @@
 """Pretraining, with and without learnable sinks (StreamingLLM, section 3.3).
 
     jaxkv data --text BOOKS --vocab-size 4096 --out data
-    jaxkv pretrain --preset tiny --data data --out run --set sinks=token
+    jaxkv pretrain --preset tiny --data data --out run --set sink_variant=token
 
 The same command again resumes the run. On a CPU the final weights are bit-identical to those of an
 uninterrupted run. This file contains the training loop; the step is in training.py, recipes are in
@@ -221,7 +221,7 @@ def in_first_process(act: Callable[[], object]) -> None:
 def setting_of(recipe: Recipe, tokens: DataFolder, mesh: Mesh | None = None) -> TrainingSetting:
     """The setting of a recipe on these data and devices."""
     return setting_for(
-        recipe, tokens.vocab, tokens.front(recipe.sinks), tokens.id_of(data.END), mesh
+        recipe, tokens.vocab, tokens.front(recipe.sink_variant), tokens.id_of(data.END), mesh
     )
 
 
@@ -320,4 +320,4 @@ def title(setting: TrainingSetting, trained: Training) -> str:
     every = sum(math.prod(shape) for shape in setting.shapes.values())
     total = "" if count == every else f" of {every:,}"
     batch = f"{recipe.batch_size} x {recipe.context} tokens a step"
-    return f"{count:,}{total} weights, sinks={recipe.sinks}, {batch}"
+    return f"{count:,}{total} weights, sink_variant={recipe.sink_variant}, {batch}"

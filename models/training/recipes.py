@@ -1,7 +1,7 @@
 """Recipes: all hyperparameters of a training run, and ready-made presets.
 
 jaxkv data --text BOOKS --vocab-size 4096 --out data
-jaxkv pretrain --preset tiny --data data --out run --set sinks=token
+jaxkv pretrain --preset tiny --data data --out run --set sink_variant=token
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jaxkv.models.network.config import Config
 from jaxkv.policy_spec import nearest
 from jaxkv.rotary import rotary
 
-SinkKind = Literal["none", "zero", "token", "two_tokens", "logit"]
+SinkVariant = Literal["none", "zero", "token", "two_tokens", "logit"]
 Train = Literal["all", "attention", "sinks"]
-# `Config.sink_logit` by the recipe's `sinks`; it is none for the others.
+# `Config.sink_logit` by the recipe's `sink_variant`; it is none for the others.
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
 # Fields that --from takes from the model.
 ARCHITECTURE = ("layers", "width", "heads", "kv_heads", "mlp")
@@ -43,7 +43,7 @@ class Recipe:
     context: int
     # The sink variant (StreamingLLM, section 3.3): none, softmax with 1 added to its sum, one or
     # two sink tokens before every sample, or a learned logit per head.
-    sinks: SinkKind = "none"
+    sink_variant: SinkVariant = "none"
     # The weights that are updated. All but `all` need a model to start from.
     train: Train = "all"
     # The tokens that a query attends to, its own included; 0: all. For --from with sinks that are
@@ -99,7 +99,7 @@ PRESETS: dict[str, Recipe] = {
     # The model in the package, with the shape of tiny: 16 million tokens. Its time and loss are in
     # evals/results/default_model.json.
     "default": Recipe(
-        layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sinks="token",
+        layers=6, width=192, heads=6, kv_heads=3, mlp=512, context=512, sink_variant="token",
         batch_size=8, steps=4000, optimizer="muon", lr=7e-3, final_lr_ratio=0.02,
     ),
     # 28 million weights at a vocabulary of 4,096: one GPU or TPU. By the operations that its 330
@@ -153,7 +153,7 @@ def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
         encoding=rotary(head_dim, THETA),
         bos=bos,
         eos=(eos,),
-        sink_logit=SINK_LOGIT.get(recipe.sinks, "none"),
+        sink_logit=SINK_LOGIT.get(recipe.sink_variant, "none"),
     )
 
 
@@ -179,8 +179,8 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
     than the model's, sinks that differ from the model's own, and sinks without a weight to train.
     """
     settings = list(settings)
-    sinks_of = {sink_logit: sinks for sinks, sink_logit in SINK_LOGIT.items()}
-    model_sinks = sinks_of.get(config.sink_logit)
+    variant_of = {sink_logit: variant for variant, sink_logit in SINK_LOGIT.items()}
+    model_sinks = variant_of.get(config.sink_logit)
     start = Recipe(
         layers=config.layers,
         width=config.width,
@@ -188,7 +188,7 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
         kv_heads=config.kv_heads,
         mlp=config.mlp,
         context=config.context,
-        sinks=model_sinks or "none",
+        sink_variant=model_sinks or "none",
         warmup=0.05,
         z_loss=0.0,
     )
@@ -204,22 +204,23 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
             f"context must be at most the model's {config.context}, got {recipe.context}; set a "
             "shorter one"
         )
-    if model_sinks is not None and recipe.sinks != model_sinks:
+    if model_sinks is not None and recipe.sink_variant != model_sinks:
         raise UserError(
-            f"this model was trained with sinks={model_sinks}, got {recipe.sinks}; keep its own"
+            f"this model was trained with sink_variant={model_sinks}, got {recipe.sink_variant}; "
+            "keep its own"
         )
-    if recipe.train == "sinks" and recipe.sinks in ("none", "zero"):
+    if recipe.train == "sinks" and recipe.sink_variant in ("none", "zero"):
         raise UserError(
-            f"sinks={recipe.sinks} has no weights, so train=sinks has nothing to train; set "
-            "sinks=token, two_tokens or logit"
+            f"sink_variant={recipe.sink_variant} has no weights, so train=sinks has nothing to "
+            "train; set sink_variant=token, two_tokens or logit"
         )
-    if recipe.window and recipe.sinks in ("token", "two_tokens"):
+    if recipe.window and recipe.sink_variant in ("token", "two_tokens"):
         raise UserError(
-            f"a window of {recipe.window} tokens loses a sink token, got sinks={recipe.sinks}; set "
-            "window=0, or sinks=none, zero or logit"
+            f"a window of {recipe.window} tokens loses a sink token, got "
+            f"sink_variant={recipe.sink_variant}; set window=0, or sink_variant=none, zero or logit"
         )
     if not any(setting.startswith("lr=") for setting in settings):
-        logits_alone = recipe.train == "sinks" and recipe.sinks == "logit"
+        logits_alone = recipe.train == "sinks" and recipe.sink_variant == "logit"
         lr = LOGITS_LR if logits_alone else LR[recipe.train]
         recipe = dataclasses.replace(recipe, lr=lr)
     return recipe

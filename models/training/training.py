@@ -32,8 +32,8 @@ from jaxkv.typing import Array, Float32, Int32
 
 DEVIATION = 0.02  # standard deviation of initial weights
 INNER = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices that Muon updates
-# What `Recipe.train` updates, by the last part of the name; `sinks` are the logits of the heads.
-SINKS = (SINK_TOKENS, "sinks")
+# What `Recipe.train` updates, by the last part of the name; `sink_logits` are those of the heads.
+SINKS = (SINK_TOKENS, "sink_logits")
 ATTENTION = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", *SINKS)
 
 

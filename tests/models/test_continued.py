@@ -81,7 +81,7 @@ def test_the_data_have_the_tokens_of_the_model(folder, texts):
 @pytest.mark.parametrize("part", ["all", "attention", "sinks"])
 def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
     """The others have the bits of the model, and no moments."""
-    base, recipe = start(folder, f"train={part}", "sinks=logit")
+    base, recipe = start(folder, f"train={part}", "sink_variant=logit")
     setting = base.setting(recipe, texts)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     trained = training.begin(setting, weights)
@@ -98,7 +98,7 @@ def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
         "sinks": set(),
     }
     assert changed(before, after) == expected[part]
-    assert all(np.any(np.asarray(after[f"layers.{i}.sinks"])) for i in range(2))
+    assert all(np.any(np.asarray(after[f"layers.{i}.sink_logits"])) for i in range(2))
 
 
 def test_frozen_weights_have_the_dtype_of_the_computation(folder, texts):
@@ -110,7 +110,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(folder, texts):
 
 def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
     """The first loss of a frozen model with a sink token is that of the model after its EOS."""
-    base, recipe = start(folder, "train=sinks", "sinks=token")
+    base, recipe = start(folder, "train=sinks", "sink_variant=token")
     setting = base.setting(recipe, texts)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     assert weights.keys() == {"sink_tokens"} and setting.front == (258,)
@@ -140,7 +140,7 @@ def logged(out: Path) -> list[dict]:
 
 @pytest.mark.parametrize("kind", ["token", seldom("two_tokens"), seldom("logit")])
 def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
-    path = run(folder, texts, tmp_path / "run", "train=sinks", f"sinks={kind}")
+    path = run(folder, texts, tmp_path / "run", "train=sinks", f"sink_variant={kind}")
     assert path == tmp_path / "run" / sinks.FILE and path.stat().st_size < 10_000
     llm, plain = models.load(folder, sinks=path), models.load(folder)
     assert changed(plain.weights, llm.weights) == set()
@@ -160,7 +160,7 @@ def test_a_file_of_sinks_has_the_losses_of_its_run(folder, texts, tmp_path, kind
     "kind", [seldom("none"), "token", seldom("two_tokens"), seldom("zero"), seldom("logit")]
 )
 def test_a_model_folder_has_the_losses_of_its_run(folder, texts, tmp_path, kind):
-    path = run(folder, texts, tmp_path / "run", f"sinks={kind}", "lr=1e-3")
+    path = run(folder, texts, tmp_path / "run", f"sink_variant={kind}", "lr=1e-3")
     llm = models.load(path)
     front = {"token": (258,), "two_tokens": (258, 259)}.get(kind, (0,))
     assert llm.tokenizer.front == front and llm.config.context == 512
@@ -174,7 +174,7 @@ def test_transformers_gives_the_logits_of_a_continued_model(folder, texts, tmp_p
     import torch
     from transformers import AutoModelForCausalLM
 
-    path = run(folder, texts, tmp_path / "run", f"sinks={kind}", "lr=1e-3")
+    path = run(folder, texts, tmp_path / "run", f"sink_variant={kind}", "lr=1e-3")
     llm = models.load(path, "float32")
     ids = [*llm.tokenizer.front, *texts.run("valid", 0, 24).tolist()]
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_transformers_gives_the_logits_of_a_continued_model(folder, texts, tmp_p
 
 def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
     """The folder has the model, the file its sink; neither fits another model."""
-    path = run(folder, texts, tmp_path / "run", "train=attention", "sinks=token", "lr=1e-3")
+    path = run(folder, texts, tmp_path / "run", "train=attention", "sink_variant=token", "lr=1e-3")
     file = tmp_path / "run" / sinks.FILE
     llm = models.load(path, sinks=file)
     assert mean_loss(llm, texts) == pytest.approx(logged(tmp_path / "run")[-1]["valid_loss"], 1e-5)
@@ -199,7 +199,7 @@ def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
 @pytest.mark.parametrize("part", ["all", "attention"])
 def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
     """No trained weight of the base is in memory beside the result."""
-    base, recipe = start(folder, f"train={part}", "sinks=token")
+    base, recipe = start(folder, f"train={part}", "sink_variant=token")
     setting = base.setting(recipe, texts)
     trained, frozen = base.weights(setting, texts.id_of(data.END))
     placed = []
@@ -223,7 +223,7 @@ def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
 @pytest.mark.parametrize("part", ["sinks", "attention", "all"])
 def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
     """Stopped after each step in turn, and started again."""
-    settings = (f"train={part}", "sinks=token", "steps=3")
+    settings = (f"train={part}", "sink_variant=token", "steps=3")
     uninterrupted = run(folder, texts, tmp_path / "whole", *settings)
     for _ in range(2):
         assert run(folder, texts, tmp_path / "cut", *settings, stopped=lambda: True) is None
@@ -242,13 +242,13 @@ def test_a_killed_run_has_the_same_bits(folder, texts, tmp_path):
     command = [
         sys.executable, "-m", "jaxkv.cli", "pretrain", "--from", folder, "--data", texts.folder,
         "--train", "sinks", *(word for setting in FEW for word in ("--set", setting)),
-        "--set", "sinks=token",
+        "--set", "sink_variant=token",
     ]  # fmt: skip
 
     def begin(out: str) -> subprocess.Popen:
         return subprocess.Popen([*map(str, command), "--out", str(tmp_path / out)], cwd=ROOT)
 
-    run(folder, texts, tmp_path / "whole", "train=sinks", "sinks=token")
+    run(folder, texts, tmp_path / "whole", "train=sinks", "sink_variant=token")
     log, process = tmp_path / "cut" / "log.jsonl", begin("cut")
     while process.poll() is None and logged_steps(log) < 2:
         time.sleep(0.001)
@@ -270,7 +270,7 @@ def logged_steps(log: Path) -> int:
 def test_several_devices_agree(folder, texts, devices):
     results = []
     for mesh in (None, mesh_of(f"data={devices}")):
-        base, recipe = start(folder, "train=attention", "sinks=token")
+        base, recipe = start(folder, "train=attention", "sink_variant=token")
         setting = base.setting(recipe, texts, mesh)
         weights, frozen = base.weights(setting, texts.id_of(data.END))
         trained = training.begin(setting, weights)
@@ -284,7 +284,7 @@ def test_several_devices_agree(folder, texts, devices):
 
 @pytest.mark.parametrize("part", ["sinks", "all"])
 def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
-    base, recipe = start(folder, f"train={part}", "sinks=token")
+    base, recipe = start(folder, f"train={part}", "sink_variant=token")
     setting = base.setting(recipe, texts)
     memory = memory_plan.plan(setting)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
@@ -299,7 +299,7 @@ def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
 
 def test_a_window_hides_the_first_tokens(folder, texts):
     """The losses are those of a cache of that size, the query's own token included."""
-    base, recipe = start(folder, "train=sinks", "sinks=logit", "window=5")
+    base, recipe = start(folder, "train=sinks", "sink_variant=logit", "window=5")
     setting = base.setting(recipe, texts)
     weights, frozen = base.weights(setting, texts.id_of(data.END))
     runs = data.batch(texts, "valid", 0, 0, 4, 16)
@@ -315,8 +315,8 @@ def test_a_window_hides_the_first_tokens(folder, texts):
 BAD = {
     "context=1024": "context must be at most the model's 512, got 1024; set a shorter one",
     "width=64": "takes layers, width, .* from the model, got another width; leave it out",
-    "train=sinks": "sinks=none has no weights, so train=sinks has nothing to train; set",
-    "window=8 sinks=token": "a window of 8 tokens loses a sink token, got sinks=token; set",
+    "train=sinks": "sink_variant=none has no weights, so train=sinks has nothing to train; set",
+    "window=8 sink_variant=token": "of 8 tokens loses a sink token, got sink_variant=token; set",
     "train=head": "train must be one of all, attention, sinks, got 'head'",
 }
 
@@ -330,10 +330,10 @@ def test_bad_settings_are_refused(folder, setting):
 def test_sink_logits_alone_have_a_learning_rate_of_their_own(folder):
     config = continued.open_base(folder).config
     for settings, lr in (
-        (["train=sinks", "sinks=logit"], 0.1),
-        (["train=sinks", "sinks=token"], 0.01),
-        (["sinks=logit"], 1e-4),
-        (["train=sinks", "sinks=logit", "lr=0.5"], 0.5),
+        (["train=sinks", "sink_variant=logit"], 0.1),
+        (["train=sinks", "sink_variant=token"], 0.01),
+        (["sink_variant=logit"], 1e-4),
+        (["train=sinks", "sink_variant=logit", "lr=0.5"], 0.5),
     ):
         assert recipe_from(config, settings).lr == lr
 
@@ -345,14 +345,14 @@ def test_data_of_another_tokenizer_are_refused(folder, tokens):
 
 
 def test_a_folder_belongs_to_one_model(folder, texts, tmp_path):
-    run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    run(folder, texts, tmp_path / "run", "train=sinks", "sink_variant=token", "steps=1")
     other_model = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
     with pytest.raises(UserError, match="of another run: model was"):
-        run(other_model, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+        run(other_model, texts, tmp_path / "run", "train=sinks", "sink_variant=token", "steps=1")
 
 
 def test_bad_files_of_sinks_are_refused(folder, texts, tmp_path):
-    path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    path = run(folder, texts, tmp_path / "run", "train=sinks", "sink_variant=token", "steps=1")
     other_model = write_tiny(tmp_path / "other", seed=1, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"belong to another model .*; name that model, or sinks"):
         models.load(other_model, sinks=path)
@@ -365,7 +365,7 @@ def test_bad_files_of_sinks_are_refused(folder, texts, tmp_path):
 
 
 def test_the_engine_refuses_learned_sink_tokens(folder, texts, tmp_path):
-    path = run(folder, texts, tmp_path / "run", "train=sinks", "sinks=token", "steps=1")
+    path = run(folder, texts, tmp_path / "run", "train=sinks", "sink_variant=token", "steps=1")
     with pytest.raises(UserError, match="got learned sink tokens from a file; give --sinks const"):
         make_model(models.load(folder, sinks=path))
 

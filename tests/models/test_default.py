@@ -64,7 +64,7 @@ def make_model(tokens, tmp_path, monkeypatch):
     """A function that runs `evals.training.default_model` on a run of four steps and two texts."""
     with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         pretrain(
-            small("sinks=token", "context=256", "batch_size=1", "steps=4"),
+            small("sink_variant=token", "context=256", "batch_size=1", "steps=4"),
             tokens,
             tmp_path / "run",
             tell=len,

@@ -26,7 +26,7 @@ def exported(tokens, folder, *settings, dtype="float32"):
     weights = training.begin(setting).weights
     weights = {n: 8 * w if w.ndim > 1 else w for n, w in weights.items()}
     for name in weights:
-        if name.endswith("sinks"):
+        if name.endswith("sink_logits"):
             weights[name] = jnp.asarray([-1.0, 0.5, 2.0, 0.0])
     tokenizer = tokens.folder / data.TOKENIZER
     export(folder, setting.config, weights, tokenizer, setting.front, dtype)
@@ -40,14 +40,15 @@ def exported(tokens, folder, *settings, dtype="float32"):
 )  # fmt: skip
 def test_losses_with_a_cache_equal_those_of_training(tokens, tmp_path, sinks):
     """The loaded model has the losses of training, token by token and in chunks."""
-    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    setting, weights = exported(tokens, tmp_path / "hf", f"sink_variant={sinks}")
     llm = models.load(tmp_path / "hf")
     assert llm.tokenizer.front == setting.front
     runs = data.batch(tokens, "valid", 0, 0, 2, 16)
     losses = jax.jit(training.losses, static_argnums=0)
     _, expected, _ = losses(setting, weights, jnp.asarray(runs))
     _, plain, _ = losses(
-        setting_of(small("layers=2"), tokens), {n: weights[n] for n in weights if "sinks" not in n},
+        setting_of(small("layers=2"), tokens),
+        {name: weights[name] for name in weights if "sink_logits" not in name},
         jnp.asarray(runs),
     )  # fmt: skip
     assert (sinks == "none") == np.allclose(expected, plain, atol=1e-3)
@@ -65,7 +66,7 @@ def test_transformers_gives_the_same_logits(tokens, tmp_path, sinks):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    setting, weights = exported(tokens, tmp_path / "hf", f"sink_variant={sinks}")
     text = "the cat sat on a mat and saw"
     reference_ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text).input_ids
     ids = models.load(tmp_path / "hf").tokenizer.encode(text)
@@ -79,7 +80,7 @@ def test_transformers_gives_the_same_logits(tokens, tmp_path, sinks):
 
 @pytest.mark.parametrize("sinks", ["none", "zero", "logit", "token"])
 def test_the_config_survives_export(tokens, tmp_path, sinks):
-    setting, weights = exported(tokens, tmp_path / "hf", f"sinks={sinks}")
+    setting, weights = exported(tokens, tmp_path / "hf", f"sink_variant={sinks}")
     assert read_config(tmp_path / "hf") == setting.config
     named = json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))
     sink = sinks in ("zero", "logit")
@@ -129,7 +130,7 @@ def test_the_bos_of_the_tokenizer_is_removed(tokens, tmp_path):
 
 
 def test_an_unknown_sink_logit_is_refused(tokens, tmp_path):
-    exported(tokens, tmp_path / "hf", "sinks=zero")
+    exported(tokens, tmp_path / "hf", "sink_variant=zero")
     path = tmp_path / "hf" / "config.json"
     path.write_text(path.read_text("utf-8").replace('"zero"', '"two"'), "utf-8")
     with pytest.raises(UserError, match="sink_logit must be one of none, zero, learned, got 'two'"):

@@ -77,7 +77,7 @@ def lines(out: Path) -> list[dict]:
 def uninterrupted(start, tmp_path_factory) -> Path:
     """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    finish(start(out, "sinks=token", "save_every=1", "steps=12"))
+    finish(start(out, "sink_variant=token", "save_every=1", "steps=12"))
     return out
 
 
@@ -86,7 +86,7 @@ def trained_run(tokens, tmp_path_factory) -> Path:
     """The folder of a run in this process."""
     out = tmp_path_factory.mktemp("made") / "run"
     with jax.numpy_dtype_promotion("standard"):
-        run_here(tokens, out, "sinks=token", "save_every=1")
+        run_here(tokens, out, "sink_variant=token", "save_every=1")
     return out
 
 
@@ -124,7 +124,7 @@ def test_the_exported_model_generates(trained_run, tokens):
 def test_a_run_killed_and_resumed_gives_the_same_result(start, uninterrupted, tmp_path):
     """Killed at random moments: at the start, in training, and while it writes checkpoints."""
     out, moments, kills, killed_in_write = tmp_path / "run", random.Random(0), 0, 0
-    settings = ("sinks=token", "save_every=1", "steps=12")
+    settings = ("sink_variant=token", "save_every=1", "steps=12")
     log = out / "log.jsonl"
     for _ in range(40):
         process = start(out, *settings)
@@ -169,7 +169,7 @@ def test_ctrl_c_writes_a_checkpoint(start, tmp_path):
 @pytest.mark.slow
 def test_two_processes_have_the_same_losses(start, uninterrupted, tmp_path):
     """Over loopback, with one device each."""
-    out, settings = tmp_path / "run", ("sinks=token", "steps=12", "save_every=12")
+    out, settings = tmp_path / "run", ("sink_variant=token", "steps=12", "save_every=12")
     processes = two(start, out, *settings)
     for process in processes:
         finish(process)
@@ -232,8 +232,8 @@ def test_a_nan_loss_stops_the_run(tokens, tmp_path):
 
 def test_a_folder_belongs_to_one_run(tokens, trained_run, tmp_path):
     with pytest.raises(UserError, match=r"of another run: .*sinks was 'token' and is now 'zero'"):
-        run_here(tokens, trained_run, "sinks=zero")
-    assert run_here(tokens, trained_run, "sinks=token", "remat=layers", "log_every=2")
+        run_here(tokens, trained_run, "sink_variant=zero")
+    assert run_here(tokens, trained_run, "sink_variant=token", "remat=layers", "log_every=2")
     occupied = tmp_path / "other"
     occupied.mkdir()
     (occupied / "thesis.tex").write_text("x")

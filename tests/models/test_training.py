@@ -94,19 +94,19 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
      ("logit", "muon")],
 )  # fmt: skip
 def test_every_variant_learns(tokens, sinks, optimizer):
-    setting = setting_of(small(f"sinks={sinks}", f"optimizer={optimizer}"), tokens)
+    setting = setting_of(small(f"sink_variant={sinks}", f"optimizer={optimizer}"), tokens)
     before = training.begin(setting).weights
     trained, metrics = steps(setting, tokens, 12)
     assert metrics[-3:, 0].mean() < metrics[:2, 0].mean() - 0.5
     unchanged = [n for n, w in trained.weights.items() if np.array_equal(w, before[n])]
     assert not unchanged
-    assert ("layers.0.sinks" in trained.weights) == (sinks == "logit")
+    assert ("layers.0.sink_logits" in trained.weights) == (sinks == "logit")
 
 
 def test_variants_share_initial_weights(tokens):
     """Weights that variants share are equal at one seed. Matrices change with the seed."""
     variants = [
-        training.begin(setting_of(small(f"sinks={sinks}"), tokens)).weights
+        training.begin(setting_of(small(f"sink_variant={sinks}"), tokens)).weights
         for sinks in ("none", "logit", "token")
     ]
     reseeded = training.begin(setting_of(small("seed=1"), tokens)).weights
@@ -140,7 +140,7 @@ def test_gradient_accumulation_equals_the_whole_batch(tokens):
     [(2, "logit", "adamw"), (8, "token", "muon")],
 )
 def test_the_same_losses_on_many_devices(tokens, devices, sinks, optimizer):
-    recipe = small(f"sinks={sinks}", f"optimizer={optimizer}", "lr=2e-3")
+    recipe = small(f"sink_variant={sinks}", f"optimizer={optimizer}", "lr=2e-3")
     alone, metrics = steps(setting_of(recipe, tokens), tokens, 4)
     setting = setting_of(recipe, tokens, mesh_of(f"data={devices}"))
     spread, metrics_spread = steps(setting, tokens, 4)
@@ -156,7 +156,7 @@ def test_remat_takes_the_same_steps_in_less_memory(tokens, devices):
     mesh = mesh_of(f"data={devices}") if devices > 1 else None
     runs = []
     for remat in ("none", "layers"):
-        recipe = small("layers=4", "context=64", "sinks=logit", "lr=2e-3", f"remat={remat}")
+        recipe = small("layers=4", "context=64", "sink_variant=logit", "lr=2e-3", f"remat={remat}")
         setting = setting_of(recipe, tokens, mesh)
         runs.append((*steps(setting, tokens, 3), memory_plan.plan(setting).temporaries))
     (kept, metrics, plain_bytes), (again, metrics_again, remat_bytes) = runs
@@ -255,7 +255,7 @@ def test_operations_per_token():
 
 def test_the_first_token_mass(tokens):
     """The first token is the sink token, where there is one."""
-    setting = setting_of(small("sinks=token"), tokens)
+    setting = setting_of(small("sink_variant=token"), tokens)
     weights = training.begin(setting).weights
     runs = data.batch(tokens, "valid", 0, 0, 3, 16)
     mass = training.first_token_mass(setting, weights, runs, 8)
@@ -278,10 +278,10 @@ def test_bad_meshes_and_recipes_are_refused(tokens):
 
 BAD = {
     "tinny": "preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
-    "tiny sink=token": "got 'sink'; did you mean 'sinks'. .there are layers, width, ",
+    "tiny sinks=token": "got 'sinks'; did you mean 'sink_variant'. .there are layers, width, ",
     "tiny batchsize=8": "got 'batchsize'; did you mean 'batch_size'",
     "tiny sinks": "field=value, got 'sinks'",
-    "tiny sinks=one": "sinks must be one of none, zero, token, two_tokens, logit, got 'one'",
+    "tiny sink_variant=sink": "must be one of none, zero, token, two_tokens, logit, got 'sink'",
     "tiny layers=0": "layers must be a whole number of at least 1, got '0'",
     "tiny layers=1.5": "layers must be a whole number",
     "tiny lr=-1": "lr must be a number of at least",
@@ -303,7 +303,8 @@ def test_bad_settings_are_refused(words):
 def test_weight_decay_shrinks_matrices_and_no_sink_or_gain(optimizer):
     recipe = small(f"optimizer={optimizer}", "weight_decay=0.1", "warmup=0")
     matrices = {"embed": (4, 4), "layers.0.q": (4, 4), "layers.0.down": (4, 4)}
-    undecayed = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4), "sinks": (2, 4)}
+    undecayed = {"norm": (4,), "layers.0.q_bias": (4,), "sink_tokens": (2, 4)}
+    undecayed["sink_logits"] = (2, 4)
     weights = {name: jnp.ones(shape) for name, shape in (matrices | undecayed).items()}
     rule = training.optimizer(recipe)
     changes, _ = rule.update(jax.tree.map(jnp.zeros_like, weights), rule.init(weights), weights)

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
-from jaxkv.cache import ring, rows
+from jaxkv import draws, rows
+from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill, prefill_finished
 from jaxkv.defaults import POLICY
@@ -133,7 +133,7 @@ def init(spec: Spec, batch: int, rng: jax.Array, start: int) -> IndexState:
         tail_codes=jnp.zeros((*heads, 0, 0), jnp.uint16),
         tail_norms=jnp.zeros((*heads, 0), jnp.float32),
         finished=jnp.zeros((batch, 0, 0), jnp.int32),
-        rng=contract.seeds(rng, spec, batch),
+        rng=draws.seeds(rng, spec, batch),
     )
 
 

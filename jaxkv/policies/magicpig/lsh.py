@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws
 from jaxkv.attention import batched_dot
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
@@ -147,8 +147,8 @@ def planes(
     """R = L * K directions, normal in every coordinate (Box and Muller)."""
     count = head_dim * hashing.tables * hashing.bits
     number = jnp.arange(count, dtype=jnp.uint32)[None, None]
-    radius = jnp.sqrt(-2 * jnp.log1p(-contract.uniforms(2 * number, rng)))
-    angle = np.float32(2 * math.pi) * contract.uniforms(2 * number + 1, rng)
+    radius = jnp.sqrt(-2 * jnp.log1p(-draws.uniforms(2 * number, rng)))
+    angle = np.float32(2 * math.pi) * draws.uniforms(2 * number + 1, rng)
     return (radius * jnp.cos(angle)).reshape(*rng.shape[:2], head_dim, -1)
 
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws, rows
 from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
-from jaxkv.cache import ring, rows
+from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
@@ -316,7 +316,7 @@ def find(
     codes = codes.transpose(0, 2, 1).reshape(batch * heads, -1)
     nth = jnp.arange(group, dtype=jnp.uint32)[None, None]
     nth = positions[:, None, None] * np.uint32(group) + nth
-    draws = contract.uniforms(nth * contract.GOLDEN, state.rng)  # far from the planes' draws
+    uniforms = draws.uniforms(nth * draws.GOLDEN, state.rng)  # far from the planes' draws
 
     def find_for_head(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group
@@ -331,7 +331,7 @@ def find(
         skip = jnp.where(selected.places >= tables_end, tables_end - places, 0)
         return selected._replace(places=selected.places - skip)
 
-    every = jnp.arange(batch * heads, dtype=jnp.int32), codes, draws.reshape(-1)
+    every = jnp.arange(batch * heads, dtype=jnp.int32), codes, uniforms.reshape(-1)
     sampled = jax.lax.map(lambda arguments: find_for_head(*arguments), every)
     return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), sampled)
 

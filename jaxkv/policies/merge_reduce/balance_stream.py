@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxkv.cache.rows import Storage
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce.base import TreePolicy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
+from jaxkv.rows import Storage
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import contract, draws, rows
 from jaxkv.attention import chunked_scan, merge, slot_attention
-from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache import per_head, ring
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.cache.rows import Rows, Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policies.merge_reduce.tree import HALVE_COUNT_AT, Reducer, absorb, fill_level_0
+from jaxkv.rows import Rows, Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -104,7 +104,7 @@ class TreePolicy(Policy):
             ring.init(spec, batch, self.sinks + self.window, self.storage, self.sinks),
             per_head.init(spec, batch, self.size.slots, self.storage),
             jnp.zeros((batch,), jnp.uint32),
-            contract.seeds(rng, spec, batch),
+            draws.seeds(rng, spec, batch),
         )
 
     def update(self, spec: Spec, state: TreeState, chunk: Chunk) -> tuple[Partial, TreeState]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.contract import draws
+from jaxkv import draws
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -79,7 +79,7 @@ def token_of_slot(
     """The number of the token that each slot of level 0 stores or will store."""
     r, start = (x[:, None, :, None] for x in group_size_and_start(size, num_evicted))
     first = start + (jnp.arange(size.block, dtype=jnp.uint32)[None, None, None] << r)
-    flat = draws(first.reshape(len(num_evicted), 1, -1), rng)
+    flat = draws.bits(first.reshape(len(num_evicted), 1, -1), rng)
     bits = flat.reshape(*rng.shape[:2], *first.shape[2:])
     # The group's highest r bits of a draw; two shifts, for one by 32 is not defined.
     return first + ((bits >> np.uint32(1)) >> (np.uint32(31) - r))

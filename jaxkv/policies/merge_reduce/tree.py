@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
-from jaxkv.cache import per_head, rows
+from jaxkv import draws, rows
+from jaxkv.cache import per_head
 from jaxkv.cache.per_head import Evicted, PerHeadTokens, pick, put, rerotate
-from jaxkv.cache.rows import Storage
-from jaxkv.contract import Spec, uniforms
+from jaxkv.contract import Spec
 from jaxkv.policies.discrepancy import Halving, halve
 from jaxkv.policies.merge_reduce.occupancy import (
     TreeSize,
@@ -34,6 +33,7 @@ from jaxkv.policies.merge_reduce.occupancy import (
     token_of_slot,
     tokens_until_full,
 )
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Int32
 
 # `num_evicted`, the number of tokens so far, is halved when it reaches this, so it never wraps. The
@@ -287,8 +287,8 @@ def _halve_level(
         rotated_to = place % np.uint32(half) if reducer.stored_at_slot else joined.positions
         keys = rerotate(reducer.spec, keys, place - rotated_to)
     number = level * np.uint32(block) + jnp.arange(block, dtype=jnp.uint32)
-    draws = uniforms(after[:, None, None] * contract.GOLDEN + number[None, None], rng)
-    chosen = halve(reducer.halving, reducer.spec.scale, keys, values, draws).chosen
+    uniforms = draws.uniforms(after[:, None, None] * draws.GOLDEN + number[None, None], rng)
+    chosen = halve(reducer.halving, reducer.spec.scale, keys, values, uniforms).chosen
     stays = pick(joined, chosen)
     if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)

@@ -9,16 +9,16 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
-from jaxkv.cache import per_head, rows
+from jaxkv import draws, rows
+from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels import import_pallas
 from jaxkv.policies.discrepancy import Halving, halve, walk
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32, Int32
 
 
@@ -107,7 +107,7 @@ class Balance(CompressionPolicy):
         split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
         # A draw follows from the token's place in the prompt and the round.
         place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
-        uniforms = contract.uniforms(place * np.uint32(16) + np.uint32(number), rng)
+        uniforms = draws.uniforms(place * np.uint32(16) + np.uint32(number), rng)
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
         arguments = (

@@ -14,14 +14,14 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv import contract
+from jaxkv import contract, draws, rows
 from jaxkv.attention import merge
-from jaxkv.cache import per_head, ring, rows
+from jaxkv.cache import per_head, ring
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.ring import Ring
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
@@ -127,7 +127,7 @@ class CompressionPolicy(Policy):
             jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((batch, self.num_queries), jnp.uint32),
-            contract.seeds(rng, spec, batch),
+            draws.seeds(rng, spec, batch),
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:

@@ -10,13 +10,14 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import ring, rows
+from jaxkv import rows
+from jaxkv.cache import ring
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST

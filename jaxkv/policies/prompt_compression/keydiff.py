@@ -8,12 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import rows
+from jaxkv import rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float
 
 

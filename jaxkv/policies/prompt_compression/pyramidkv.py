@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
+from jaxkv.rows import Storage
 from jaxkv.typing import Array
 
 

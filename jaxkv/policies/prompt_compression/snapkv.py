@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import rows
+from jaxkv import rows
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32
 
 

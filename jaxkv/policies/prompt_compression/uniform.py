@@ -9,13 +9,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import draws
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.rows import Storage
 from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.rows import Storage
 from jaxkv.typing import Array
 
 
@@ -56,11 +56,9 @@ class Uniform(CompressionPolicy):
     ) -> base.Chosen:
         size = tokens.positions.shape[2]
         place = jnp.arange(size, dtype=jnp.uint32)[None, None]
-        draws = contract.draws(place, state.rng)
-        draws = jnp.where(
-            place.astype(jnp.int32) < count[:, None, None], draws, np.uint32(2**32 - 1)
-        )
-        chosen = jnp.argsort(draws, axis=2)[:, :, : -(-size >> self.rounds)]
+        bits = draws.bits(place, state.rng)
+        bits = jnp.where(place.astype(jnp.int32) < count[:, None, None], bits, np.uint32(2**32 - 1))
+        chosen = jnp.argsort(bits, axis=2)[:, :, : -(-size >> self.rounds)]
         taken = per_head.pick(tokens, chosen.astype(jnp.int32))
         weight = self.rounds * math.log(2) if self.weighted else 0.0
         return base.weighted_sample(taken, count >> self.rounds, weight)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import contract
+from jaxkv import contract, draws, rows
 from jaxkv.attention import blend, chunked_scan, scores
-from jaxkv.cache import ring, rows
+from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
@@ -96,7 +96,7 @@ class SparsePolicy(Policy):
         return SparseState(
             ring.init(spec, batch, self.start),
             jnp.zeros((batch, 0, 0), jnp.int32),
-            contract.seeds(rng, spec, batch),
+            draws.seeds(rng, spec, batch),
         )
 
     def update(self, spec: Spec, state: SparseState, chunk: Chunk) -> tuple[Partial, SparseState]:
@@ -234,7 +234,7 @@ def uniforms(
     batch, kv_heads, group, queries, _ = candidates.logits.shape
     head = jnp.arange(group, dtype=jnp.uint32)[None, :, None]
     query = candidates.query_positions[:, None] * np.uint32(group) + head
-    query = query * contract.GOLDEN  # [B,G,T]
+    query = query * draws.GOLDEN  # [B,G,T]
     draw_numbers = (query[..., None] + numbers[:, None]).reshape(batch, 1, -1)
-    draws = contract.uniforms(draw_numbers, candidates.rng)
-    return draws.reshape(batch, kv_heads, group, queries, -1)
+    uniforms = draws.uniforms(draw_numbers, candidates.rng)
+    return uniforms.reshape(batch, kv_heads, group, queries, -1)

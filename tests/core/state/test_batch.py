@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache.rows import Int8Rows
 from jaxkv.errors import UserError
 from jaxkv.rotary import rotary
+from jaxkv.rows import Int8Rows
 from jaxkv.state import batch
 
 

@@ -123,7 +123,8 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):  # of optax
         patch.setattr(stream, "LENGTH", 30_000)
         tokens = stream.write(chain, folder / "data")
-        run = pretrain(read_recipe("backcopy", ["sinks=token", "steps=2"]), tokens, folder / "run")
+        recipe = read_recipe("backcopy", ["sink_variant=token", "steps=2"])
+        run = pretrain(recipe, tokens, folder / "run")
     return models.load(run), tokens, chain.triggers
 
 

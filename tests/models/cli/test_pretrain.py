@@ -37,11 +37,11 @@ def pretrain(run, folder, out, *settings, preset="tiny", flags=()):
 
 def test_data_pretrain_and_generate(run, folder, tmp_path):
     out = tmp_path / "run"
-    ran = pretrain(run, folder, out, "sinks=logit", "steps=6")
+    ran = pretrain(run, folder, out, "sink_variant=logit", "steps=6")
     assert (ran.code, ran.out) == (0, f"{out / 'hf'}\n")
     assert "step 6/6" in ran.err and "tokens/s" in ran.err and "min left" in ran.err
     assert "attention on the first token" in ran.err
-    again = pretrain(run, folder, out, "sinks=logit", "steps=6")
+    again = pretrain(run, folder, out, "sink_variant=logit", "steps=6")
     assert again.code == 0 and "resuming from step 6\nall steps are done" in again.err
     assert json.loads((out / "hf" / "config.json").read_text())["sink_logit"] == "learned"
     flags = ("--max-new-tokens", 40, "--policy", "streaming:sinks=1,window=15", "--json")
@@ -54,7 +54,7 @@ def test_sinks_in_front_of_a_model(run, model, texts, tmp_path):
     tokens, out = tmp_path / "tokens", tmp_path / "run"
     data = ("data", "--text", texts, "--valid", texts / "5.txt", "--out", tokens)
     assert run(*data, "--tokenizer", model).code == 0
-    recipe = ("context=16", "batch_size=8", "steps=2", "valid_samples=8", "sinks=token")
+    recipe = ("context=16", "batch_size=8", "steps=2", "valid_samples=8", "sink_variant=token")
     chosen = [word for setting in recipe for word in ("--set", setting)]
     start = ("pretrain", "--data", tokens, "--out", out, "--from", model)
     with jax.numpy_dtype_promotion("standard"):
@@ -107,7 +107,7 @@ def test_bad_input(run, folder, texts, tmp_path, monkeypatch):
     refused(pretrain(run, tmp_path / "nowhere", out), "a folder that `jaxkv data` made")
     refused(pretrain(run, texts, out), "is not a data folder", "jaxkv data")
     refused(pretrain(run, folder, out, preset="large"), "tiny, default, small, 160m", "'large'")
-    refused(pretrain(run, folder, out, "sink=token"), "got 'sink'; did you mean 'sinks'?")
+    refused(pretrain(run, folder, out, "sink=token"), "got 'sink'; did you mean 'sink_variant'?")
     refused(pretrain(run, folder, out, "context=4096"), "a batch of 8 samples", "give more text")
     refused(pretrain(run, folder, out, "batch_size=4", flags=("--mesh", "data=8")), "must divide")
     refused(pretrain(run, folder, out, flags=("--mesh", "model=2")), "data", "--mesh data=2")

@@ -57,7 +57,7 @@ STARTS = {
     "pretrain": (
         f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set batch_size=2 "
         "--set steps=1",
-        r"[\d,]+ weights, sinks=none, 2 x 32 tokens a step, float32, \d+ cores of .*",
+        r"[\d,]+ weights, sink_variant=none, 2 x 32 tokens a step, float32, \d+ cores of .*",
         "compiling; a line every 10 steps",
         "  .*",
         "step 1/1  loss .*",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import contract, models
+from jaxkv import draws, models
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.models.generation.streams import Stream
 from jaxkv.serve.engine import Request, answer
@@ -60,5 +60,5 @@ def stream_states(llm, seed):
 def test_draws_differ_by_layer_sequence_and_seed(llm, make_states):
     positions = jnp.arange(8, dtype=jnp.uint32)[None, None]
     states = [state for seed in (3, 4) for state in make_states(llm, seed)]
-    draws = np.concatenate([contract.draws(positions, s.rng).reshape(-1, 8) for s in states])
-    assert len(states) == 4 and len({tuple(row) for row in draws.tolist()}) == len(draws)
+    bits = np.concatenate([draws.bits(positions, s.rng).reshape(-1, 8) for s in states])
+    assert len(states) == 4 and len({tuple(row) for row in bits.tolist()}) == len(bits)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import contract
+from jaxkv import draws
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
@@ -31,7 +31,7 @@ def candidates(logits, times=1, *, seed=0, ends=0):
         jnp.broadcast_to(logits, shape), ~between, between,
         jnp.zeros((1, times, 1, 4)), jnp.zeros((1, 1, logits.size, 4)),
         jnp.arange(times, dtype=jnp.uint32)[None], jnp.arange(logits.size, dtype=jnp.uint32)[None],
-        contract.seeds(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
+        draws.seeds(jax.random.key(seed), Spec(1, 4, 1.0, ROTARY), 1),
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def softmax(logits):
     return e / e.sum()
 
 
-def draws(share, logits, times):
+def count_draws(share, logits, times):
     """How often each key is drawn by each query, [times,S], and how many draws a query has."""
     counts, budget = jax.jit(Oracle(share).draw)(candidates(logits, times))
     return np.asarray(counts)[0, 0, 0], int(budget[0, 0, 0, 0, 0])
@@ -51,7 +51,7 @@ def test_theorem_3_2_the_variance_of_oracle_sampling(rng, budget):
     """tr Cov = (E|v|^2 - |o|^2) / B, and the mean is the attention."""
     logits, values, times = rng.normal(size=128), rng.normal(size=(128, 8)) + 1, 4000
     w = softmax(logits)
-    counts, drawn = draws(budget / 128, logits, times)
+    counts, drawn = count_draws(budget / 128, logits, times)
     assert drawn == budget and (counts.sum(axis=1) == budget).all() and (counts >= 0).all()
     outs = counts @ values / budget
     exact = w @ values
@@ -69,7 +69,7 @@ def test_theorem_3_3_the_number_of_keys_drawn(rng):
         expected, eps = (1 - (1 - w) ** budget).sum(), 1 - w.max()
         assert expected <= 1 + budget * eps - eps**budget + 1e-12 <= 1 + budget * eps + 2e-12
         if case % 6 == 0:
-            counts, drawn = draws(budget / 40, logits, 3000)
+            counts, drawn = count_draws(budget / 40, logits, 3000)
             unique = (counts > 0).sum(axis=1)
             assert drawn == budget
             assert abs(unique.mean() - expected) <= 4 * unique.std() / 3000**0.5 + 1e-9

@@ -39,7 +39,7 @@ def test_the_divergence_is_that_of_tokens_beyond_the_window(folder, batches):
     """Against numpy, from the logits of both models."""
     llm = models.load(folder, "float32")
     ids, sinks = batches[0], np.full((llm.config.layers, llm.config.heads), 0.7, np.float32)
-    named = {f"layers.{i}.sinks": row for i, row in enumerate(sinks)}
+    named = {f"layers.{i}.sink_logits": row for i, row in enumerate(sinks)}
     windows = (WINDOW,) * llm.config.layers
     windowed = dataclasses.replace(llm.config, windows=windows, sink_logit="learned")
 

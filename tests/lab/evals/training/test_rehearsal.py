@@ -6,7 +6,7 @@ from jaxkv.evals.training import rehearsal
 from tests.models.training_data import SMALL, small, write_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optax_promotes_dtypes")]
-SETTINGS = [*SMALL, "sinks=token", "steps=400", "save_every=20", "eval_every=400"]
+SETTINGS = [*SMALL, "sink_variant=token", "steps=400", "save_every=20", "eval_every=400"]
 
 
 @pytest.fixture(scope="module")

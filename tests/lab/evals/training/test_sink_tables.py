@@ -23,7 +23,7 @@ def llm(tmp_path_factory):
     """A model with a sink token and weights large enough for attention to matter."""
     tokens = write_tokens(tmp_path_factory.mktemp("data"))
     folder = tmp_path_factory.mktemp("model") / "hf"
-    setting = setting_of(small("layers=2", "sinks=token", "context=48"), tokens)
+    setting = setting_of(small("layers=2", "sink_variant=token", "context=48"), tokens)
     weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.begin(setting).weights.items()}
     tokenizer = tokens.folder / data.TOKENIZER
     export(folder, setting.config, weights, tokenizer, setting.front)
@@ -122,8 +122,9 @@ def test_the_first_token_is_the_sink(llm):
 
 
 def test_runs_must_differ_only_in_sinks_and_seed():
-    run = {"recipe": {"sinks": "none", "seed": 0, "lr": 1.0}, "data": "d", "dtype": "float32"}
-    second_run = run | {"recipe": run["recipe"] | {"sinks": "token", "seed": 1}}
+    recipe = {"sink_variant": "none", "seed": 0, "lr": 1.0}
+    run = {"recipe": recipe, "data": "d", "dtype": "float32"}
+    second_run = run | {"recipe": run["recipe"] | {"sink_variant": "token", "seed": 1}}
     sink_tables.check(["none-0", "token-1"], [run, second_run])
     with pytest.raises(UserError, match=r"differ: \['lr'\]"):
         sink_tables.check(["a", "b"], [run, run | {"recipe": run["recipe"] | {"lr": 2.0}}])

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import rows
-from jaxkv.cache.rows import Int8Rows
+from jaxkv import rows
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, Streaming, Window
 from jaxkv.rotary import rotary
+from jaxkv.rows import Int8Rows
 from jaxkv.state import batch
 from tests.core import oracle
 
