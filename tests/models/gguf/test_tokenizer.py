@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 
@@ -148,11 +147,6 @@ def test_special_tokens_are_matched_whole(tmp_path):
     assert tokenizer.decode(ids, special=True) == "<|begin|>ab<think>ab<|end|>"
 
 
-def test_the_ends_of_a_text(tmp_path):
-    header = written(tmp_path / "m.gguf", byte_level(extra=lambda w: w.add_eot_token_id(258)))
-    assert read_tokenizer(header).eos == (1, 258)
-
-
 def test_composed_characters(tmp_path):
     """Qwen2 normalises a text to NFC; SmolLM2 does not."""
     for pre, composes in (("qwen2", True), ("smollm", False)):
@@ -183,49 +177,30 @@ def pieces(**fields):
 REFUSED = {
     "no pre-tokenizer": (byte_level(None), "missing field tokenizer.ggml.pre, .*supported: gpt-2"),
     "pre-tokenizer": (byte_level("default"), "unsupported pre-tokenizer 'default'; supported: gpt"),
-    "model": (
-        lambda w: w.add_tokenizer_model("t5"),
-        "unsupported tokenizer.ggml.model 't5'; supported: gpt2",
-    ),
-    "no model": (lambda w: None, "unsupported tokenizer.ggml.model None"),
-    "no tokens": (
-        lambda w: (w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("smollm")),
-        "missing field tokenizer.ggml.tokens; download it again",
-    ),
+    "no model": (lambda w: None, "unsupported tokenizer.ggml.model None; supported: gpt2"),
     "more tokens than rows": (
         pieces(tokens=["a"] * 513),
         "must have at most one token per row of token_embd.weight, 512, got 513; download",
     ),
     "an id without token": (byte_level(bos=999), "bos_token_id must be from 0 to 259, got 999"),
-    "merges": (
+    "merges of other tokens": (
         lambda w: add_bpe(w, ["a"], [Kind.NORMAL], ["a b"], "smollm"),
         "its merges do not fit its tokens",
     ),
-    "types": (
+    "fewer types": (
         lambda w: add_bpe(w, ["a", "b"], [Kind.NORMAL], [], "smollm"),
         "token_type must have one entry per token, 2, got 1; download it again",
     ),
-    "scores": (
+    "no scores": (
         lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a"])),
         "missing field tokenizer.ggml.scores; download it again",
     ),
-    "fewer scores": (pieces(scores=[0.5]), "scores must have one entry per token, 2, got 1; down"),
-    "scores of text": (pieces(scores=["a", "b"]), r"scores must be of type list of float, got"),
     "scores that are not finite": (pieces(scores=[0.0, NAN]), "scores must be finite, got nan"),
     "types of text": (pieces(token_type=["a", "b"]), "token_type must be of type list of int"),
-    "types of text, byte level": (
-        byte_level(extra=lambda w: put(w, "token_type", ["a"] * 260)),
-        "token_type must be of type list of int, got",
-    ),
-    "tokens of numbers": (pieces(tokens=[1, 2]), r"tokens must be of type list of str, got \[1, 2"),
     "one token": (pieces(tokens="a"), "tokens must be of type list of str, got 'a'; download"),
     "no merges": (
         byte_level(extra=lambda w: w.kv_data[0].pop("tokenizer.ggml.merges")),
         "missing field tokenizer.ggml.merges; download it again",
-    ),
-    "merges of numbers": (
-        byte_level(extra=lambda w: put(w, "merges", [1, 2])),
-        r"merges must be of type list of str, got \[1, 2\]; download",
     ),
     "merges of one": (
         byte_level(extra=lambda w: put(w, "merges", ["a b", "abc"])),
@@ -241,13 +216,6 @@ def test_unsupported_tokenizers_are_refused(case, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         read_tokenizer(header)
     assert str(header.path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_empty_merges_are_missing(tmp_path):
-    header = written(tmp_path / "m.gguf", byte_level())
-    header = dataclasses.replace(header, fields=header.fields | {"tokenizer.ggml.merges": []})
-    with pytest.raises(UserError, match=r"missing field tokenizer.ggml.merges; download it again"):
-        read_tokenizer(header)
 
 
 @pytest.fixture(scope="module")
@@ -306,31 +274,6 @@ def test_sentencepiece_agrees_with_the_original(original, tmp_path):
     expected = [*original.encode("the"), think, *original.encode("cat")]
     assert actual.encode("the<think>cat", bos=False) == expected
     assert actual.encode("</s>", bos=False) == [2] and actual.decode([1, 2]) == ""
-
-
-def test_the_space_before_a_text_follows_the_file(original, tmp_path):
-    def fill(writer):
-        sentencepiece_fields(original)(writer)
-        writer.add_add_space_prefix(False)
-        writer.add_add_bos_token(False)
-
-    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", fill))
-    assert not tokenizer.adds_bos
-    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-    assert tokenizer.encode(" the cat") == original.encode("the cat")
-
-
-def test_stories_agree_with_their_model(shared, tmp_path):
-    file = shared / "models" / "stories260K" / "tokenizer.model"
-    original = sentencepiece.SentencePieceProcessor(model_file=str(file))
-
-    def fill(writer):
-        sentencepiece_fields(original)(writer)
-        writer.add_remove_extra_whitespaces(True)  # as this model was trained
-
-    tokenizer = read_tokenizer(written(tmp_path / "m.gguf", fill))
-    text = (shared / "text" / "tinystories" / "valid.txt").read_text("utf-8")[:50_000]
-    assert tokenizer.encode(text) == [1, *original.encode(text)]
 
 
 def test_chat_templates(tmp_path):

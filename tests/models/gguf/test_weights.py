@@ -23,7 +23,6 @@ from jaxkv.models.loading.weight_names import shapes
 from tests.models.gguf.files import hf_model, paired, write_gguf
 from tests.peak_memory import peak_of
 
-ROOT = Path(__file__).parents[3]
 NAMES = """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4
 IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS"""
 WEIGHT_TYPES = [Type[name] for name in NAMES.split() if hasattr(Type, name)]  # NVFP4 is recent
@@ -78,11 +77,6 @@ def test_a_file_of_the_architecture_mistral_agrees_with_one_of_llama(window, tmp
     np.testing.assert_array_equal(*losses)
 
 
-def test_a_tied_model_has_no_head(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "qwen2"))
-    assert "output.weight" not in read_header(path).tensors and "head" not in load(path)
-
-
 @pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_every_type_is_dequantised_as_the_package_does(kind, heads, tmp_path, monkeypatch):
@@ -98,27 +92,6 @@ def test_every_type_is_dequantised_as_the_package_does(kind, heads, tmp_path, mo
     got = read(tensor, np.dtype("f4"), heads)
     assert supported(kind.value)
     np.testing.assert_array_equal(got if heads is None else paired(got, heads), expected)
-
-
-def test_types_may_differ_within_a_file(tmp_path):
-    """Rows that no K type divides are stored in other types; here nearly each has its own."""
-    config, written = hf_model(tmp_path, "tinyllama")
-    kinds = [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.F16, Type.BF16, Type.Q4_1, Type.F32]
-    chosen: dict[str, Type] = {}
-
-    def types(name: str) -> Type:
-        return chosen.setdefault(name, kinds[len(chosen) % len(kinds)])
-
-    path = write_gguf(tmp_path / "m.gguf", config, written, types)
-    loaded, header = load(path), read_header(path)
-    assert len({tensor.type for tensor in header.tensors.values()}) == len(kinds)
-    q, embed = written["model.layers.0.self_attn.q_proj.weight"], "model.embed_tokens.weight"
-    # Blocks lie within rows, so quantising and permuting rows commute.
-    rounded = gguf.dequantize(
-        gguf.quantize(q, chosen["blk.0.attn_q.weight"]), chosen["blk.0.attn_q.weight"]
-    )
-    np.testing.assert_array_equal(loaded["layers.0.q"], rounded)
-    np.testing.assert_allclose(loaded["embed"], written[embed], atol=0.2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -165,13 +138,6 @@ def test_numbers_of_split_files(name, tmp_path):
         read_header(tmp_path / f"m-{name}.gguf")
 
 
-def test_a_split_count_of_text(tmp_path):
-    change = lambda w, t: w.add_string("split.count", "x")  # noqa: E731
-    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
-    with pytest.raises(UserError, match=r"split.count must be of type int, got 'x'; download"):
-        read_header(path)
-
-
 # Fault -> a function that makes it, and the message.
 WRONG = {
     "missing": (lambda w, t: t.pop("output_norm.weight"), "missing tensor output_norm.weight"),
@@ -180,6 +146,12 @@ WRONG = {
         r"missing tensor output_norm.weight, blk.0.attn_norm.weight, .* and 4 more",
     ),
     "extra": (lambda w, t: t.update({"extra": np.ones(3, "f4")}), "extra tensor extra; download"),
+    "split count": (
+        lambda w, t: w.add_string("split.count", "x"), r"split.count must be of type int, got 'x'"
+    ),
+    "long name": (
+        lambda w, t: t.update({"x" * 65: np.ones(3, "f4")}), "at most 64 printable .*, got 'x{59};"
+    ),
     "shape": (
         lambda w, t: t.update({"blk.1.ffn_up.weight": np.ones((64, 96), "f4")}),
         r"blk.1.ffn_up.weight in m.gguf is \[64, 96\], its metadata says \[96, 64\]",
@@ -194,24 +166,6 @@ def test_wrong_tensors_are_named(case, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_tensor_name_has_at_most_64_bytes(tmp_path):
-    change = lambda w, t: t.update({"x" * 65: np.ones(3, "f4")})  # noqa: E731
-    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
-    with pytest.raises(UserError, match=r"at most 64 printable characters, got 'x{59}; download"):
-        read_header(path)
-
-
-@pytest.mark.parametrize("weight_format", ["int8", "int4"])
-def test_weights_that_are_not_finite_are_named_as_in_the_file(weight_format, tmp_path):
-    def change(_, tensors):
-        tensors["blk.0.attn_k.weight"][3, 3] = np.nan
-
-    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
-    message = f"must be finite, and blk.0.attn_k.weight in {path} has NaN or infinity; check"
-    with pytest.raises(UserError, match=message):
-        models.load(path, weights=weight_format)
 
 
 @pytest.mark.parametrize("kind, name", [(24, "I8"), (99, "type 99")])
@@ -236,11 +190,6 @@ weights = load_weights(header, config, sys.argv[2]) if sys.argv[2] else {}
 """
 
 
-def peak(path: Path, dtype: str) -> int:
-    """Peak resident bytes of a process that loads the model, or loads nothing if dtype is empty."""
-    return peak_of(MEASURE, str(path), dtype)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("kind, dtype", [(Type.Q8_0, "float32"), (Type.F16, "bfloat16")])
@@ -249,5 +198,16 @@ def test_peak_memory(kind, dtype, tmp_path):
     config, written = hf_model(tmp_path, "llama32", vocab_size=160_000, hidden_size=256)
     path = write_gguf(tmp_path / "m.gguf", config, written, lambda name: kind)
     model = sum(weight.size for weight in written.values()) * jnp.dtype(dtype).itemsize
-    used = peak(path, dtype) - peak(path, "")
+    used = peak_of(MEASURE, str(path), dtype) - peak_of(MEASURE, str(path), "")
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_weights_that_are_not_finite_are_named_as_in_the_file(weight_format, tmp_path):
+    def change(_, tensors):
+        tensors["blk.0.attn_k.weight"][3, 3] = np.nan
+
+    path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
+    message = f"must be finite, and blk.0.attn_k.weight in {path} has NaN or infinity; check"
+    with pytest.raises(UserError, match=message):
+        models.load(path, weights=weight_format)
