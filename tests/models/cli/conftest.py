@@ -33,12 +33,6 @@ def model(tmp_path_factory) -> str:
     return str(write_tiny(tmp_path_factory.mktemp("cli") / "tiny"))
 
 
-@pytest.fixture(scope="session")
-def stories(shared: Path) -> str:
-    """The folder of the trained model stories260K."""
-    return str(shared / "models" / "stories260K")
-
-
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"

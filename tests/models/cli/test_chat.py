@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
 
 import numpy as np
 import pytest
@@ -43,39 +41,6 @@ def test_answers_equal_those_of_the_library(run, model, stdin):
     )
 
 
-def test_empty_input_exits_with_code_0(run, model, stdin):
-    stdin(b"")
-    ran = run("chat", "--model", model)
-    assert (ran.code, ran.out) == (0, "")
-
-
-def test_ctrl_c_ends_only_the_answer(run, model, stdin, monkeypatch):
-    say = models.Conversation.say
-
-    def pressed(self, *words):
-        for number, piece in enumerate(say(self, *words)):
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield piece
-
-    monkeypatch.setattr(models.Conversation, "say", pressed)
-    stdin(b"Hello\n")
-    ran = run("chat", "--model", model, "--max-new-tokens", 10**9, "--ignore-eos", "--json")
-    (turn,) = ran.json["turns"]
-    assert turn["finish_reason"] == "interrupted" and turn["tokens"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_at_the_prompt_exits(run, model, stdin, monkeypatch):
-    def pressed():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxkv.cli.chat._piped", pressed)
-    stdin(b"")
-    ran = run("chat", "--model", model, "--json")
-    assert ran.code == 130 and json.loads(ran.out)["turns"] == []
-
-
 @pytest.fixture
 def chat(run, model, stdin):
     """Chat with these lines; the turns, and the lines on standard error after the first."""
@@ -107,57 +72,22 @@ def test_in_a_pipe_a_full_cache_is_an_error(run, model, stdin):
     assert ran.code == 2 and "/reset" not in ran.err
 
 
-def test_a_message_beyond_the_trained_context(run, model, stdin, monkeypatch):
-    """In a pipe it is an error; at a terminal the turn is refused and the chat goes on."""
-    flags = ("--model", model, "--policy", "full", "--max-new-tokens", 5, "--json")
-    long, rule = "x" * 600, "under full a prompt must fit the trained context of 512 tokens, got 60"
-    stdin(f"{long}\n".encode())
-    ran = run("chat", *flags)
-    assert (ran.code, ran.out) == (2, "") and f"jaxkv: error: {rule}" in ran.err.splitlines()[-1]
-    said = iter([long, "Hello", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    ran = run("chat", *flags)
-    assert [turn["user"] for turn in ran.json["turns"]] == ["Hello"]
-    assert any(line.startswith(f"jaxkv: error: {rule}") for line in ran.err.splitlines())
-
-
-def test_help_names_every_command(chat):
-    turns, lines = chat("/help")
-    names = ("/help", "/reset", "/system", "/policy", "/save", "/load", "/exit")
-    assert turns == [] and all(any(name in line for line in lines) for name in names)
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("/hepl", "unknown command '/hepl'; did you mean /help? /help lists"),
-        ("/RESET", "did you mean /reset?"),
-        ("/xyzzy", "unknown command '/xyzzy'; /help lists"),
         ("/save", "/save needs FILE; write /save FILE"),
         ("/exit now", "/exit takes nothing after it, got 'now'; write /exit"),
-        ("/reset now", "/reset takes nothing after it, got 'now'; write /reset"),
         ("/policy windw", "unknown policy 'windw'; did you mean 'window'?"),
         ("/load absent", "no such file: absent"),
         ("/save /no/such/folder/file", "choose another place"),
         ("/save ~nobody-of-this-name/x", "begins with the home of an unknown user"),
-        ("/load ~nobody-of-this-name/x", "begins with the home of an unknown user"),
-        ("/load " + "x" * 300, "no such file"),
-        ("/save " + "x" * 300, "choose another"),
-        ("/save\tx/y/z", "choose another place"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_the_chat_goes_on(chat, line, words):
     turns, lines = chat("Hello", line, "And?")
     assert len(lines) == 1 and lines[0].startswith("jaxkv: error: ") and words in lines[0]
     assert [turn["position"] for turn in turns] == [12, 23]
-
-
-def test_reset_begins_an_empty_conversation(chat):
-    turns, lines = chat("Hello", "/reset", "Hello")
-    assert turns[0] == turns[1] | {"tokens_per_second": turns[0]["tokens_per_second"]}
-    assert lines == ["jaxkv: the conversation is empty"]
 
 
 def test_the_system_message(chat):
@@ -267,19 +197,13 @@ def flipped(raw: bytes, at: int) -> bytes:
 UNUSABLE = {
     "policy": (bytes, ("--policy", "streaming"), "own policy: .*window=17.* has streaming:"),
     "dtype": (bytes, ("--dtype", "bfloat16"), "own format: .* has float32, .* has bfloat16"),
-    "weights": (bytes, ("--weights", "int8"), "own format: .* has float32, .* float32 int8"),
     "system": (bytes, ("--system", "Be long."), "own system message"),
     "model": (lambda raw: edited(raw, model="other 123"), (), "own model: .* has other, .* tiny"),
     "version": (lambda raw: edited(raw, version="jaxkv 9"), (), "own version: .* has jaxkv 9"),
     "old policy": (lambda raw: edited(raw, policy="fifo:n=4"), (), "fifo:n=4, .* unknown policy"),
-    "old field": (lambda raw: edited(raw, policy="window:width=4"), (), "does not have.*width"),
     "edited": (lambda raw: edited(raw, lengths=[3], checksum=1), (), "as they were written"),
     "text": (lambda raw: edited(raw, messages="Hello"), (), "messages is 'Hello'"),
-    "role": (lambda raw: edited(raw, messages=[{"role": 3, "content": ""}]), (), "messages is"),
-    "length": (lambda raw: edited(raw, lengths=[-1]), (), r"lengths is \[-1\]"),
-    "absent": (lambda raw: edited(raw, policy=None), (), "policy is None"),
     "cut": (lambda raw: raw[: len(raw) // 2], (), "no complete session"),
-    "flipped": (lambda raw: flipped(raw, len(raw) // 2), (), "no complete session"),
     "notes": (
         lambda raw: flipped(raw, raw.index("jaxkv chat".encode("utf-32-le"))),
         (),
@@ -313,45 +237,6 @@ def test_an_unusable_session_is_refused_before_weights_are_loaded(
     assert path.read_bytes() == change(session_bytes)
 
 
-@pytest.mark.parametrize("name, words", [
-    ("absent/talk", "absent"),
-    ("text", "no complete session"),
-    ("", "this is a folder"),
-    ("~nobody at all/talk", "nobody at all"),
-])  # fmt: skip
-def test_a_bad_session_ends_before_the_first_message(run, model, stdin, tmp_path, name, words):
-    (tmp_path / "text").write_text("x")
-    stdin(b"Hello\n")
-    path = name if name.startswith("~") else str(tmp_path / name)
-    ran = run("chat", "--model", model, "--session", path)
-    assert (ran.code, ran.out) == (2, "") and words in ran.err
-
-
-def test_a_session_with_a_bad_scale_ends_with_one_line(run, model, stdin, tmp_path):
-    path, policy = tmp_path / "talk", "window:window=64,storage=int8"
-    talk = models.Conversation(models.load(model), policy)
-    assert "".join(talk.say("Hello", max_new_tokens=9))
-    first, *later_layers = talk.stream.decoding.states
-    first = first._replace(v=first.v._replace(scale=first.v.scale.at[0, 0, 2].set(-1)))
-    talk.stream.decoding = talk.stream.decoding._replace(states=(first, *later_layers))
-    session.save(path, talk)
-    stdin(b"And?\n")
-    ran = run("chat", "--model", model, "--session", path, "--policy", policy)
-    assert (ran.code, ran.out) == (2, "")
-    *_, last = ran.err.splitlines()
-    assert last.startswith("jaxkv: error: scales of int8 rows in a snapshot must be finite")
-    assert str(path) in last and " has -1; " in last and "older copy" in last
-
-
 def test_a_message_that_begins_with_a_slash(chat):
     turns, lines = chat("//help", "see http://example.org")
     assert [turn["user"] for turn in turns] == ["/help", "see http://example.org"] and not lines
-
-
-def test_a_session_keeps_its_system_message(run, model, stdin, tmp_path):
-    path = str(tmp_path / "talk")
-    for system, code in (("Be brief.", 0), ("Be brief.", 0), ("Be long.", 2)):
-        stdin(b"")
-        ran = run("chat", "--model", model, "--session", path, "--system", system)
-        assert ran.code == code
-    assert "has 'Be brief.', --system is 'Be long.'; leave --system out" in ran.err

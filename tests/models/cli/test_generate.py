@@ -11,11 +11,6 @@ from types import SimpleNamespace
 from jaxkv import models
 from jaxkv.cli.generate import Printer
 
-FIELDS = {
-    "prompt_tokens", "tokens", "text", "finish_reason", "prefill_seconds", "decode_seconds",
-    "compile_seconds", "tokens_per_second", "state_bytes", "policy", "sampling", "seed", "versions",
-}  # fmt: skip
-
 
 def test_text_equals_that_of_the_library(run, model):
     expected = models.generate(models.load(model), "Hello", max_new_tokens=40)
@@ -26,15 +21,6 @@ def test_text_equals_that_of_the_library(run, model):
         rf"jaxkv: 40 tokens \(length\), {number} tokens/s, compiled {number} s, state 66.0 KiB\n",
         ran.err,
     )
-
-
-def test_json(run, model):
-    record = run("generate", "Hello", "--model", model, "--max-new-tokens", 40, "--json").json
-    assert set(record) == FIELDS
-    assert record["prompt_tokens"] == 6 and len(record["tokens"]) == 40
-    assert record["finish_reason"] == "length" and record["policy"].startswith("streaming:sinks=4")
-    assert record["sampling"] == vars(models.Sampling())  # the tiny model says do_sample: false
-    assert record["state_bytes"] == 2 * (256 * (2 * 2 * 8 * 4 + 4) + 4)
 
 
 def test_prompt_from_a_file_and_from_standard_input(run, model, tmp_path, stdin):
@@ -83,6 +69,21 @@ def test_texts_of_a_batch_are_printed_in_order_as_they_come(capsys):
     assert capsys.readouterr().out == "4\n\n> b\n> c\n2\n\n> d\n35"
     printer.show(["", "", ""], ended("length", "eos", "length"))
     assert capsys.readouterr().out == "\n\n"
+
+
+def interrupt_block(monkeypatch, number: int) -> None:
+    """Send Ctrl-C before this block of every generation."""
+    from jaxkv.models.generation.text import Generation
+
+    blocks = Generation.blocks
+
+    def interrupted(self, progress):
+        for at, block in enumerate(blocks(self, progress)):
+            if at == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield block
+
+    monkeypatch.setattr(Generation, "blocks", interrupted)
 
 
 def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
@@ -151,76 +152,6 @@ def test_only_line_ends_separate_prompts(run, model, tmp_path):
     assert [answer["prompt"] for answer in record["answers"]] == ["one\x0cpage", "a\u2028b\x0bc"]
 
 
-def test_the_text_ends_before_a_stop_string(run, model):
-    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 40)
-    text = run(*flags, "--json").json["text"]
-    stop = text[10:12]
-    cut = run(*flags, "--json", "--stop", "not there", stop).json
-    assert (cut["text"], cut["finish_reason"]) == (text[: text.index(stop)], "stop")
-
-
-def test_the_seed_determines_the_tokens(run, model):
-    def draw(seed: int) -> list[int]:
-        flags = ("--temperature", 2, "--top-p", 0.9, "--top-k", 200, "--max-new-tokens", 30)
-        ran = run("generate", "Hello", "--model", model, *flags, "--seed", seed, "--json")
-        return ran.json["tokens"]
-
-    assert draw(3) == draw(3) != draw(4)
-
-
-def test_a_policy_for_each_layer_and_a_warning(run, model):
-    """A window beyond the trained context warns in one line."""
-    flags = ("--policy", "1=window:window=600;*=window:window=9", "--max-new-tokens", 5, "--json")
-    ran = run("generate", "x" * 600, "--model", model, *flags)
-    assert ran.json["policy"] in (
-        "1=window:window=600,storage=float;*=window:window=9,storage=float",
-        "0=window:window=9,storage=float;*=window:window=600,storage=float",
-    )
-    (line,) = [x for x in ran.err.splitlines() if "warning" in x]
-    assert line.startswith("jaxkv: warning: window:window=600,storage=float looks back")
-    assert "trained context of 512" in line and "degrades" in line
-
-
-def test_a_prompt_too_short_to_compress_warns_once(run, model):
-    ran = run("generate", "Hello", "--model", model, "--policy", "balance", "--max-new-tokens", 5)
-    line, speed = ran.err.splitlines()
-    assert "tokens/s" in speed
-    assert ran.code == 0 and line.startswith("jaxkv: warning: balance:sinks=32,window=32,rounds=2")
-    assert "needs a prompt of at least 68 tokens, got 6: all its tokens stay in the cache" in line
-
-
-def test_a_mesh_gives_the_same_tokens(run, model):
-    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 8, "--json")
-    assert run(*flags).json["tokens"] == run(*flags, "--mesh", "model=2").json["tokens"]
-
-
-def interrupt_block(monkeypatch, number: int) -> None:
-    """Send Ctrl-C before this block of every generation."""
-    from jaxkv.models.generation.text import Generation
-
-    blocks = Generation.blocks
-
-    def interrupted(self, progress):
-        for at, block in enumerate(blocks(self, progress)):
-            if at == number:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield block
-
-    monkeypatch.setattr(Generation, "blocks", interrupted)
-
-
-def test_ctrl_c_keeps_the_text_so_far(run, model, monkeypatch):
-    interrupt_block(monkeypatch, 3)
-    flags = ("generate", "Hello", "--model", model, "--max-new-tokens", 10000, "--ignore-eos")
-    ran = run(*flags)
-    assert ran.code == 130 and len(ran.out) > 1 and ran.out.endswith("\n")
-    assert ran.err.count("\n") == 1 and "tokens (interrupted)" in ran.err
-    ran = run(*flags, "--json")
-    record = json.loads(ran.out)
-    assert ran.code == 130
-    assert record["finish_reason"] == "interrupted" and 0 < len(record["tokens"]) < 10000
-
-
 def test_the_default_model_is_the_shipped_one(run):
     words = ("Once upon a time", "--max-new-tokens", 20, "--json")
     record = run("generate", *words).json
@@ -228,8 +159,3 @@ def test_the_default_model_is_the_shipped_one(run):
         models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
     assert record["sampling"]["temperature"] == 0.8
-
-
-def test_a_constant_sink_without_a_token(run, model):
-    ran = run("generate", "Hi", "--model", model, "--sinks", "constant:")
-    assert ran.code == 2 and "constant: needs a token after it" in ran.err

@@ -6,19 +6,16 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxkv.cli import COMMANDS
 from jaxkv.errors import UserError
-from jaxkv.models.loading import compilation
 from jaxkv.models.loading.compilation import VARIABLE
 from jaxkv.state import memory
 from tests.tiny import write_tiny
@@ -151,41 +148,3 @@ def test_a_command_first_looks_at_the_memory_that_jax_reserves(
     monkeypatch.setattr(memory, "reserved", refuse)
     words = split(STARTS[name][0].partition(" < ")[0], folder, tmp_path)
     assert run(*words) == (2, "", "jaxkv: error: seen\n")
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="features of x86")
-@pytest.mark.skipif(jax.__version_info__ < (0, 8, 2), reason="this jax logs no missing features")
-def test_programs_for_other_features_have_another_key(tmp_path):
-    """So none is read, and a log of features that the host lacks would be of no use."""
-    code = (
-        "import jax; from jax._src.lib import xla_client as x; "
-        "t = x.get_topology_for_devices(jax.devices()); "
-        "print(t.fingerprint() if hasattr(t, 'fingerprint') else t.serialize(), file=sys.stderr)"
-    )
-    flags = ("", "--xla_cpu_max_isa=SSE4_2")  # in the key, too, but not in what this compares
-    keys = {start(f"import sys; {code}", tmp_path, tmp_path, XLA_FLAGS=flag) for flag in flags}
-    assert len(keys) == 2
-
-
-@pytest.mark.parametrize(
-    ("version", "level", "levels"),
-    [((0, 10, 1), "1", [3, 3, 3, 1]), ((0, 8, 2), "2", [3, 3, 3, 2]), ((0, 10, 1), "0", [0] * 4),
-     ((0, 8, 1), "1", []), ((0, 11, 0), "1", [])],
-)  # fmt: skip
-def test_the_log_is_muted_during_reads_alone(version, level, levels, monkeypatch):
-    """Also for reads in several threads: the last one to end restores the level."""
-    from jax._src import compilation_cache
-    from jax._src.lib import utils
-
-    shown = []
-    outer = [lambda: compilation_cache.get_executable_and_time("inner")]  # as of another thread
-    monkeypatch.setattr(
-        compilation_cache, "get_executable_and_time",
-        lambda key: outer.pop()() if key == "outer" else key,
-    )  # fmt: skip
-    monkeypatch.setattr(utils, "absl_set_min_log_level", shown.append)
-    monkeypatch.setattr(jax, "__version_info__", version)
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    compilation.mute_reads_of_programs.__wrapped__()
-    assert compilation_cache.get_executable_and_time("outer") == "inner"
-    assert shown == levels

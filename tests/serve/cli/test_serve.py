@@ -1,9 +1,11 @@
-"""`jaxkv serve`: its flags, its plan of memory, and errors before a model is loaded."""
+"""`jaxkv serve`: its flags, its plan of memory, its keys, and errors before a model is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
+import signal
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +15,10 @@ import pytest
 
 from jaxkv import models
 from jaxkv.cli import serve
+from jaxkv.cli.keys import read_keys, reload_at_hangup
 from tests.models.cli.test_bad_input import refused
-from tests.seldom import seldom
+from tests.serve.http.conftest import eventually, serving
+from tests.serve.http.fake import FakeEngine
 
 NO_MODEL = ("--model", "nowhere/at/all")
 
@@ -44,9 +48,18 @@ def test_a_port_in_use(run):
     (["--metrics-prefix", "v-llm"], ["--metrics-prefix", "letters", "'v-llm'"]),
     (["--allowed-origins", "a.example"], ["--allowed-origins", "https://chat.example"]),
     (["--prefix-where", "nonsense"], ["--prefix-where", "branch", "nonsense"]),
+    (["--prefix-dir", "{file}"], ["--prefix-dir: a prefix folder must be", "{file}"]),
+    (["--prefix-dir", "{folder}", "--prefix-memory", "0"], ["--prefix-dir needs --prefix-memory"]),
+    (["--prefix-dir-size", "1GiB"], ["--prefix-dir-size", "give --prefix-dir too"]),
+    (["--prefix-dir", "{folder}", "--prefix-dir-size", "0"], ["--prefix-dir-size must be", "4GiB"]),
+    (["--prefix-dir", ""], ["--prefix-dir must name a folder"]),
+    (["--prefix-dir", "{folder}", "--prefix-dir-size", "lots"], ["such as 512MiB", "lots"]),
 ])  # fmt: skip
-def test_flags(run, words, expected):
-    refused(run("serve", *NO_MODEL, "--port", "0", *words), *expected)
+def test_flags(run, tmp_path, words, expected):
+    names = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    names["file"].write_text("x")
+    ran = run("serve", *NO_MODEL, "--port", "0", *(word.format(**names) for word in words))
+    refused(ran, *(part.format(**names) for part in expected))
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -64,10 +77,7 @@ def test_too_little_memory_says_how_much_is_needed(run, words, expected):
     refused(run("serve", "--port", "0", *words), *expected)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [(), ("--fixed-batch",), seldom(("--memory", "48MiB")), seldom(("--prefix-memory", "0"))],
-)
+@pytest.mark.parametrize("words", [("--memory", "48MiB"), ("--fixed-batch",)])
 def test_memory_at_the_start_is_that_of_the_plan(words):
     """Within 10 %, for the default model, in the arrays that JAX has on the device."""
     parser = argparse.ArgumentParser()
@@ -102,10 +112,6 @@ def test_invalid_api_keys(run, tmp_path, monkeypatch):
     monkeypatch.delenv("JAXKV_API_KEYS")
     monkeypatch.setenv("JAXKV_ADMIN_KEYS", "root")
     refused(run("serve"), "--admin-key-file needs API keys", "--api-key-file")
-
-
-def test_the_number_of_sequences_in_words():
-    assert [serve.at_most(n) for n in (1, 3)] == ["at most 1 sequence", "at most 3 sequences"]
 
 
 def test_a_public_address_without_keys_warns(run):
@@ -148,3 +154,69 @@ def test_the_system_fingerprint(model):
     assert len(fingerprints | {serve.fingerprint_of(fixed, llm, 16)}) == 6
     moved = replace(llm, path=llm.path / "elsewhere")
     assert serve.fingerprint_of(args, moved, 16) == serve.fingerprint_of(args, llm, 16)
+
+
+SIGHUP = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals as on POSIX")
+PROMPT = "a prompt that two requests share|x"
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    for name in ("JAXKV_API_KEYS", "JAXKV_ADMIN_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    api_keys, admin = tmp_path / "keys", tmp_path / "admins"
+    api_keys.write_text("stays\nsalted pepper\nleaves\n")
+    admin.write_text("root\n")
+    return argparse.Namespace(api_key_file=str(api_keys), admin_key_file=str(admin))
+
+
+def cached(served, key: str) -> int:
+    answer = served.complete(PROMPT, {"authorization": f"Bearer {key}"})
+    assert answer.status == 200
+    return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def status(served, key: str, path: str = "/v1/models") -> int:
+    return served.ask("GET", path, authorization=f"Bearer {key}").status
+
+
+@SIGHUP
+def test_keys_that_stay_keep_their_prefixes(args, tmp_path, capfd):
+    keys = read_keys(args)
+    with reload_at_hangup(args, keys), serving(FakeEngine(), keys=keys) as served:
+        assert [cached(served, key) for key in ("stays", "salted", "leaves")] == [0, 0, 0]
+        (tmp_path / "keys").write_text("comes\nstays\nsalted pepper\n")
+        (tmp_path / "admins").write_text("new-root\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        eventually(lambda: len(keys.tenants) == 3 and status(served, "comes") == 200)
+        assert "read the keys again: API keys 3, admin 1" in capfd.readouterr().err
+        assert status(served, "leaves") == 401
+        assert cached(served, "stays") > 0 and cached(served, "salted") > 0
+        assert cached(served, "comes") == 0
+        assert status(served, "new-root", "/metrics") == 200
+        assert status(served, "root", "/metrics") == 401
+
+
+@SIGHUP
+@pytest.mark.parametrize("content", ["", "a b c\n", None])
+def test_invalid_files_change_nothing(args, tmp_path, capfd, content):
+    keys = read_keys(args)
+    with reload_at_hangup(args, keys):
+        path = tmp_path / "keys"
+        path.unlink() if content is None else path.write_text(content)
+        os.kill(os.getpid(), signal.SIGHUP)
+        eventually(lambda: "the API keys stay as they are" in capfd.readouterr().err)
+    assert len(keys.tenants) == 3
+
+
+@SIGHUP
+def test_a_closed_terminal_does_not_end_the_server(args, tmp_path, monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    keys = read_keys(args)
+    with reload_at_hangup(args, keys):
+        monkeypatch.setattr(os, "write", closed)
+        (tmp_path / "keys").write_text("one\n")
+        signal.raise_signal(signal.SIGHUP)
+    assert len(keys.tenants) == 1

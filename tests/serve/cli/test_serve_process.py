@@ -86,21 +86,6 @@ def test_answers_equal_those_of_generate(client, model):
             assert choice.text == alone.text
 
 
-def test_a_prefix_is_reused(client):
-    prompt = "A long beginning that several prompts share. "
-    answers = [
-        client.completions.create(model="tiny", prompt=prompt + end, max_tokens=1, temperature=0)
-        for end in ("One", "Two", "Three")
-    ]
-    assert answers[0].usage.prompt_tokens_details.cached_tokens == 0
-    assert answers[-1].usage.prompt_tokens_details.cached_tokens >= 32
-    admin = {"authorization": "Bearer root"}
-    metrics = client.get("/../metrics", cast_to=str, options={"headers": admin})
-    hits = re.search(r"^jaxkv:prefix_cache_hits_total (\S+)$", metrics, re.M)
-    assert float(hits[1]) >= 32
-    assert re.search(r"^jaxkv:prefix_entries_in_use 0.0$", metrics, re.M)
-
-
 def test_echoed_scores_equal_those_of_the_model(client, model):
     """Also if the text is cached, with one new token and with none."""
     llm = models.load(model)
@@ -170,28 +155,6 @@ def test_the_template_of_a_flag_and_the_second_name(client):
     assert size(chat_template_kwargs={"mood": "!!"}) == size() + 2
     continued = size(continue_final_message=True)
     assert continued == size("[system]Be.[assistant]I am ") - begin
-
-
-def test_min_tokens_and_stop_token_ids(client, model):
-    """The most likely next token ends the answer, but not in its first three tokens."""
-
-    def answer(**fields):
-        return client.completions.create(
-            model="tiny", prompt="Once upon", max_tokens=5, temperature=0, logprobs=1,
-            extra_body={"ignore_eos": True} | fields,
-        )  # fmt: skip
-
-    free = answer().choices[0]
-    first = free.logprobs.tokens[0]
-    alone = models.generate(
-        models.load(model), "Once upon", POLICY, 1, temperature=0, ignore_eos=True, chunk=16
-    )
-    ids = {"stop_token_ids": alone.tokens}
-    ended = answer(**ids)
-    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
-    later = answer(**ids, min_tokens=3)
-    assert first not in later.choices[0].logprobs.tokens[:3]
-    assert later.usage.completion_tokens >= 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
