@@ -20,9 +20,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 SPEC = Spec(KV_HEADS, DIM, DIM**-0.5, rotary(DIM, 100.0))
 
 
-def random_tokens(rng, tokens, rows=2):
-    shapes = ((rows, tokens, HEADS, DIM), *((rows, tokens, KV_HEADS, DIM),) * 2)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+def random_tokens(rng, tokens, rows=2, dim=DIM, dtype="float32"):
+    shapes = ((rows, tokens, HEADS, dim), *((rows, tokens, KV_HEADS, dim),) * 2)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
 
 def oracle(q, k, v, scale, window=None, softcap=None, sink_logits=None):
@@ -124,6 +124,32 @@ def test_a_learned_sink_survives_half_precision():
     terms = uncached._split(sink_logits, jnp.bfloat16)
     assert terms.shape == (4, 8) and terms.dtype == jnp.bfloat16
     np.testing.assert_allclose(terms.astype(jnp.float32).sum(-1), sink_logits, rtol=1e-6)
+
+
+@pytest.mark.skipif(
+    all(device.platform != "gpu" for device in jax.devices()), reason="no NVIDIA GPU"
+)
+@pytest.mark.parametrize("tokens", [128, 300, 2048])
+@pytest.mark.parametrize("case", ["plain", "window", "zero sink", "learned sinks"])
+def test_cudnn_equals_xla(rng, case, tokens):
+    """Values with those of bfloat16, gradients with those of float32."""
+    window, zero = CASES[case].get("window") and 100, CASES[case].get("sink_logits")
+    arrays = random_tokens(rng, tokens, dim=64, dtype="bfloat16")
+    if case == "learned sinks":
+        arrays += (jnp.asarray(zero),)
+    spec = Spec(KV_HEADS, 64, 64**-0.5, rotary(64, 100.0), dtype="bfloat16")
+
+    def attend(implementation):
+        return lambda q, k, v, sink_logits=zero: uncached.attend(
+            window, spec, q, k, v, sink_logits, implementation=implementation
+        )[0].astype(jnp.float32)
+
+    values = [jax.jit(attend(name))(*arrays) for name in ("cudnn", "xla")]
+    np.testing.assert_allclose(*values, atol=0.03)
+    exact = gradients(attend("xla"), *(a.astype(jnp.float32) for a in arrays))
+    for actual, expected in zip(gradients(attend("cudnn"), *arrays), exact, strict=True):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(actual.astype(jnp.float32), expected, atol=0.03 * scale)
 
 
 class Gpu:
