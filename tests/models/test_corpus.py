@@ -176,6 +176,13 @@ def test_pieces_of_a_text_add_up_to_it(tmp_path, monkeypatch, seed):
         assert before[-1].isalnum() and after[0] in "\r\n"
 
 
+def test_other_files_of_a_folder_are_named(texts, tmp_path):
+    for name in ("a.txt", "b.txt", "c.csv", ".hidden"):
+        (tmp_path / name).write_text(f"text {name}")
+    with pytest.warns(UserWarning, match=r"not read: c\.csv in .*, without the ending \.txt"):
+        assert list(text_files.files_in([tmp_path]).values()) == ["a.txt", "b.txt"]
+
+
 def test_a_long_text_is_read_in_blocks(tmp_path):
     """So a file may be larger than the memory."""
     path = tmp_path / "a.txt"
@@ -183,24 +190,3 @@ def test_a_long_text_is_read_in_blocks(tmp_path):
     settings = text_files.ReadSettings("text", None, 0.5, True)
     file = text_files.TextFile(path, "a", "text", path.stat().st_size, "", "train")
     assert max(len(t.text) for t in text_files.read(file, settings)) < 2 * 100
-
-
-def test_the_order_of_files_is_that_of_their_names(tmp_path):
-    """Neither the order of creation nor the place of the folder matters."""
-    manifests = []
-    for place, order in (("x", "321"), ("y/z", "213")):
-        folder = tmp_path / place / "texts"
-        folder.mkdir(parents=True)
-        for name in order:
-            (folder / f"{name}.txt").write_text(f"text number {name} of three " * 20)
-        manifests.append(
-            contents(corpus.prepare([folder], tmp_path / place / "out", 262, share=0.5).folder)
-        )
-    assert manifests[0] == manifests[1]
-
-
-def test_other_files_of_a_folder_are_named(texts, tmp_path):
-    for name in ("a.txt", "b.txt", "c.csv", ".hidden"):
-        (tmp_path / name).write_text(f"text {name}")
-    with pytest.warns(UserWarning, match=r"not read: c\.csv in .*, without the ending \.txt"):
-        assert list(text_files.files_in([tmp_path]).values()) == ["a.txt", "b.txt"]
