@@ -35,6 +35,18 @@ def tiny(tiny_folder) -> models.Llm:
 
 
 @pytest.fixture(scope="session")
+def llm_folder(tmp_path_factory) -> Path:
+    """A random model with the sizes of `write_tiny`: 2 KV heads, a trained context of 512."""
+    return write_tiny(tmp_path_factory.mktemp("llm") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llm(llm_folder) -> models.Llm:
+    """The model of `llm_folder`."""
+    return models.load(llm_folder)
+
+
+@pytest.fixture(scope="session")
 def tokens(tmp_path_factory) -> DataFolder:
     """A small data folder."""
     return write_tokens(tmp_path_factory.mktemp("data"))

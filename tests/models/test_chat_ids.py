@@ -363,6 +363,15 @@ def test_a_message_of_only_marks(name, tmp_path):
     assert len(marks_in(tokenizer, ids)) >= len(marks_in(tokenizer, empty)) + len(shape.marks)
 
 
+def test_special_tokens_without_a_template(shape):
+    spec, tokenizer = shape
+    llm = SimpleNamespace(tokenizer=tokenizer, chat=Chat(None), eos=())
+    content = "".join((*spec.marks, *spec.written))
+    ids = Language(llm, "m", 1).render([{"role": "user", "content": content}])
+    front = list(tokenizer.front)
+    assert ids[: len(front)] == front and not marks_in(tokenizer, ids[len(front) :])
+
+
 def test_a_mark_of_one_character_is_refused(tmp_path):
     """Its text has no other ids."""
     tokenizer = read_tokenizer(write_byte_level(tmp_path, ["§"]))

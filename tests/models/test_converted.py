@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -15,7 +14,6 @@ from jaxkv import models
 from jaxkv.models.loading import converted, source
 from jaxkv.state.sharding import mesh_of
 from tests.models.gguf.files import hf_model, write_gguf
-from tests.tiny import write_tiny
 
 
 @pytest.fixture
@@ -123,11 +121,6 @@ def test_a_damaged_entry_is_converted_again(file, folder, conversions):
     assert rebuilt > 0.9 * len(damaged)  # some bytes are between two arrays
 
 
-def test_a_model_folder_has_no_entry(folder, tmp_path):
-    models.load(write_tiny(tmp_path / "tiny"), weights="int8")
-    assert not folder.exists()
-
-
 def fail(code: int, after: int = 0):
     """A function that raises an error of the disk, once it was called `after` times."""
     calls = []
@@ -149,13 +142,14 @@ FULL = os.strerror(errno.ENOSPC)
     ("_write", fail(errno.ENOSPC), FULL),
     ("_write", fail(errno.ENOSPC, 9), FULL),
     ("os.replace", lambda *_: fail(errno.EACCES)(None, b""), os.strerror(errno.EACCES)),
-    ("shutil.disk_usage", lambda _: os.terminal_size((0, 0)), "are needed"),
+    ("shutil.disk_usage", None, "are needed"),  # more than half of what is free
 ])  # fmt: skip
 def test_without_room_or_permission_a_model_loads_and_one_line_says_so(
     function, put, reason, file, folder, monkeypatch, capsys
 ):
     if function == "shutil.disk_usage":
-        put = lambda _: type("Usage", (), {"free": 1000})()  # noqa: E731
+        free = int(1.9 * file.stat().st_size)
+        put = lambda _: type("Usage", (), {"free": free})()  # noqa: E731
     monkeypatch.setattr(f"jaxkv.models.loading.converted.{function}", put)
     expected = bits(models.load(file))
     models.load(file)
@@ -179,37 +173,6 @@ def test_an_interrupted_conversion_leaves_nothing(file, folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         models.load(file)
     assert not [path for path in folder.iterdir() if "weights" in path.name]
-
-
-# In float32: TinyLlama 1.1B, Llama 3.2 1B and Llama 3.2 3B have the first three sizes.
-@pytest.mark.parametrize("gigabytes, free, is_kept", [
-    (4.4, 100, True), (4.94, 100, True), (12.9, 100, True), (18, 100, False),
-    (4.4, 8.9, True), (4.4, 8.7, False),
-])  # fmt: skip
-def test_models_of_billions_of_weights_are_kept_in_half_of_the_free_disk(
-    gigabytes, free, is_kept, folder, monkeypatch, capsys
-):
-    usage = type("Usage", (), {"free": int(free * 1e9)})
-    monkeypatch.setattr("jaxkv.models.loading.converted.shutil.disk_usage", lambda _: usage)
-    shapes = {"w": jax.ShapeDtypeStruct((int(gigabytes * 1e9 / 4),), np.float32)}
-    opened = []
-    monkeypatch.setattr(
-        "jaxkv.models.loading.converted._writer", lambda *_: opened.append(1) or nullcontext()
-    )
-    with converted.writing(folder / "x.weights", shapes):
-        assert bool(opened) == is_kept
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (not is_kept) and all("not kept" in line for line in lines)
-
-
-def test_another_process_may_remove_entries_meanwhile(file, folder, monkeypatch, capsys):
-    models.load(file, "float32")
-    vanished = folder / "gone.weights"
-    listed = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*listed(path, pattern), vanished])
-    models.load(file, "bfloat16")
-    monkeypatch.undo()
-    assert len(entries(folder)) == 2 and "not kept" not in capsys.readouterr().err
 
 
 def test_the_folder_has_a_bound(file, folder, monkeypatch, capsys):
@@ -251,12 +214,11 @@ def test_a_hash_is_computed_again_where_the_file_changed(folder, tmp_path, monke
         assert len(converted.file_hash(path)) == 64
 
 
-@pytest.mark.real_model
-def test_the_real_model_is_read_without_converting(smollm2_file, folder, monkeypatch):
-    first = models.load(smollm2_file)
-
-    def refuse(*_, **__):
-        raise AssertionError("converted again")
-
-    monkeypatch.setattr(source.gguf, "load_weights", refuse)
-    assert bits(models.load(smollm2_file)) == bits(first)
+def test_another_process_may_remove_entries_meanwhile(file, folder, monkeypatch, capsys):
+    models.load(file, "float32")
+    vanished = folder / "gone.weights"
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*listed(path, pattern), vanished])
+    models.load(file, "bfloat16")
+    monkeypatch.undo()
+    assert len(entries(folder)) == 2 and "not kept" not in capsys.readouterr().err

@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
+from jaxkv.models.generation.text import sampling_for
 from jaxkv.models.loading import known_fields
 from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.gguf.header import Header
 from jaxkv.models.loading.known_fields import APPLIED, HARMLESS, NEUTRAL
-from jaxkv.models.loading.sampling_settings import read_sampling
+from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gguf
 from jaxkv.models.network.config import Config
+from jaxkv.sampling import Sampling
 from tests.models import test_parity as parity
 from tests.models.folders import SIZES, YARN, write_json, write_model
+from tests.tiny import write_tiny
 
 TINY = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 128}
 BASES: dict[str, dict[str, Any]] = {
@@ -176,43 +181,6 @@ def test_the_fields_of_transformers_are_known(name, tmp_path):
     )
 
 
-OLD = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16",
-       "hidden_act": "silu", "attention_dropout": 0.0}  # fmt: skip
-# What published config.json have beside the sizes; `model_type` decides the architecture.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M-Instruct": OLD
-    | {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False}
-    | {"pretraining_tp": 1, "pad_token_id": 2, "attention_bias": False, "mlp_bias": False}
-    | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "rope_scaling": None},
-    "Llama-3.1-8B": OLD
-    | {"model_type": "llama", "pretraining_tp": 1, "rope_theta": 500000.0, "mlp_bias": False}
-    | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                        "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
-    "Llama-2-7b (early)": OLD | {"model_type": "llama", "max_sequence_length": 2048}
-    | {"pad_token_id": 0, "_name_or_path": "meta-llama/Llama-2-7b-hf"},
-    "Mistral-7B-v0.1": OLD | {"model_type": "mistral", "sliding_window": 4096},
-    "Mistral-Nemo": OLD | {"model_type": "mistral", "sliding_window": None, "head_dim": 128},
-    "Qwen2.5-7B-Instruct": OLD
-    | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072}
-    | {"max_window_layers": 28, "use_mrope": False},
-    "Qwen3-8B": OLD
-    | {"model_type": "qwen3", "use_sliding_window": False, "sliding_window": None}
-    | {"max_window_layers": 36, "attention_bias": False, "head_dim": 128, "rope_scaling": None},
-    "TinyLlama-1.1B-Chat": OLD | {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None},
-    "Yarn-Llama-2-7b-64k": OLD
-    | {"model_type": "llama", "pretraining_tp": 1}
-    | {"rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn",
-                        "finetuned": True}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_load_without_a_warning(name, tmp_path):
-    sizes = {k: v for k, v in SIZES.items() if k not in PUBLISHED[name]}
-    kind = PUBLISHED[name]["model_type"].capitalize()
-    read(tmp_path, sizes | {"architectures": [f"{kind}ForCausalLM"]} | PUBLISHED[name])
-
-
 @pytest.mark.parametrize("field", NEUTRAL)
 @pytest.mark.parametrize("family", APPLIED)
 def test_a_field_of_other_models_is_refused(family, field, tmp_path):
@@ -308,3 +276,82 @@ def test_the_context_of_scaled_positions(case, tmp_path):
     length, rope, context = CONTEXTS[case]
     fields = {"max_position_embeddings": length, "rope_scaling": rope}
     assert read(tmp_path, BASES["llama"] | fields).context == context
+
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+POLICY = "streaming:sinks=1,window=15"
+
+
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        (None, Sampling(0.8)),
+        ({"bos_token_id": 1, "temperature": None}, Sampling(0.8)),
+        (QWEN, Sampling(0.7, 20, 0.8, 0.0, 1.1)),
+        ({"top_p": 0.9}, Sampling(0.8, top_p=0.9)),
+        ({"do_sample": False, "temperature": 0.7}, Sampling(0.0)),
+        ({"top_k": -1}, Sampling(0.8)),
+        ({"top_k": 50.0}, Sampling(0.8, 50)),
+    ],
+)
+def test_generation_config(published, expected, tmp_path):
+    if published is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(published))
+    assert read_sampling(tmp_path) == expected
+
+
+def test_the_header_of_a_gguf_file():
+    fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.name": "x"}
+    assert sampling_of_gguf(Header(Path("x.gguf"), fields, {})) == Sampling(0.6, 20)
+    assert sampling_of_gguf(Header(Path("x.gguf"), {}, {})) == Sampling(0.8)
+    other_types = {"general.sampling.temp": 1, "general.sampling.top_k": 20.0}
+    assert sampling_of_gguf(Header(Path("x.gguf"), other_types, {})) == Sampling(1.0, 20)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x" * 5000, "sampling.temp must be of type float, got 'x{59}; download"),
+        (float("nan"), r"sampling.temp must be finite, got nan; download"),
+        (-1.0, "temperature must be"),
+    ],
+)
+def test_a_wrong_value_in_a_header_is_named(value, message):
+    header = Header(Path("x.gguf"), {"general.sampling.temp": value}, {})
+    with pytest.raises(UserError, match=rf"^x.gguf.*{message}"):
+        sampling_of_gguf(header)
+
+
+def test_a_wrong_value_names_the_file(tmp_path, unchecked):
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(UserError, match=r"generation_config.json: temperature must be a number"):
+        read_sampling(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = write_tiny(tmp_path_factory.mktemp("sampled") / "tiny", num_hidden_layers=1)
+    (folder / "generation_config.json").write_text('{"temperature": 3.0, "top_k": 200}')
+    return models.load(folder)
+
+
+def test_an_answer_is_sampled_as_published(llm):
+    assert llm.sampling == Sampling(3.0, 200)
+    settings = {"sampling": Sampling(3.0, 200)}, {"top_k": 200}, {}
+    tokens = [models.generate(llm, "Hi", POLICY, 20, **arguments).tokens for arguments in settings]
+    greedy = models.generate(llm, "Hi", POLICY, 20, temperature=0).tokens
+    assert tokens[0] == tokens[1] == tokens[2] != greedy
+    assert greedy == models.generate(llm, "Hi", POLICY, 20, sampling=Sampling()).tokens
+
+
+def test_keywords_replace_single_settings(llm):
+    assert sampling_for(llm, None, {"top_k": 5}) == Sampling(3.0, 5)
+    assert sampling_for(llm, Sampling(), {}) == Sampling()
+
+
+def test_a_conversation_is_sampled_as_published(llm):
+    answers = [
+        "".join(models.Conversation(llm, POLICY).say("Hi", sampling, 20))
+        for sampling in (None, llm.sampling, Sampling())
+    ]
+    assert answers[0] == answers[1] != answers[2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +12,11 @@ import pytest
 
 import jaxkv
 from jaxkv import models
+from jaxkv.cli import main
 from jaxkv.errors import UserError
-from jaxkv.sampling import Sampling
-from tests.models.folders import write_json
+from tests.models.folders import deny
+from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
-
-
-@pytest.fixture
-def folder(tiny_folder, tmp_path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
 def test_the_fields_of_a_loaded_model(tiny, tiny_folder):
@@ -100,72 +93,35 @@ def test_dtype(published, tmp_path, monkeypatch):
     assert dtypes() == (published, {published}, published)
 
 
-def test_progress(tiny_folder):
-    seen: list[tuple[int, int]] = []
-    llm = models.load(tiny_folder, dtype="float32", progress=lambda *step: seen.append(step))
-    total = sum(w.nbytes for w in llm.weights.values())
-    assert seen == sorted(seen) and seen[-1] == (total, total) and len(seen) > 3
-
-
-def test_a_folder_may_be_a_string(tiny, tiny_folder):
-    llm = models.load(str(tiny_folder))
-    assert llm.path == tiny.path and llm.config == tiny.config
-
-
-def corrupt_weights(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def without(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
-def config(**fields):
-    def change(folder: Path) -> None:
-        where = folder / "config.json"
-        write_json(where, json.loads(where.read_text(encoding="utf-8")) | fields)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (shutil.rmtree, "no such folder"),
-        (without("config.json"), "no config.json in"),
-        (without("model.safetensors"), "no .*safetensors"),
-        (without("tokenizer.json"), "no tokenizer in"),
-        (corrupt_weights, "model.safetensors"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is corrupt"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json"),
-        (lambda f: (f / "tokenizer_config.json").write_bytes(b"\xff{}"), "tokenizer_config.json"),
-        (config(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "LlamaForCausalLM"),
-        (config(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic.*linear"),
-        (config(intermediate_size=50), r"\(?\[?48.*50|50.*48"),
-        (config(num_hidden_layers=3), r"layers\.2"),
-        (config(num_hidden_layers=1), r"layers\.1"),
-    ],
-)
-def test_damaged_folders_are_refused_in_one_line(folder, damage, message):
-    damage(folder)
-    with pytest.raises(UserError, match=message) as error:
-        models.load(folder)
-    assert "\n" not in str(error.value), "one line"
-
-
 def test_an_unknown_dtype(tiny_folder):
     with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16, got 'f"):
         models.load(tiny_folder, dtype="fp8")
 
 
-def test_weights_may_be_replaced(tiny):
-    """An Llm is data: two output heads can share its other weights."""
-    negated = replace(tiny, weights=tiny.weights | {"head": -tiny.weights["head"]})
-    streams = [models.Stream(llm, "window:window=8") for llm in (tiny, negated)]
-    for stream in streams:
-        stream.prefill([[65, 66, 67]])
-    logits, opposite = (np.asarray(stream.decoding.logits) for stream in streams)
-    np.testing.assert_allclose(logits, -opposite, atol=1e-6)
-    assert streams[0].decode(Sampling(), 1, ())[0][0, 0] == logits.argmax() == (-opposite).argmax()
-    assert jnp.dtype(logits.dtype) == jnp.float32
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json", "chat_template.jinja")  # fmt: skip
+
+
+def check(path: Path, model: Path, capsys) -> None:
+    """Loading the model names the file."""
+    message = f"cannot read {path}: Permission denied; check that it is a file that you may read"
+    with pytest.raises(UserError) as error:
+        models.load(model)
+    assert str(error.value) == message
+    assert main(["generate", "Hi", "--model", str(model)]) == 2
+    assert capsys.readouterr().err == f"jaxkv: error: {message}\n"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_folder(name, tmp_path, monkeypatch, capsys):
+    path = write_tiny(tmp_path / "tiny") / name
+    path.exists() or path.write_text("{}")
+    deny(monkeypatch, path)
+    check(path, path.parent, capsys)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model"])
+def test_a_gguf_file(name, tmp_path, monkeypatch, capsys):
+    path = write_gguf(tmp_path / name, *hf_model(tmp_path, "llama2"))
+    deny(monkeypatch, path)
+    check(path, path, capsys)

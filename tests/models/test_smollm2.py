@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as backends
 
 from jaxkv import models
-from jaxkv.cli import main
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading import smollm2 as package
 from jaxkv.models.loading.source import open_source
-from tests import conftest
-from tests.models.folders import deny
 
 
 @pytest.fixture
@@ -84,16 +80,6 @@ def test_a_wheel_without_the_model_is_refused(case, cache, tmp_path):
     assert contents(cache) == []
 
 
-def test_a_package_with_another_file_ends_a_command_with_exit_code_2(cache, monkeypatch, capsys):
-    monkeypatch.setattr(package, "_download", lambda folder: wheel(folder / "a.whl", b"other"))
-    assert main(["generate", "Hello", "--model", package.NAME]) == 2
-    printed = capsys.readouterr()
-    downloading, error = printed.err.splitlines()
-    assert printed.out == "" and contents(cache) == []
-    assert downloading.startswith("jaxkv: downloading ")
-    assert error.startswith(f"jaxkv: error: {package.FILE} in a.whl has the SHA-256 ")
-
-
 def test_a_damaged_file_is_fetched_again(cache, monkeypatch, capsys):
     content, downloads = b"the model", []
     monkeypatch.setattr(package, "SHA256", hashlib.sha256(content).hexdigest())
@@ -130,14 +116,6 @@ def test_a_cache_folder_that_cannot_be_written(cache, monkeypatch):
     assert str(error.value) == f"cannot write to {cache}: {reason}"
 
 
-def test_a_cached_file_that_may_not_be_read(cache, monkeypatch):
-    cache.mkdir(parents=True)
-    (path := package.location()).write_bytes(b"present")
-    deny(monkeypatch, path)
-    with pytest.raises(UserError, match=f"cannot read {path}: Permission denied; check"):
-        package.fetch()
-
-
 def test_no_package_index(cache, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -153,21 +131,6 @@ def test_a_python_without_pip(cache, monkeypatch):
         package.fetch()
     assert not isinstance(raised.value, package.Unreachable) and "network" not in str(raised.value)
     assert contents(cache) == []
-
-
-def test_a_run_without_the_model_fails_only_where_the_model_is(cache):
-    """`--must-run real_model`, as in CI: skips may hide no test that could have run."""
-    reason = f"Skipped: {conftest.NO_MODEL}pip does not download"
-    assert conftest.allowed_skip(reason) == "without the model"
-    assert conftest.allowed_skip("Skipped: no gguf") == ""
-    cache.mkdir(parents=True)
-    (cache / package.FILE).write_bytes(b"present")
-    assert conftest.allowed_skip(reason) == ""
-    fails = {"passed": False, "without the model": False, "skipped": True, "failed": True}
-    for outcome, expected in fails.items():
-        assert conftest.fails("real_model", Counter({outcome: 2})) == expected, outcome
-    assert conftest.fails("parity", Counter({"without the model": 2}))
-    assert conftest.fails("real_model", Counter({"passed": 2, "skipped": 1}))
 
 
 def test_an_existing_folder_wins_over_the_name(tmp_path, monkeypatch):
@@ -280,9 +243,8 @@ def original(smollm2_file) -> Backend:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("count", [1000, 10_000])
-def test_the_tokenizer_agrees_with_the_original(count, smollm2, original):
-    for text in strings(count):
+def test_the_tokenizer_agrees_with_the_original(smollm2, original):
+    for text in strings(10_000):
         ids = smollm2.tokenizer.encode(text)
         assert ids == original.encode(text).ids, repr(text)
         # The vocabulary lacks a few bytes, so not every text survives.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -24,9 +21,10 @@ from jaxkv.models.loading.hf.folder import find
 from jaxkv.models.loading.hf.weights import load_weights, read_header
 from jaxkv.models.loading.weight_names import shapes
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
+from tests.peak_memory import peak_of
 
+Weights = dict[str, np.ndarray]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ROOT = Path(__file__).parents[2]
 
 
 def load(folder: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
@@ -92,67 +90,43 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_stories(stories):
-    loaded = load(stories)
-    assert sum(array.size for array in loaded.values()) == 260_032 and "head" not in loaded
+def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {name.replace(old, new): w for name, w in weights.items()}
 
 
-def test_names_without_the_model_prefix(tmp_path):
-    write_model(tmp_path, "llama2")
+# A family, and a change to its file that its weights survive.
+LAYOUTS: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
+    "names without model": ("llama2", renamed("model.", "")),
+    "a head named output": ("llama2", renamed(HEAD, "output.weight")),
+    "a head in model": ("llama2", renamed(HEAD, "model.lm_head.weight")),
+    "a tied head alone": ("llama32", renamed(EMBED, HEAD)),
+    "a tied head as well": ("llama32", lambda w: w | {HEAD: w[EMBED].copy()}),
+    "rotary buffers": ("llama2", lambda w: w | {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_other_layouts_are_read(case, tmp_path):
+    family, change = LAYOUTS[case]
+    write_model(tmp_path, family)
     written = tensors(tmp_path)
-    bare = {name.removeprefix("model."): value for name, value in written.items()}
-    write_tensors(tmp_path, bare)
+    write_tensors(tmp_path, change(written))
     check(load(tmp_path), tmp_path, written)
 
 
-@pytest.mark.parametrize("name", ["output.weight", "model.lm_head.weight"])
-def test_other_names_of_the_head_are_accepted(name, tmp_path):
-    write_model(tmp_path, "llama2")
-    written = tensors(tmp_path)
-    write_tensors(tmp_path, {name if k == HEAD else k: v for k, v in written.items()})
-    check(load(tmp_path), tmp_path, written)
-
-
-def test_a_tied_head_is_found_under_either_name(tmp_path):
-    write_model(tmp_path, "llama32")
-    written = tensors(tmp_path)
-    write_tensors(tmp_path, {HEAD if k == EMBED else k: v for k, v in written.items()})
-    check(load(tmp_path), tmp_path, written)
-    write_tensors(tmp_path, written | {HEAD: written[EMBED].copy()})
-    check(load(tmp_path), tmp_path, written)
-    write_tensors(tmp_path, written | {HEAD: written[EMBED] + 1})
-    with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("at", [1500, -1], ids=["in a later piece", "in the last value"])
-def test_a_tied_head_that_differs_late_is_refused(at, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxkv.models.loading.hf.weights.PIECE", 1000)  # bytes, of 65,536
-    write_model(tmp_path, "llama32")
-    written = tensors(tmp_path)
-    head = written[EMBED].copy()
-    head.reshape(-1)[at] += 1
-    write_tensors(tmp_path, written | {HEAD: head})
-    with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
-        load(tmp_path)
-
-
-def test_a_tied_head_that_differs_only_in_its_dtype_is_refused(tmp_path):
-    """The bytes of both are equal."""
+@pytest.mark.parametrize("at", [0, 1500, -1, None])
+def test_a_tied_head_that_differs_is_refused(at, tmp_path, monkeypatch):
+    """In the first, a later or the last piece, or only in its dtype: then the bytes are equal."""
+    monkeypatch.setattr("jaxkv.models.loading.hf.weights.PIECE", 1000)  # bytes, of 32,768
     write_model(tmp_path, "llama32", dtype="bfloat16")
     written = tensors(tmp_path, dtype="bfloat16")
-    head = written[EMBED].view(np.float16)
-    assert head.tobytes() == written[EMBED].tobytes()
+    head = written[EMBED].view(np.float16) if at is None else written[EMBED].copy()
+    if at is not None:
+        head.reshape(-1)[at] += 1
     write_tensors(tmp_path, written | {HEAD: head})
     with pytest.raises(UserError, match=r"ties.*lm_head.weight differs.*tie_word_embeddings"):
         load(tmp_path)
-
-
-def test_rotary_buffers_are_ignored(tmp_path):
-    write_model(tmp_path, "llama2")
-    buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8) for i in range(3)}
-    write_tensors(tmp_path, tensors(tmp_path) | buffer)
-    check(load(tmp_path), tmp_path, tensors(tmp_path))
 
 
 def test_weights_load_with_a_sharding(tmp_path):
@@ -214,20 +188,25 @@ def test_a_truncated_file_is_refused(keep, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("header", [b"{]", b"[1]", b'{"a": {}}', b'{"a": {"dtype": 3}}'])
-def test_a_corrupt_header_is_refused(header, tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(UserError, match="header is not valid"):
-        read_header(file)
+def with_header(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
 
 
-def test_inconsistent_offsets_are_refused(tmp_path):
-    header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(UserError, match=r"bytes of a do not fit its shape \[4\]"):
-        read_header(file)
+OFFSETS = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'
+FILES = [
+    *((with_header(header), "header is not valid") for header in (
+        b"{]", b"[1]", b'{"a": {}}', b'{"a": {"dtype": 3}}')),
+    (with_header(OFFSETS, bytes(8)), r"bytes of a do not fit its shape \[4\]"),
+    (b"", "it is empty"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content, words", FILES)
+def test_invalid_weight_files_are_refused(content, words, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        read_header(tmp_path / "model.safetensors")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -249,49 +228,14 @@ def test_a_missing_shard_is_named(tmp_path):
         load(tmp_path)
 
 
-def test_a_missing_single_shard_is_named(tmp_path):
-    write_model(tmp_path, "llama2", shards=1)
-    (tmp_path / "model.safetensors").unlink(missing_ok=True)
-    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": "part.safetensors"}})
-    with pytest.raises(UserError, match=r"lacks weight files: part.safetensors"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [(b"", "it is empty"), (b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull")],
-)
-def test_invalid_weight_files_are_refused(content, words, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=words):
-        read_header(tmp_path / "model.safetensors")
-
-
 MEASURE = """
-import re, sys
-from pathlib import Path
-import jax.numpy as jnp
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.hf.weights import load_weights
 jnp.zeros(8).block_until_ready()
 folder = Path(sys.argv[1])
 config = read_config(folder)
 weights = load_weights(folder, config, sys.argv[2]) if sys.argv[2] else {}
-print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
-
-
-@functools.cache
-def peak(folder: Path, dtype: str) -> int:
-    """Peak resident bytes of a process that loads the model, or loads nothing if dtype is empty.
-
-    Not getrusage's ru_maxrss: a new process inherits the peak of the one that started it.
-    """
-    command = [sys.executable, "-c", MEASURE, str(folder), dtype]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout) * 1024
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +258,7 @@ def test_peak_memory(stored, dtype, large):
     folder = large[stored]
     weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
     model = weights * jnp.dtype(dtype).itemsize
-    used = peak(folder, dtype) - peak(large["float32"], "")
+    used = peak_of(MEASURE, str(folder), dtype) - peak_of(MEASURE, str(folder), "")
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
 
 
