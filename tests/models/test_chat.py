@@ -49,15 +49,6 @@ def answer_of(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def test_a_template_renders_messages():
-    chat = Chat(CHATML, TOKENS)
-    assert chat.render([HELLO]) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.render([HELLO], False) == "<|im_start|>user\nHello<|im_end|>\n"
-    assert Chat(LLAMA2, TOKENS).render([SYSTEM, HELLO]) == (
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST]"
-    )
-
-
 @pytest.mark.parametrize("name", ["chatml", "llama2"])
 def test_turns_join_to_the_whole_conversation(name):
     """The texts of all turns, joined, equal one rendering of the whole conversation."""

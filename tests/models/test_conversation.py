@@ -1,7 +1,8 @@
-"""Conversations: after every answer the cache contains exactly the displayed text."""
+"""Conversations and their sessions: the cache contains exactly the displayed text."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.generation import session
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.chat import Chat
-from tests.tiny import BEGIN, END, write_tiny
+from jaxkv.state import batch
+from tests.tiny import BEGIN, END
 
 POLICY = "streaming:sinks=2,window=30"
 TEMPLATE = (
@@ -19,11 +22,6 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
     "{% else %}[{{ m.role }} {{ m.content }}]{% endif %}{% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("conversation") / "tiny"))
 
 
 def assert_cached(conversation: models.Conversation, ids: list[int]) -> None:
@@ -126,15 +124,6 @@ def test_a_growing_cache_counts_its_tokens(llm):
     assert conversation.stream.lengths[0] == int(conversation.stream.decoding.position[0]) < 64
 
 
-def test_a_growing_cache_warns_when_its_text_exceeds_the_context(tiny, recwarn):
-    """The trained context of this model is 96 tokens; the maximum of the cache does not matter."""
-    conversation = models.Conversation(tiny, "full")
-    "".join(conversation.say("Hello", max_new_tokens=5, ignore_eos=True))
-    assert not recwarn
-    with pytest.warns(UserWarning, match=r"^full looks back 1\d\d tokens, .* context of 96"):
-        "".join(conversation.say("x" * 80, max_new_tokens=15, ignore_eos=True))
-
-
 def test_a_message_beyond_the_context_is_refused_and_the_conversation_goes_on(tiny):
     """By the tokens of the whole conversation, because a growing cache has positions of all."""
     conversation, untouched = (models.Conversation(tiny, "full") for _ in range(2))
@@ -145,3 +134,64 @@ def test_a_message_beyond_the_context_is_refused_and_the_conversation_goes_on(ti
     assert len(conversation.messages) == 2 and first == say(untouched, "Hello")
     assert say(conversation, "And?") == say(untouched, "And?")
     say(models.Conversation(tiny, POLICY), "x" * 90)  # its positions stay within the cache
+
+
+def ask(talk: models.Conversation, text: str) -> str:
+    return "".join(talk.say(text, models.Sampling(temperature=3.0), 9, ignore_eos=True))
+
+
+@pytest.mark.parametrize("policy", [POLICY, "full:start=16", "snapkv:capacity=9,window=3,start=16"])
+def test_a_loaded_conversation_continues(llm, tmp_path, policy):
+    talk, path = models.Conversation(llm, policy, "Be brief.", seed=5), tmp_path / "session"
+    ask(talk, "Hello there")
+    session.save(path, talk)
+    loaded = session.load(path, models.Conversation(llm, policy))
+    assert (loaded.messages, loaded.position) == (talk.messages, talk.position)
+    for _ in range(2):
+        assert ask(loaded, "And?") == ask(talk, "And?")
+    session.save(path, talk)  # a session may be overwritten
+
+
+@pytest.fixture
+def saved(llm, tmp_path):
+    talk = models.Conversation(llm, POLICY)
+    ask(talk, "Hello")
+    session.save(tmp_path / "session", talk)
+    return tmp_path / "session"
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_bad_scale_of_a_cache_in_int8_is_named(llm, tmp_path, scale):
+    talk, path = models.Conversation(llm, f"{POLICY},storage=int8"), tmp_path / "session"
+    ask(talk, "Hello")
+    states = talk.stream.decoding.states
+    wrong = states[1].k._replace(scale=states[1].k.scale.at[0, 0, 3].set(scale))
+    states = (states[0], states[1]._replace(k=wrong))
+    talk.stream.decoding = talk.stream.decoding._replace(states=states)
+    session.save(path, talk)
+    with pytest.raises(batch.BadScale, match=r"finite, and above 0 .*\[1\]\.k has ") as error:
+        session.load(path, models.Conversation(llm, f"{POLICY},storage=int8"))
+    assert f"{path}: " in str(error.value) and f" has {scale:g}; load" in str(error.value)
+
+
+def test_a_flipped_bit_is_one_line(llm, saved):
+    """In the index of the archive, whose fields choose how the rest is read."""
+    raw, talk = saved.read_bytes(), models.Conversation(llm, POLICY)
+    start, refused = raw.rindex(b"PK\x01\x02"), 0
+    for at in range(start, len(raw)):
+        saved.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+        with contextlib.suppress(UserError):
+            session.load(saved, talk)
+            continue
+        refused += 1
+    assert refused > 20
+
+
+def test_a_file_that_is_absent_or_no_session(llm, saved, tmp_path):
+    talk, text = models.Conversation(llm, POLICY), tmp_path / "text"
+    with pytest.raises(UserError, match="no such file"):
+        session.load(tmp_path / "absent", talk)
+    text.write_text("my notes")
+    with pytest.raises(UserError, match="only a session may be overwritten"):
+        session.save(text, talk)
+    assert text.read_text() == "my notes"

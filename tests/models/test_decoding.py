@@ -190,14 +190,3 @@ def test_memory_is_constant_over_twenty_thousand_tokens(tiny):
     assert int(stream.decoding.position[0]) > 20_000
     assert memory[-1] == memory[0]
     assert np.isfinite(np.asarray(stream.decoding.logits)).all()
-
-
-def test_text_does_not_depend_on_the_wrap_of_positions(tiny):
-    """Positions have 32 bits. Text across the wrap is the same as text at position 0."""
-    texts = []
-    for start in (0, 2**32 - 40, 2**32 - 9):
-        stream = Stream(tiny, SMALL)
-        stream.decoding = stream.decoding._replace(position=jnp.asarray([start], jnp.uint32))
-        stream.prefill([[65, 70, 80, 90] * 5], 16)
-        texts.append(stream.decode(Sampling(), 100, ())[0].tolist())
-    assert texts[0] == texts[1] == texts[2]

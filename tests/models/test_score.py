@@ -12,7 +12,6 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.generation.score import Score, encode
-from tests.tiny import write_tiny
 
 # policy, tokens -> perplexity, from ../shared/data/README.md
 REFERENCE = {
@@ -32,11 +31,6 @@ def stories(shared):
     llm = models.load(shared / "models" / "stories260K")
     text = (shared / "text" / "tinystories" / "valid.txt").read_text(encoding="utf-8")
     return llm, encode(llm, text)[:4096]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("score") / "tiny"))
 
 
 def losses(llm, tokens, policy, chunk):
@@ -82,19 +76,19 @@ def test_the_reference_figures_at_any_chunk(stories, policy, tokens, chunk, reco
     assert math.isclose(score.perplexity, REFERENCE[policy, tokens], rel_tol=1e-3)
 
 
-def test_losses_do_not_depend_on_the_first_position(tiny):
+def test_losses_do_not_depend_on_the_first_position(llm):
     """Losses do not depend on the first position, also across the wrap at 2^32."""
     ids = np.random.default_rng(0).integers(2, 258, 60)
     for start in (0, 5_000_000, 2**32 - 30):
-        parts = models.losses(tiny, ids, "streaming:window=5", 16, start)
+        parts = models.losses(llm, ids, "streaming:window=5", 16, start)
         actual = np.concatenate(list(parts))
-        np.testing.assert_allclose(actual, losses(tiny, ids, "streaming:window=5", 16), atol=1e-4)
+        np.testing.assert_allclose(actual, losses(llm, ids, "streaming:window=5", 16), atol=1e-4)
 
 
-def test_progress_and_blocks(tiny):
+def test_progress_and_blocks(llm):
     seen = []
     ids = np.random.default_rng(0).integers(2, 258, 60)
-    score = models.score(tiny, ids, "window:window=5", 16, progress=seen.append)
+    score = models.score(llm, ids, "window:window=5", 16, progress=seen.append)
     assert seen == [16, 32, 48, 59]
     assert [(b["start"], b["end"]) for b in score.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
     assert score.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
@@ -106,22 +100,22 @@ def test_the_mean_of_many_losses_is_exact():
     assert math.isclose(score.loss, float(np.float32(1.1)), rel_tol=1e-9)
 
 
-def test_nan_losses_are_reported(tiny):
-    broken = replace(tiny, weights=tiny.weights | {"norm": tiny.weights["norm"] * np.nan})
+def test_nan_losses_are_reported(llm):
+    broken = replace(llm, weights=llm.weights | {"norm": llm.weights["norm"] * np.nan})
     with pytest.raises(UserError, match="logits that are not finite numbers"):
         models.score(broken, [2, 3, 4])
 
 
-def test_invalid_arguments_are_refused(tiny):
+def test_invalid_arguments_are_refused(llm):
     with pytest.raises(UserError, match="start must be left out, got 5"):
-        models.losses(tiny, [2, 3, 4], start=5, stream=models.Stream(tiny))
+        models.losses(llm, [2, 3, 4], start=5, stream=models.Stream(llm))
     with pytest.raises(UserError, match=r"start must be a whole number .* 4294967295, got -1"):
-        models.losses(tiny, [2, 3, 4], start=-1)
+        models.losses(llm, [2, 3, 4], start=-1)
     with pytest.raises(UserError, match="at least 2 tokens, got 1"):
-        models.losses(tiny, [0])
+        models.losses(llm, [0])
     with pytest.raises(UserError, match=r"from 0 to 257, got 5\.\.300"):
-        models.losses(tiny, [5, 300])
+        models.losses(llm, [5, 300])
     with pytest.raises(UserError, match="from 0 to 257"):
-        models.Stream(tiny).prefill([[5, 300]])
+        models.Stream(llm).prefill([[5, 300]])
     with pytest.raises(UserError, match="chunk must be at least 1, got 0"):
-        models.losses(tiny, [0, 5], chunk=0)
+        models.losses(llm, [0, 5], chunk=0)

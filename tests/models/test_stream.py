@@ -1,8 +1,9 @@
-"""Streams in use: reserved slots, the end of prefill, positions, and abandoned answers."""
+"""Streams in use: reserved slots, the end of prefill, positions, and their text."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,11 +94,6 @@ def test_losses_continue_from_the_position_of_a_stream(tiny):
     assert int(stream.decoding.position[0]) == 79
 
 
-def test_a_policy_that_compresses_prompts_needs_one(tiny):
-    with pytest.raises(UserError, match="at least 68 tokens, got 0; give --prompt-tokens"):
-        models.losses(tiny, [2, 3, 4, 5], "uniform")
-
-
 def test_a_repetition_penalty_covers_earlier_tokens(tiny):
     stream = Stream(tiny, "streaming:sinks=2,window=30")
     stream.prefill([[2, 3]])
@@ -180,3 +176,60 @@ def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
     for again in (lambda: stream.prefill([[66]]), lambda: stream.decode(Sampling(), 1, ())):
         with pytest.raises(UserError, match="make a new Stream"):
             again()
+
+
+def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:
+    """An `OutputText` after `text`, one letter per token, and the pieces it returned."""
+
+    class Tokenizer:
+        table, special, strip = tuple(bytes([i]) for i in range(128)), frozenset(), 0
+
+    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [ord(e) for e in eos], stops)
+    return sequence, [sequence.push(ord(letter)) for letter in text]
+
+
+def test_text_withheld_for_a_stop_string_is_returned():
+    sequence, pieces = letters("a tw", stops=["two"])
+    assert pieces == ["a", " ", "", ""] and sequence.text == "a "
+    assert sequence.end("length") == "tw" and (sequence.text, sequence.reason) == ("a tw", "length")
+    sequence, pieces = letters("a tw.", eos=".", stops=["two"])
+    assert pieces == ["a", " ", "", "", "tw"] and (sequence.text, sequence.reason) == (
+        "a tw",
+        "eos",
+    )
+    sequence, pieces = letters("a twin", stops=["two"])
+    assert pieces == ["a", " ", "", "", "twi", "n"] and sequence.reason == ""
+
+
+def test_an_incomplete_character_is_returned_at_the_end():
+    class Tokenizer:
+        table, special, strip = ("é".encode()[:1], b"x"), frozenset(), 0
+
+    sequence = OutputText(SimpleNamespace(tokenizer=Tokenizer), [], [])
+    assert sequence.push(0) == "" and sequence.end("length") == "\ufffd"
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abab", "ba"], ["aaa", "abb", "bbbb"]])
+def test_stop_strings_equal_a_plain_search(stops, rng):
+    """Tokens of one to three letters, against a search of the whole text after each token."""
+    vocabulary = ["a", "b", "c", "ab", "ba", "bb", "aca", "cab"]
+
+    class Tokenizer:
+        table, special, strip = tuple(v.encode() for v in vocabulary), frozenset(), 0
+
+    for _ in range(200):
+        sequence, text, expected = (
+            OutputText(SimpleNamespace(tokenizer=Tokenizer), [], stops),
+            "",
+            None,
+        )
+        pieces = []
+        for token in rng.integers(0, len(vocabulary), 6):
+            pieces.append(sequence.push(int(token)))
+            if expected is None:
+                text += vocabulary[token]
+                starts = [text.index(stop) for stop in stops if stop in text]
+                expected = text[: min(starts)] if starts else None
+        assert sequence.reason == ("" if expected is None else "stop")
+        pieces.append(sequence.end("length"))
+        assert "".join(pieces) == sequence.text == (text if expected is None else expected)
