@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -32,7 +27,6 @@ from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
-ROOT = Path(__file__).resolve().parents[2]
 FEW = ("context=16", "batch_size=8", "steps=6", "log_every=1", "eval_every=3", "save_every=1",
        "valid_samples=8", "lr=1e-2")  # fmt: skip
 
@@ -54,6 +48,13 @@ def start(folder, *settings):
     return base, recipe_from(base.config, [*FEW, *settings])
 
 
+def begin(folder, texts, *settings, mesh=None):
+    """The base of a run, its setting, and its trained and frozen initial weights."""
+    base, recipe = start(folder, *settings)
+    setting = base.setting(recipe, texts, mesh)
+    return base, setting, *base.weights(setting, texts.id_of(data.END))
+
+
 def run(folder, texts, out, *settings, **how):
     base, recipe = start(folder, *settings)
     return pretrain(recipe, texts, out, tell=lambda line: None, base=base, **how)
@@ -68,28 +69,16 @@ def changed(before, after) -> set[str]:
     return {n.rsplit(".", 1)[-1] for n in before if not np.array_equal(before[n], after[n])}
 
 
-def test_the_data_have_the_tokens_of_the_model(folder, texts):
-    tokenizer = models.load(folder).tokenizer
-    ids = texts.run("valid", 0, texts.count("valid"))
-    assert ids[-1] == texts.id_of(data.END) == 1  # the EOS: this model has no <|endoftext|>
-    (path,) = [f["file"] for f in texts.manifest["files"] if "valid" in f["documents"]]
-    assert len(ids) - 1 == len(tokenizer.decode(ids[:-1].tolist()).encode())
-    assert ids.max() < models.load(folder).config.vocab == 258
-    assert path.endswith(".txt")
-
-
 @pytest.mark.parametrize("part", ["all", "attention", "sinks"])
 def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
     """The others have the bits of the model, and no moments."""
-    base, recipe = start(folder, f"train={part}", "sink_variant=logit")
-    setting = base.setting(recipe, texts)
-    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    _, setting, weights, frozen = begin(folder, texts, f"train={part}", "sink_variant=logit")
     trained = training.begin(setting, weights)
     moments = sum(leaf.size for leaf in jax.tree.leaves(trained.moments))
     assert moments <= 2 * sum(w.size for w in trained.weights.values()) + 3
     assert {w.dtype.name for w in trained.weights.values()} == {"float32"}
     for step in range(3):
-        runs = data.batch(texts, "train", 0, step, recipe.batch_size, recipe.context)
+        runs = data.batch(texts, "train", 0, step, 8, 16)
         trained, _ = training.update(setting, trained, setting.split(runs), frozen)
     before, after = published(folder), frozen | trained.weights
     expected = {
@@ -101,18 +90,9 @@ def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
     assert all(np.any(np.asarray(after[f"layers.{i}.sink_logits"])) for i in range(2))
 
 
-def test_frozen_weights_have_the_dtype_of_the_computation(folder, texts):
-    base, recipe = start(folder, "train=attention", "dtype=bfloat16")
-    weights, frozen = base.weights(base.setting(recipe, texts), 1)
-    assert {w.dtype.name for w in frozen.values()} == {"bfloat16"}
-    assert {w.dtype.name for w in weights.values()} == {"float32"}
-
-
 def test_a_sink_token_starts_as_the_token_in_front_of_texts(folder, texts):
     """The first loss of a frozen model with a sink token is that of the model after its EOS."""
-    base, recipe = start(folder, "train=sinks", "sink_variant=token")
-    setting = base.setting(recipe, texts)
-    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    base, setting, weights, frozen = begin(folder, texts, "train=sinks", "sink_variant=token")
     assert weights.keys() == {"sink_tokens"} and setting.front == (258,)
     runs = data.batch(texts, "valid", 0, 0, 4, 16)
     loss = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
@@ -199,9 +179,7 @@ def test_trained_attention_comes_with_its_sink(folder, texts, tmp_path):
 @pytest.mark.parametrize("part", ["all", "attention"])
 def test_export_reads_only_frozen_weights_again(folder, texts, tmp_path, part):
     """No trained weight of the base is in memory beside the result."""
-    base, recipe = start(folder, f"train={part}", "sink_variant=token")
-    setting = base.setting(recipe, texts)
-    trained, frozen = base.weights(setting, texts.id_of(data.END))
+    base, setting, trained, frozen = begin(folder, texts, f"train={part}", "sink_variant=token")
     placed = []
 
     def weights(*arguments, **named):
@@ -235,47 +213,15 @@ def test_a_resumed_run_has_the_same_bits(folder, texts, tmp_path, part):
     assert again.name == uninterrupted.name
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_killed_run_has_the_same_bits(folder, texts, tmp_path):
-    """A process killed after its second step, and started again."""
-    command = [
-        sys.executable, "-m", "jaxkv.cli", "pretrain", "--from", folder, "--data", texts.folder,
-        "--train", "sinks", *(word for setting in FEW for word in ("--set", setting)),
-        "--set", "sink_variant=token",
-    ]  # fmt: skip
-
-    def begin(out: str) -> subprocess.Popen:
-        return subprocess.Popen([*map(str, command), "--out", str(tmp_path / out)], cwd=ROOT)
-
-    run(folder, texts, tmp_path / "whole", "train=sinks", "sink_variant=token")
-    log, process = tmp_path / "cut" / "log.jsonl", begin("cut")
-    while process.poll() is None and logged_steps(log) < 2:
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert begin("cut").wait(300) == 0
-    written = [*(tmp_path / "whole").rglob("*.safetensors")]
-    assert written
-    for file in written:
-        resumed_file = tmp_path / "cut" / file.relative_to(tmp_path / "whole")
-        assert file.read_bytes() == resumed_file.read_bytes(), file.name
-
-
-def logged_steps(log: Path) -> int:
-    return log.read_text("utf-8").count("\n") if log.exists() else 0
-
-
 @pytest.mark.parametrize("devices", [2, seldom(8)])
 def test_several_devices_agree(folder, texts, devices):
     results = []
     for mesh in (None, mesh_of(f"data={devices}")):
-        base, recipe = start(folder, "train=attention", "sink_variant=token")
-        setting = base.setting(recipe, texts, mesh)
-        weights, frozen = base.weights(setting, texts.id_of(data.END))
+        arguments = folder, texts, "train=attention", "sink_variant=token"
+        _, setting, weights, frozen = begin(*arguments, mesh=mesh)
         trained = training.begin(setting, weights)
         for step in range(2):
-            runs = data.batch(texts, "train", 0, step, recipe.batch_size, recipe.context)
+            runs = data.batch(texts, "train", 0, step, 8, 16)
             trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
         results.append((float(metrics.loss), np.asarray(trained.weights["sink_tokens"])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -284,14 +230,12 @@ def test_several_devices_agree(folder, texts, devices):
 
 @pytest.mark.parametrize("part", ["sinks", "all"])
 def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
-    base, recipe = start(folder, f"train={part}", "sink_variant=token")
-    setting = base.setting(recipe, texts)
+    _, setting, weights, frozen = begin(folder, texts, f"train={part}", "sink_variant=token")
     memory = memory_plan.plan(setting)
-    weights, frozen = base.weights(setting, texts.id_of(data.END))
     trained = training.begin(setting, weights)
     for size, tree in zip(memory[:3], (trained.weights, trained.moments, frozen), strict=True):
         assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    runs = recipe.batch_size * (recipe.context + 1) * 4
+    runs = setting.recipe.batch_size * (setting.recipe.context + 1) * 4
     assert memory.temporaries > 0
     # The rest are numbers of the state, the metrics, and pointers to the results.
     assert sum(memory[:4]) + runs <= memory.total <= sum(memory[:4]) + runs + 2048
@@ -299,9 +243,9 @@ def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
 
 def test_a_window_hides_the_first_tokens(folder, texts):
     """The losses are those of a cache of that size, the query's own token included."""
-    base, recipe = start(folder, "train=sinks", "sink_variant=logit", "window=5")
-    setting = base.setting(recipe, texts)
-    weights, frozen = base.weights(setting, texts.id_of(data.END))
+    _, setting, weights, frozen = begin(
+        folder, texts, "train=sinks", "sink_variant=logit", "window=5"
+    )
     runs = data.batch(texts, "valid", 0, 0, 4, 16)
     actual = training.mean_loss(setting, weights, jnp.asarray(runs), frozen)
     llm, loss = models.load(folder), []
@@ -393,3 +337,19 @@ def test_a_constant_sink_begins_every_text(folder):
     assert named.encode("ab") == [line, *plain.encode("ab")] and named.sinks == (line,)
     with pytest.raises(UserError, match="a constant sink is one token, and 'ab' has 2; name"):
         models.load(folder, sinks="constant:ab")
+
+
+def test_the_data_have_the_tokens_of_the_model(folder, texts):
+    tokenizer = models.load(folder).tokenizer
+    ids = texts.run("valid", 0, texts.count("valid"))
+    assert ids[-1] == texts.id_of(data.END) == 1  # the EOS: this model has no <|endoftext|>
+    (path,) = [f["file"] for f in texts.manifest["files"] if "valid" in f["documents"]]
+    assert len(ids) - 1 == len(tokenizer.decode(ids[:-1].tolist()).encode())
+    assert ids.max() < models.load(folder).config.vocab == 258
+    assert path.endswith(".txt")
+
+
+def test_frozen_weights_have_the_dtype_of_the_computation(folder, texts):
+    _, _, weights, frozen = begin(folder, texts, "train=attention", "dtype=bfloat16")
+    assert {w.dtype.name for w in frozen.values()} == {"bfloat16"}
+    assert {w.dtype.name for w in weights.values()} == {"float32"}

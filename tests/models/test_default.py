@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import record as records
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import run
-from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.training import default_model
 from jaxkv.evals.training.sink_tables import recipe_of_record
 from jaxkv.models.loading.llm import DEFAULT
@@ -54,11 +52,6 @@ def test_the_default_model_has_a_sink_token_and_writes_english():
     )
 
 
-def test_text_measures():
-    measures = default_model.measures("A cat sat. A cat sat; a cat-zzz 12", {"a", "cat", "sat"})
-    assert measures == {"letters": 34, "words": 9, "known": 8 / 9, "distinct_runs": 4 / 6}
-
-
 @pytest.fixture
 def make_model(tokens, tmp_path, monkeypatch):
     """A function that runs `evals.training.default_model` on a run of four steps and two texts."""
@@ -99,34 +92,3 @@ def test_a_training_run_becomes_a_model_with_a_card(make_model, tokens):
     assert (out / "default" / "README.md").read_text("utf-8") == default_model.card(record)
     llm = models.load(out / "default")
     assert llm.config.dtype == "bfloat16" and llm.tokenizer.front == (tokens.id_of("<|sink|>"),)
-
-
-@pytest.mark.slow
-def test_mismatched_data_or_texts_write_nothing(make_model, tmp_path):
-    (tmp_path / "one").mkdir()
-    for changes in ({"data": "texts"}, {"texts": "one"}):
-        with pytest.raises(SystemExit):
-            make_model(**changes)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_the_shipped_model_is_measured_again(tmp_path, monkeypatch):
-    """Without --run: the weights stay, and the record keeps what it says of the training."""
-    trials = tmp_path / "trials"
-    for module in (default_model, records):
-        monkeypatch.setattr(module, "TRIALS", trials)
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    words = PASSAGE.read_text("utf-8").split(" ")
-    for number in range(2):
-        passage = " ".join(words[600 * number : 600 * (number + 1)])
-        (texts / f"{number}.txt").write_text(passage, "utf-8")
-    sizes = ["--tokens", "400", "--block", "200", "--quick"]
-    run(default_model.MEASURE, ["--texts", str(texts), *sizes])
-    record, published = read("default_model", trials), read("default_model")
-    assert record["results"]["training"] == published["results"]["training"]
-    assert record["results"]["reading"]["tokens"] == 400
-    weights = "models/default/model.safetensors"
-    assert record["data"][weights] == published["data"][weights]
-    assert (trials / "default" / "model.safetensors").exists()
