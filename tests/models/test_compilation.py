@@ -1,12 +1,17 @@
-"""Programs compiled ahead and shared by layers, and the measured compile time."""
+"""Programs compiled ahead, shared by layers and stored; the measured compile time."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,11 +21,12 @@ from jaxkv import models
 from jaxkv.models import Stream
 from jaxkv.models.generation import session
 from jaxkv.models.loading import compilation
-from jaxkv.models.loading.compilation import Ahead, Clock, clock
+from jaxkv.models.loading.compilation import VARIABLE, Ahead, Clock, clock, enable_compilation_cache
 from jaxkv.models.loading.llm import load_weights, without_weights
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
+from jaxkv.policies import POLICIES
 from tests.seldom import seldom
 from tests.tiny import write_tiny
 
@@ -151,20 +157,6 @@ def test_turns_after_the_warm_up_compile_nothing(deep, compilations, policy, tmp
     assert compilations == {"here": [], "ahead": []}
 
 
-def test_the_clock_counts_waiting_and_not_other_threads():
-    watch, ahead = clock(), Ahead()
-    before = watch.seconds
-    ahead.compile("one", jax.jit(lambda x: (x @ x @ x).sum()), np.ones((300, 300), np.float32))
-    while not ahead._running["one"][0].done():
-        time.sleep(0.01)
-    assert watch.seconds == before
-    ahead.wait("one")
-    assert before < watch.seconds < before + 0.1
-    counted = watch.seconds
-    ahead.wait("one")
-    assert watch.seconds == counted
-
-
 def test_cancelled_programs_are_compiled_later(monkeypatch):
     """A program that has not begun is dropped, and may be asked for again."""
     threads, go = ThreadPoolExecutor(1), threading.Event()
@@ -222,15 +214,171 @@ def test_nested_traces_count_once():
     assert watch.seconds == 8
 
 
-def test_compile_time_is_at_most_the_elapsed_time():
-    watch, begin = clock(), time.perf_counter()
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+# Small caches, each below the prompt where the policy evicts or compresses, and the engine. The
+# first part has the policies whose programs differ most and take longest to compile.
+STARTS = (
+    ("full:start=32", "streaming:sinks=1,window=3", "reservoir:sinks=1,window=4,sample=4",
+     "balance-stream:sinks=1,window=4,levels=2,block=4", "magicpig:K=2,L=6,sinks=1,window=4",
+     "engine"),
+    ("window:window=8", "h2o:heavy=4,window=4", "stratified:sinks=1,window=4,sample=4",
+     "balance:sinks=1,window=4,rounds=1,block=8,start=32",
+     "uniform:sinks=1,window=4,rounds=1,start=32", "snapkv:capacity=12,window=4,start=32",
+     "pyramidkv:capacity=12,window=4,start=32",
+     "expected-attention:capacity=8,sinks=2,future=16,start=32", "keydiff:capacity=8,start=32",
+     "topk:share=0.5,start=32", "topp:mass=0.9,start=32", "oracle:share=0.5,start=32",
+     "quest:share=0.5,start=32", "vattention:sinks=2,window=4,start=32"),
+)  # fmt: skip
+START = """
+import collections, json, sys, jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+from jaxkv import models
+from jaxkv.serve.engine import Request, answer
+from jaxkv.models.generation.serving import make_engine
+llm = models.load(sys.argv[1])
+
+def counted(answer):
+    before = events.copy()
+    tokens, new = answer(), events - before
+    # JAX counts a miss only where it stores the program.
+    asked, found, stored = (
+        new["/jax/compilation_cache/" + name]
+        for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")
+    )
+    return {"tokens": tokens, "found": found, "compiled": asked - found, "stored": stored}
+
+def run(name):
+    if name != "engine":
+        return models.generate(llm, "x" * 30, name, 3, ignore_eos=True).tokens
+    made = make_engine(llm, "streaming:sinks=1,window=3", max_batch=1, max_len=32, chunk=16)
+    return answer(made, [Request((3, 4, 5), 5)])[0].tokens
+
+print(json.dumps({name: counted(lambda: run(name)) for name in sys.argv[2:]}))
+"""
+
+
+@pytest.fixture
+def config():
+    """JAX's settings as in a new process, restored after the test."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield jax.config
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def start(folder: Path, cache: str, names: tuple[str, ...]) -> dict[str, dict]:
+    """For each policy or the engine: its tokens, and the numbers of programs found and compiled."""
+    environment = os.environ | {VARIABLE: cache, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # set for the tests
+    result = subprocess.run(
+        [sys.executable, "-c", START, folder, *names],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("names", [STARTS[0], seldom(STARTS[1])], ids=["often", "seldom"])
+def test_a_second_start_compiles_nothing(tmp_path, names):
+    folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "new" / "cache"
+    first = start(folder, str(cache), names)
+    stored = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
+    assert len(stored) == sum(run["stored"] for run in first.values()) > len(names)
+    second = start(folder, str(cache), names)
+    assert {name: run["compiled"] for name, run in second.items()} == dict.fromkeys(first, 0)
+    assert all(run["found"] > 0 for run in second.values())
+    tokens = [{name: run["tokens"] for name, run in runs.items()} for runs in (first, second)]
+    assert tokens[0] == tokens[1]
+    again = sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime"))
+    assert again == stored
+
+
+def test_every_policy_is_started_twice():
+    tested = [name.partition(":")[0] for names in STARTS for name in names]
+    assert sorted(tested) == sorted([*POLICIES, "engine"])
+
+
+def test_programs_that_cannot_be_read_are_reported_by_the_command(tmp_path):
+    folder, cache = write_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "cache"
+    command = [sys.executable, "-m", "jaxkv.cli", "generate", "--model", folder, "Hi",
+               "--policy", "streaming:sinks=1,window=3", "--max-new-tokens", "2"]  # fmt: skip
+    environment = os.environ | {VARIABLE: str(cache), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    lines = []
+    for damaged in (False, False, True, True):
+        for program in cache.glob("*-cache") if damaged else ():
+            program.write_bytes(b"of another machine")
+            os.utime(program, (1, 1))
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        lines.append(result.stderr.count("compiled programs are stored in"))
+    assert lines == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "inside"),
+    [
+        ("linux", "XDG_CACHE_HOME", "jaxkv/compilations"),
+        ("linux", "HOME", ".cache/jaxkv/compilations"),
+        ("darwin", "HOME", "Library/Caches/jaxkv/compilations"),
+        ("win32", "LOCALAPPDATA", "jaxkv/compilations"),
+    ],
+)
+def test_the_default_cache_folder(platform, variable, inside, config, tmp_path, monkeypatch):
+    for name in (VARIABLE, "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compilation.sys, "platform", platform)
+    monkeypatch.setenv(variable, str(tmp_path))
+    enable_compilation_cache()
+    assert config.jax_compilation_cache_dir == str(tmp_path / inside)
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "false"])
+def test_the_cache_can_be_disabled(word, config, monkeypatch):
+    monkeypatch.setenv(VARIABLE, word)
+    enable_compilation_cache()
+    assert config.jax_compilation_cache_dir is None
+
+
+def test_a_cache_configured_in_jax_stays(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
+    config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    enable_compilation_cache()
+    assert config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
+    enable_compilation_cache()
+    assert config.jax_compilation_cache_dir is None
+    reported = capsys.readouterr()
+    assert reported.err.startswith("jaxkv: no compilation cache: ") and reported.out == ""
+
+
+def test_the_clock_counts_waiting_and_not_other_threads():
+    watch, ahead = clock(), Ahead()
     before = watch.seconds
-
-    @jax.jit
-    def nested(x):
-        for n in range(40):
-            x = jax.jit(lambda y, n=n: jax.jit(lambda z: z * n)(y) + n)(x)
-        return x
-
-    nested(np.ones(7, np.float32)).block_until_ready()
-    assert 0 < watch.seconds - before <= time.perf_counter() - begin
+    ahead.compile("one", jax.jit(lambda x: (x @ x @ x).sum()), np.ones((300, 300), np.float32))
+    while not ahead._running["one"][0].done():
+        time.sleep(0.01)
+    assert watch.seconds == before
+    ahead.wait("one")
+    assert before < watch.seconds < before + 0.1
+    counted = watch.seconds
+    ahead.wait("one")
+    assert watch.seconds == counted

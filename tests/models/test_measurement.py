@@ -1,4 +1,4 @@
-"""Losses after prompts: every policy, shared prompts, stretches, and paired errors."""
+"""Losses after prompts: every policy, shared prompts, stretches, paired errors, recomputation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.network import uncached
-from jaxkv.models.tools import measurement
+from jaxkv.models.tools import measurement, recompute
 from jaxkv.models.tools.measurement import Stretches, paired
 from jaxkv.policies import POLICIES
 from tests.tiny import write_tiny
@@ -41,11 +41,6 @@ SETTINGS = {
     "vattention": f"vattention:{ENDS}",
 }
 OTHERS = ["snapkv:capacity=12,window=5,storage=int8", f"0=full;*=uniform:{ENDS},rounds=2"]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("measurement") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -161,19 +156,38 @@ def test_the_interval_covers_the_mean(rng):
     assert 0.90 < inside / 400 < 0.98
 
 
-def test_an_interrupt_keeps_what_was_read(llm, text):
-    """After the first stretch of the third policy."""
-    names = ["full", "window:window=9", f"streaming:{ENDS}"]
-    all_tokens = measurement.tokens_fed(text, measurement.grouped(llm, text, names))
-    assert all_tokens == 2 * 3 * (PROMPT + SCORED)
-    seen = []
+def full(llm, ids):
+    return np.concatenate(list(models.losses(llm, ids, "full:start=64,max=64", 64)))
 
-    @contextlib.contextmanager
-    def counting(label, total, unit):
-        assert (label, total, unit) == ("measuring 3 policies", all_tokens, "tokens")
-        yield seen.append
 
-    stopped = lambda: bool(seen) and seen[-1] >= 5 * (PROMPT + SCORED)  # noqa: E731
-    readings = measurement.measure(llm, text, names, 0, counting, stopped)
-    assert [reading.losses.shape[0] for reading in readings] == [2, 2, 1]
-    assert [reading.is_complete(text) for reading in readings] == [True, True, False]
+def test_recompute_is_a_fresh_forward_for_every_token(llm, monkeypatch):
+    monkeypatch.setattr(recompute, "TOKENS", 7 * 8)  # the last batch is not full
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    losses = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    expected = full(llm, ids)
+    np.testing.assert_allclose(losses[:8], expected[:8], atol=1e-5)
+    for target in (9, 10, 17, 25, 39):
+        fresh = full(llm, ids[target - 8 : target + 1])[-1]
+        np.testing.assert_allclose(losses[target - 1], fresh, atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [2, 31, 50])
+def test_recompute_of_some_tokens_equals_that_of_all(llm, every, monkeypatch):
+    monkeypatch.setattr(recompute, "TOKENS", 3 * 8)
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    all_losses = np.concatenate(list(recompute.losses(llm, ids, 8)))
+    losses = np.concatenate(list(recompute.losses(llm, ids, 8, every)))
+    chosen = np.arange(39) < 8
+    chosen[8 + every - 1 :: every] = True
+    np.testing.assert_array_equal(np.isfinite(losses), chosen)
+    np.testing.assert_allclose(losses[chosen], all_losses[chosen], atol=1e-5)
+
+
+def test_recompute_keeps_the_window_of_the_model(tmp_path):
+    folder = write_tiny(
+        tmp_path / "m", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=5
+    )
+    llm = models.load(folder)
+    ids = np.random.default_rng(0).integers(2, 258, 40)
+    losses = np.concatenate(list(recompute.losses(llm, ids, 39)))
+    np.testing.assert_allclose(losses, full(llm, ids), atol=1e-5)
