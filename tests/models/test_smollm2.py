@@ -197,7 +197,7 @@ def test_a_window_without_sinks_collapses(smollm2, shared):
         return float(np.concatenate(list(models.losses(smollm2, ids, policy)))[256:].mean())
 
     window, one_sink, four = (
-        loss(f"streaming:sink_variant={sinks},window={256 - sinks}") for sinks in (0, 1, 4)
+        loss(f"streaming:sinks={sinks},window={256 - sinks}") for sinks in (0, 1, 4)
     )
     assert window > four + 0.3
     assert abs(one_sink - four) < 0.05
