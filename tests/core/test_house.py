@@ -53,7 +53,7 @@ COMPARED_WITH = {
 }  # imported only in functions: they may be absent
 
 # Files that every reader of a policy knows, and files that say nothing about a policy.
-KNOWN = {"contract", "attention", "rotary"}
+KNOWN = {"contract", "draws", "attention", "rotary"}
 ASIDE = {"typing", "errors", "defaults", "arguments", "platform"}
 # Files to read for a policy besides these, its own included: at most so many, by module or folder.
 # The aim is four. A tree or an index has more parts, and a compressed prompt is stored per head.
