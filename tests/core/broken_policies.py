@@ -157,12 +157,6 @@ class TooFewLetters(Broken):
     leaves: ClassVar = ring.LEAVES._replace(k=Leaf("B K S"))
 
 
-class OtherStructure(Broken):
-    def update(self, spec, state, chunk):
-        partial, new_state = super().update(spec, state, chunk)
-        return partial, (new_state, new_state.count)
-
-
 @dataclasses.dataclass(frozen=True)
 class BrokenCompression(jaxkv.SnapKV):
     """A prompt compression with one mistake."""
@@ -222,12 +216,6 @@ class DropsTokens(Broken):
         return partial._replace(lse=partial.lse[:, 0]), new_state
 
 
-class SignedPositions(Broken):
-    def cached(self, spec, state):
-        cached_tokens = super().cached(spec, state)
-        return cached_tokens._replace(positions=cached_tokens.positions.astype(jnp.int32))
-
-
 class CachesNothing(Broken):
     def cached(self, spec, state):
         return None
@@ -244,3 +232,30 @@ class Branches(Broken):
 
 class NoLeaf(Broken):
     leaves: ClassVar = ring.LEAVES._replace(k="B K S H")
+
+
+# A broken policy, the number of the law, and a pattern of the reason that is reported.
+BROKEN = [
+    (CompressesAnother(), 14, "depends on"), (InfiniteGradient(), 16, "through finish_prefill"),
+    (Shrinks(storage="int8"), 17, "a row of k is not its token's"),
+    (LatePages(sinks=1, window=3, levels=2, block=4), 11, "last_write must be"),
+    (DropsTokens(), 1, r"must return lse \[B,T,N\] as \(\(4, 1, 6\), 'float32'\), got \(\(4, 6\)"),
+    (CachesNothing(), 1, "cached must return a Cached, got a NoneType"),
+    (Branches(), 1, "must be jittable, so use jnp.where"), (NoLeaf(), 11, "a Leaf per array"),
+    (OtherDtype(), 1, r"must return .count as \(\(4,\), 'int32'\), got \(\(4,\), 'float32'\)"),
+    (WrongLetter(), 11, r"leaf .k: axis H must be 8, got 3"),
+    (TooFewLetters(), 11, r"leaf .k: axes 'B K S' for an array of"),
+    (CachesPadding(), 2, "padding"), (CachesInnerPadding(), 2, "padding"),
+    (MixesSequences(), 3, "sequence 0"), (ShortWindow(), 4, "chunks of 1"),
+    (IgnoresSoftcap(), 4, "a softcap"), (IgnoresPenalty(), 4, "under ALiBi"),
+    (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
+    (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
+    (TooFewBytes(), 10,
+     r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
+    (WrongPositions(), 4, r"after 1 tokens `cached` must give positions \[0\], got \[1\]"),
+    (QueryLetter(), 11, "leaf .k: T and N are axes of queries"),
+    (Unshared(), 11, "leaf .k is shared but"), (Overwriting(), 11, "leaf .v is append-only"),
+    (NoGradient(), 16, "no finite gradient"),
+    (SharesBuffers(), 19, "an initial state: leaves .k and .v share a buffer"),
+    (SharesBuffersLater(1, 3, 2, start=16), 19, "finish_prefill: leaves .sample.k and .sample.v"),
+]  # fmt: skip
