@@ -85,9 +85,7 @@ def test_the_integer_type_of_tokens_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [[-1], [2**32], [1.5], ["a"], None, 5, np.array([-1]), np.array([2**32]), np.array([1.0]),
-     np.zeros((1, 2), int)],
+    "tokens", [[-1], [2**32], [1.5], ["a"], 5, np.array([1.0]), np.zeros((1, 2), int)]
 )  # fmt: skip
 def test_invalid_tokens_are_refused(tokens, unchecked):
     with pytest.raises(UserError, match="tokens must be whole numbers from 0"):
@@ -98,14 +96,6 @@ def test_invalid_tokens_are_refused(tokens, unchecked):
 def test_invalid_fields_are_refused(value):
     with pytest.raises(UserError, match=r"must (be|consist of) "):
         root_hash(a=value)
-
-
-def test_settings_are_checked(unchecked):
-    for size in (0, 2**31):
-        with pytest.raises(UserError, match="got"):
-            BlockHasher(size)
-    with pytest.raises(UserError, match="at least one token"):
-        BlockHasher(4).hash_prompt([], root_hash())
 
 
 def test_the_index_needs_no_jax():

@@ -135,12 +135,6 @@ def test_one_process_and_one_engine_at_a_time(tmp_path):
     PrefixFolder(tmp_path, SIZE).close()
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_of_nothing(tmp_path, limit):
-    with pytest.raises(UserError, match="limit must be at least 1"):
-        PrefixFolder(tmp_path, limit)
-
-
 def test_an_unreadable_folder_is_not_locked(tmp_path, monkeypatch):
     def refuse(_):
         raise PermissionError(13, "Permission denied")

@@ -239,13 +239,6 @@ def test_an_index_of_blocks_keeps_its_invariants(kind, examples):
     assert kind.steps >= 20 * examples
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Machine, Colliding, Forced])
-def test_an_index_of_blocks_keeps_its_invariants_in_a_long_run(kind):
-    run(kind, 150)
-    assert kind.steps >= 3_000
-
-
 def run(kind, examples):
     kind.steps = 0
     run_state_machine_as_test(

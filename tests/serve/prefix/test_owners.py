@@ -54,17 +54,6 @@ def test_a_long_prompt_takes_no_page_within_the_share_of_another():
 
 
 @KINDS
-def test_without_owners_the_least_recently_used_is_evicted(linked):
-    """What the test above would show without shares."""
-    index = make(linked, 8)
-    for number in range(100, 104):
-        serve(index, prompt(number), owner=None)
-    for number in range(8):
-        serve(index, prompt(number), owner=None)
-    assert stored(index, range(100, 104)) == [] and len(stored(index, range(8))) == 8
-
-
-@KINDS
 def test_an_idle_owner_loses_its_share(linked, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(owners, "monotonic", lambda: now[0])
@@ -113,15 +102,6 @@ def test_owners_with_one_root_never_lose_a_parent_before_its_child():
             parent = block.parent
             assert parent is None or index.get(parent.hash) is parent
     assert index.counts.tokens_hit > 500
-
-
-def test_the_order_of_owners():
-    shares = Shares()
-    for name in ("a", "b", "c"):
-        shares.touch(name)
-    sizes = {"a": 2, "b": 3, "c": 3, "unknown": 1}
-    assert shares.order(sizes, "b") == ["unknown", "b", "c", "a"]
-    assert shares.order(sizes, "c") == ["unknown", "c", "b", "a"]
 
 
 def test_owners_that_left_are_forgotten():

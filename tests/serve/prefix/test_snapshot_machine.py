@@ -204,10 +204,3 @@ class Colliding(Machine):
 def test_snapshots_keep_their_invariants(kind, examples):
     run(kind, examples)
     assert kind.steps >= 20 * examples
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Machine, Colliding])
-def test_snapshots_keep_their_invariants_in_a_long_run(kind):
-    run(kind, 300)
-    assert kind.steps >= 6_000

@@ -1,11 +1,10 @@
-"""Snapshots: behaviours 18, 20, 21, 24, 25, 27, 28 and 31 to 33 of the reference; two tiers."""
+"""Snapshots: behaviours 21, 24, 28 and 31 to 33 of the reference; two tiers."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.serve.prefix import root_hash
 from tests.serve.prefix.prompts import ROOT, cached, drop, missed, serve, snapshots
 
 
@@ -19,18 +18,6 @@ def test_24_a_snapshot_is_found_only_when_published():
     assert lease.save == ()  # another request computes it
     index.publish(snapshot)
     assert cached(index, range(9)) == 8
-
-
-def test_25_a_cancelled_request_leaves_only_published_snapshots():
-    index = snapshots(2, 4, "every=1")
-    lease = index.hold(index.hash_prompt(range(9), ROOT))
-    index.start(lease)
-    assert lease.save == (4, 8)
-    index.publish(index.claim(lease.prompt, 4))
-    index.release(lease)  # cancelled
-    assert len(index) == 1 and cached(index, range(9)) == 4
-    with pytest.raises(RuntimeError, match="released before"):
-        index.release(lease)
 
 
 def test_31_prefill_resumes_from_the_deepest_snapshot_that_leaves_a_token():
@@ -85,13 +72,6 @@ def test_where_snapshots_are_saved(where, saved):
     assert [serve(index, prompt).save for prompt in prompts] == saved
 
 
-def test_different_roots_share_no_snapshots():
-    index = snapshots(4, 4)
-    serve(index, range(9), root_hash(salt="a"))
-    assert cached(index, range(9), root_hash(salt="b")) == cached(index, range(9)) == 0
-    assert cached(index, range(9), root_hash(salt="a")) == 8
-
-
 def test_21_equal_hashes_are_not_equal_tokens():
     index = snapshots(4, 4, hash=lambda data: b"same")
     serve(index, range(5))
@@ -110,18 +90,6 @@ def test_only_use_makes_a_snapshot_recent():
     serve(index, range(200, 205))
     serve(index, range(300, 305))
     assert cached(index, range(9)) == 0
-
-
-def test_a_snapshot_being_read_is_not_evicted():
-    index = snapshots(1, 4, "last")
-    serve(index, range(5))
-    reader = index.hold(index.hash_prompt(range(5), ROOT))
-    new_prompt = index.hash_prompt(range(10, 15), ROOT)
-    assert reader.entries and index.claim(new_prompt, 4) is None and not index.reset()
-    index.release(reader)
-    assert index.claim(new_prompt, 4).index == reader.entries[0].index
-    assert cached(index, range(5)) == 0 and index.counts.evictions == 1
-    assert not index.reset()  # a claim is open
 
 
 @pytest.mark.parametrize(
@@ -182,22 +150,8 @@ def test_snapshots_evicted_from_the_device_move_to_the_host_and_back():
     assert (index.counts.demotions, index.counts.promotions) == (5, 2)
 
 
-def test_a_full_host_of_one_place_swaps_with_the_device():
-    moves = []
-    index = snapshots(1, 4, "last", host=1, move=lambda *places: moves.append(places))
-    serve(index, range(5))
-    serve(index, range(10, 15))
-    moves.clear()
-    assert serve(index, range(5)).start == 4 and moves == [(1, 0, 0, 0)]
-    assert ([tier.taken for tier in index.tiers], index.counts.evictions) == ([1, 0], 1)
-    assert index.reset() and not len(index)
-    assert cached(index, range(5)) == 0
-
-
 def test_settings_are_checked(unchecked):
-    for wrong in ({"capacity": 0}, {"chunk": 0}, {"where": "first"}, {"where": ""}, {"history": 1},
-                  {"where": "every=0"}, {"where": "every"}, {"host": -1}, {"capacity": 1.5},
-                  {"capacity": "a"}, {"history": None}, {"where": None}):  # fmt: skip
+    for wrong in ({"capacity": 0}, {"chunk": 0}, {"where": "every=0"}, {"host": -1}):
         with pytest.raises(UserError, match="got"):
             snapshots(**{"capacity": 2, "chunk": 4} | wrong)
     index = snapshots(2, 4)
