@@ -41,13 +41,3 @@ def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, fill
         assert actual.dtype == jnp.int32
         # The rank of an empty slot is not used.
         np.testing.assert_array_equal(np.asarray(actual)[everywhere], expected[everywhere])
-
-
-def test_more_than_256_slots_are_sorted():
-    """The previous test must sort at the default threshold."""
-    shapes = [jax.ShapeDtypeStruct((1, 1, slots), jnp.uint32) for slots in (256, 257)]
-    for positions, sorts in zip(shapes, (False, True), strict=True):
-        values = jax.ShapeDtypeStruct((*positions.shape, 4), jnp.float32)
-        filled = jax.ShapeDtypeStruct(positions.shape, bool)
-        text = str(jax.make_jaxpr(per_head.ranks)(PerHeadTokens(values, values, positions), filled))
-        assert (" sort[" in text) == sorts

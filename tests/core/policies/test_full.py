@@ -63,28 +63,14 @@ def test_overfull_sequences_output_nan_from_then_on(size):
     assert np.isnan(out).all()
 
 
-@pytest.mark.parametrize("fields", [{"max": 0}, {"start": 0}])
-def test_bad_settings_are_refused(fields):
-    with pytest.raises(UserError, match="at least 1"):
-        Full(**fields)
-
-
-def test_a_start_beyond_the_maximum_is_the_maximum():
-    state = Full(max=3, start=8).init(SPEC, 1, jax.random.key(0))
-    assert state.positions.shape == (1, 3)
-
-
 def test_tokens_without_slots_are_refused_outside_compiled_calls():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     x, positions = jnp.ones((1, 5, 1, 8)), jnp.arange(5, dtype=jnp.uint32)[None]
     valid = jnp.ones((1, 5), bool)
     with pytest.raises(UserError, match=r"a sequence has 4 slots and 5 are needed; .*reserve"):
         step(POLICY, SPEC, state, x, x, x, positions, valid)
-    out, state = step(POLICY, SPEC, POLICY.reserve(SPEC, state, 6), x, x, x, positions, valid)
-    assert np.isfinite(out).all()
-    token = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 5, valid[:, :1])
-    for _ in range(3):  # they fill the 8 slots
-        _, state = step(POLICY, SPEC, state, *token)
+    _, state = feed(POLICY.reserve(SPEC, state, 6), 0, 8)
+    token = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 8, valid[:, :1])
     with pytest.raises(UserError, match="a sequence has 8 slots and 9 are needed"):
         step(POLICY, SPEC, state, *token)
 

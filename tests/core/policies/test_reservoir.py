@@ -12,35 +12,29 @@ import numpy as np
 import pytest
 
 from jaxkv.contract import Chunk, Spec
-from jaxkv.errors import UserError
 from jaxkv.policies import Reservoir
-from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import NoPosition
-from tests.core import oracle
 
 SPEC = Spec(kv_heads=1, head_dim=1, scale=1.0, encoding=NoPosition())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def draw(policy, tokens, seeds, chunk):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def draw(policy, tokens, seeds):
     """The sampled positions [seeds,S] after `tokens` tokens, one sequence per seed."""
-    zeros = jnp.zeros((seeds, chunk, 1, 1))
+    zeros, valid = jnp.zeros((seeds, 1, 1, 1)), jnp.ones((seeds, 1), bool)
 
-    def update_chunk(state, first):
-        positions = (first + jnp.arange(chunk))[None]
-        valid = jnp.broadcast_to(positions < tokens, (seeds, chunk))
-        positions = jnp.broadcast_to(positions.astype(jnp.uint32), (seeds, chunk))
-        new = Chunk(zeros, zeros, zeros, positions, valid)
-        return policy.update(SPEC, state, new)[1], None
+    def update_token(state, position):
+        positions = jnp.full((seeds, 1), position, jnp.uint32)
+        return policy.update(SPEC, state, Chunk(zeros, zeros, zeros, positions, valid))[1], None
 
     state = policy.init(SPEC, seeds, jax.random.key(0))
-    state, _ = jax.lax.scan(update_chunk, state, jnp.arange(0, tokens, chunk))
+    state, _ = jax.lax.scan(update_token, state, jnp.arange(tokens))
     return state.sample.positions[:, 0]
 
 
-def sampled(scheme, sample, n, seeds, chunk=1):
+def sampled(scheme, sample, n, seeds):
     """The tokens of 0 .. n-1 in the sample after n tokens left a window of one."""
-    return np.asarray(draw(Reservoir(0, 1, sample, scheme), n + 1, seeds, chunk))
+    return np.asarray(draw(Reservoir(0, 1, sample, scheme), n + 1, seeds))
 
 
 SCHEMES = ("uniform", "geometric")
@@ -88,38 +82,3 @@ def test_the_probability_of_every_sample_of_two_out_of_five(scheme):
     assert set(counts) == set(SUBSETS[scheme]) and abs(sum(SUBSETS[scheme].values()) - 1) < 1e-12
     for subset, p in SUBSETS[scheme].items():
         assert abs(counts[subset] / seeds - p) < 4 * np.sqrt(p * (1 - p) / seeds), subset
-
-
-@pytest.mark.parametrize("scheme", ["uniform", "geometric"])
-def test_the_sample_does_not_depend_on_chunking(scheme):
-    by_token = sampled(scheme, 8, 499, 4, chunk=1)
-    for chunk in (3, 64, 500):
-        np.testing.assert_array_equal(by_token, sampled(scheme, 8, 499, 4, chunk))
-
-
-def test_samples_of_two_parts_merge_to_the_sample_of_the_whole():
-    """The lowest draws of the samples of two parts are the sample of the whole stream."""
-    expected = sampled("uniform", 16, 400, 1)[0]
-    policy, rng = Reservoir(0, 1, 16), jax.random.key(0)
-    seeds = np.asarray(policy.init(SPEC, 1, rng).rng)[0, 0]
-
-    def lowest(numbers):
-        return sorted(numbers, key=lambda n: oracle.priority(n, seeds))[:16]
-
-    parts = lowest(range(150)), lowest(range(150, 400))
-    assert sorted(lowest([*parts[0], *parts[1]])) == sorted(expected.tolist())
-
-
-def test_bad_settings_are_refused():
-    for text, message in (
-        ("reservoir:sample=0", "sample must be at least 1, got 0"),
-        ("reservoir:window=0", "window must be at least 1, got 0"),
-        ("reservoir:sinks=-1", "sinks must be 0 or more"),
-        ("reservoir:scheme=geometric,weighted=true", "weighted=true belongs to scheme=uniform"),
-        ("reservoir:scheme=fair", "scheme must be one of uniform, geometric, got 'fair'"),
-        ("reservoir:weighted=true,exponent=1.5", "exponent must be from 0 to 1, got 1.5"),
-        ("stratified:weighted=true,exponent=nan", "exponent must be from 0 to 1, got nan"),
-        ("balance-stream:exponent=0.25", "exponent=0.25 belongs to weighted=true"),
-    ):
-        with pytest.raises(UserError, match=message):
-            parse_policy(text)

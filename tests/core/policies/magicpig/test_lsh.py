@@ -1,13 +1,13 @@
-"""The probability that a key is sampled: against scipy, the paper's tables, and random planes."""
+"""The probability that a key is sampled, against scipy and random planes; and hash tables."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.errors import UserError
 from jaxkv.evals.magicpig import inclusion
-from jaxkv.policies.magicpig import lsh
+from jaxkv.policies.magicpig import hash_tables, lsh
+from jaxkv.policies.magicpig.hash_tables import Tables
 from jaxkv.policies.magicpig.lsh import Hashing
 
 COSINES = np.concatenate(
@@ -30,13 +30,6 @@ def test_log_inclusion_at_the_ends_of_the_range():
     np.testing.assert_array_equal(ends[:2], ends[2:])  # rounding may leave [-1, 1]
 
 
-def test_the_floor_of_the_published_code_caps_the_weight():
-    weight = np.asarray(Hashing(10, 150, u_floor=1e-4)(jnp.asarray([-0.9, 0.0, 0.9, 1.0])))
-    u = np.exp(inclusion.log_u(np.array([-0.9, 0.0, 0.9, 1.0]), 10, 150))
-    np.testing.assert_allclose(weight, -np.log(u + 1e-4), atol=1e-5)
-    assert weight[0] < np.log(1e4) + 1e-5
-
-
 def test_planes_are_normal_and_differ_by_kv_head():
     seeds = jax.random.bits(jax.random.key(0), (2, 3, 2), jnp.uint32)
     planes = np.asarray(lsh.planes(seeds, 64, Hashing(8, 40)))
@@ -48,15 +41,6 @@ def test_planes_are_normal_and_differ_by_kv_head():
         assert abs((plane**4).mean() - 3) < 4 * np.sqrt(96 / count)
     between = np.corrcoef(planes.reshape(6, -1)) - np.eye(6)
     assert np.abs(between).max() < 4 / np.sqrt(count)
-
-
-def test_codes_are_the_sides_of_the_planes():
-    rng = np.random.default_rng(0)
-    x, planes = rng.normal(size=(2, 5, 16)), rng.normal(size=(2, 16, 12))
-    how = Hashing(4, 3)
-    codes = np.asarray(lsh.codes(*(jnp.asarray(a, jnp.float32) for a in (x, planes)), how))
-    sides = (np.einsum("xsh,xhf->xsf", x, planes) > 0).reshape(2, 5, 3, 4)
-    np.testing.assert_array_equal(codes, (sides @ [1, 2, 4, 8]).transpose(0, 2, 1))
 
 
 def test_keys_are_found_with_probability_u():
@@ -80,17 +64,57 @@ def test_keys_are_found_with_probability_u():
     assert (u > 10 / draws).sum() >= 4, "the case must have keys that are found"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"bits": 0}, r"K must be from 1 to 16, got 0; try K=10"),
-        ({"bits": 17}, r"K must be from 1 to 16, got 17"),
-        ({"tables": 1}, r"L must be from 2 to 4096, got 1; try L=150"),
-        ({"min_tables": 3}, r"min_tables must be 1 or 2, got 3"),
-        ({"u_floor": -1e-4}, r"u_floor must be from 0 to less than 1, got -0.0001"),
-        ({"u_floor": float("nan")}, r"u_floor must be from 0 to less than 1, got nan"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        Hashing(**settings)
+SHAPES = [(3, 1, 1), (4, 2000, 6), (300, 500, 4), (3, 70000, 16)]
+build = jax.jit(hash_tables.build, static_argnums=2)
+tally = jax.jit(hash_tables.tally, static_argnums=(3, 4))
+select = jax.jit(hash_tables.select, static_argnums=1)
+
+
+def unpack(words) -> np.ndarray:
+    return np.unpackbits(np.asarray(words).view(np.uint8), bitorder="little").astype(bool)
+
+
+def pack(bits: np.ndarray) -> jnp.ndarray:
+    bits = np.pad(bits, (0, -len(bits) % hash_tables.WORD))
+    return jnp.asarray(np.packbits(bits, bitorder="little").view(np.uint32))
+
+
+@pytest.mark.parametrize(("tables", "keys", "bits"), SHAPES)
+@pytest.mark.parametrize("kind", ["even", "one bucket", "empty"])
+def test_a_bucket_has_the_keys_of_its_code(tables, keys, bits, kind):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 1 << bits, (2, tables, keys)).astype(np.int32)
+    valid = rng.random((2, keys)) < 0.8
+    if kind == "one bucket":
+        codes[:] = 1
+    if kind == "empty":
+        valid[:] = False
+    built = [build(codes[head], valid[head], bits) for head in (0, 1)]
+    stacked = Tables(*(jnp.stack(leaves)[None] for leaves in zip(*built, strict=True)))
+    assert sum(leaf.nbytes for leaf in stacked) == 2 * hash_tables.nbytes(keys, bits, tables)
+    code = codes[0, :, 0]
+    for head in (0, 1):
+        agree = ((codes[head] == code[:, None]) & valid[head]).sum(axis=0)
+        for min_tables in (1, 2):
+            actual = unpack(tally(stacked, jnp.int32(head), code, keys, min_tables))
+            np.testing.assert_array_equal(actual[:keys], agree >= min_tables)
+            assert not actual[keys:].any()
+
+
+@pytest.mark.parametrize(("total", "max_places"), [(7, 3), (100, 64), (64, 63)])
+def test_of_more_places_than_fit_each_is_drawn_equally_often(total, max_places):
+    """Over `total` equidistant draws each place is selected exactly `max_places` times."""
+    draws = (jnp.arange(total, dtype=jnp.float32) + 0.5) / total
+    words = pack(np.ones(total, bool))
+    every = jax.vmap(lambda draw: hash_tables.select(words, max_places, draw).places)(draws)
+    np.testing.assert_array_equal(
+        np.bincount(np.asarray(every).ravel()), np.full(total, max_places)
+    )
+
+
+def test_ranks_of_large_samples_do_not_overflow():
+    total, max_places = 2_000_003, hash_tables.MAX_FOUND
+    selected = select(pack(np.ones(total, bool)), max_places, jnp.float32(0.999999))
+    begin = min(int(np.float32(0.999999) * np.float32(total)), total - 1)
+    expected = (np.arange(max_places, dtype=np.int64) * total + begin) // max_places
+    np.testing.assert_array_equal(np.asarray(selected.places), expected)

@@ -21,7 +21,7 @@ from jaxkv.pallas_kernels import host_memory
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
-from jaxkv.rotary import Alibi, NoPosition
+from jaxkv.rotary import NoPosition
 from jaxkv.state import batch
 
 HEADS, DIM = 2, 32
@@ -65,23 +65,6 @@ def output(policy, prompt, new):
     return np.asarray(jitted_step(policy, SPEC, after(policy, prompt), *new)[0])
 
 
-@pytest.mark.parametrize("center", [True, False])
-def test_full_attention_if_every_key_is_found(center):
-    prompt, new = chunk(300), chunk(1, 300, seed=1)
-    every = MagicPIG(K=1, L=200, center=center, start=300)  # u is 1 except for keys opposite to q
-    expected = output(Full(max=512), prompt, new)
-    np.testing.assert_allclose(output(every, prompt, new), expected, atol=2e-5)
-
-
-def test_sinks_and_window_remain_if_no_key_is_found():
-    prompt, new = chunk(300), chunk(1, 300, seed=1)
-    rare = MagicPIG(K=16, L=2, sinks=3, window=5, start=300)
-    place = jnp.arange(300)[None]
-    ends = prompt._replace(valid=(place < 3) | (place >= 296))
-    expected = output(Full(max=512), ends, new)
-    np.testing.assert_allclose(output(rare, prompt, new), expected, atol=1e-5)
-
-
 def test_tables_find_the_keys_that_comparing_all_codes_finds():
     """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
@@ -117,7 +100,7 @@ def test_tables_find_the_keys_that_comparing_all_codes_finds():
 def test_keys_in_a_cone_opposite_the_query_are_found_once_centred():
     """Unit keys plus three times one direction, and queries opposite to it (Figure 8a)."""
     spec = Spec(kv_heads=1, head_dim=128, scale=128**-0.5, encoding=NoPosition())
-    rng, keys = np.random.default_rng(0), 100_000
+    rng, keys = np.random.default_rng(0), 30_000
     k = rng.normal(size=(keys, 128))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     k[:, 0] += 3
@@ -132,7 +115,7 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred():
     number = jnp.full((1,), keys, jnp.int32)
     share = {}
     for center in (False, True):
-        policy = MagicPIG(center=center, sinks=0, window=1, budget=60_000, start=keys)
+        policy = MagicPIG(center=center, sinks=0, window=1, budget=20_000, start=keys)
         state = after(policy, prompt, spec)
         selection = magicpig.find(
             state, policy.settings, policy.budget, jnp.asarray(q[None], jnp.float32), number,
@@ -165,16 +148,14 @@ def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
 def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
     """The center is then the mean of all keys, or 0 without keys."""
     policy = MagicPIG(K=2, L=4, sinks=4, window=64, start=8)
-    for tokens in (1, 5, 67):
-        prompt, new = chunk(tokens), chunk(1, tokens, seed=1)
-        expected = output(Full(max=512), prompt, new)
-        np.testing.assert_allclose(output(policy, prompt, new), expected, atol=1e-5)
+    prompt, new = chunk(67), chunk(1, 67, seed=1)
+    expected = output(Full(max=512), prompt, new)
+    np.testing.assert_allclose(output(policy, prompt, new), expected, atol=1e-5)
     empty = finish_prefill(policy, SPEC, policy.init(SPEC, 1, jax.random.key(0)))
     assert not np.asarray(empty.center).any()
 
 
-@pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize("lost", [150, 310])
+@pytest.mark.parametrize("center, lost", [(True, 150), (False, 310)])
 def test_a_nan_key_makes_the_output_nan(center, lost):
     """A NaN key in the prompt or among the generated tokens, even if its bucket never matches."""
     prompt, new = chunk(300), chunk(40, 300, seed=1)
@@ -184,27 +165,6 @@ def test_a_nan_key_makes_the_output_nan(center, lost):
         new = new._replace(k=new.k.at[0, lost - 300, 0].set(jnp.nan))
     outs, _ = decode(MagicPIG(K=12, L=2, window=8, center=center, start=300), prompt, new)
     assert np.isnan(outs[0, -1, :2]).all() and np.isfinite(outs[0, -1, 2:]).all()
-
-
-def test_prefill_finishes_once():
-    state = after(MagicPIG(K=1, L=2, start=64), chunk(100))
-    with pytest.raises(UserError, match="prefill is finished already"):
-        MagicPIG(K=1, L=2).finish_prefill(SPEC, state)
-
-
-def test_bytes_after_the_end_of_prefill():
-    """Counted by hand: 2,000 slots, all of them in the tables except the ends."""
-    policy = MagicPIG(K=6, L=20, sinks=4, window=60, tail=96, start=2000)
-    empty = policy.init(SPEC, 1, jax.random.key(0))
-    state = jax.eval_shape(lambda: policy.finish_prefill(SPEC, empty))
-    indexed, dense, wide = 1936, 160, 4  # a block has a quarter of the mean bucket's entries
-    keys = (indexed + dense) * (HEADS * 2 * DIM * 4 + 4) + 2 * 4
-    blocks = (indexed + 64 * (wide - 1)) // wide
-    tables = 20 * (2 * wide * blocks + 4 * (64 + 1))
-    per_head = (
-        tables + 4 * DIM * 6 * 20 + 2 * 20 * (dense - 4) + 4 * (indexed + dense) + 4 * DIM + 8
-    )
-    assert batch.nbytes(state) == keys + HEADS * per_head
 
 
 def decode(policy, prompt, new):
@@ -218,7 +178,7 @@ def decode(policy, prompt, new):
 
 
 def test_host_memory_gives_the_same_outputs():
-    """With rebuilt tables, sequences taken and put, and a second chunk after the prompt."""
+    """With rebuilt tables, and with sequences taken and put."""
     prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     on_host = dataclasses.replace(device, host_offload=True)
@@ -234,21 +194,6 @@ def test_host_memory_gives_the_same_outputs():
     swapped = batch.put(state, [1, 0], batch.take(state, [0, 1]))
     assert host_memory.on_host(swapped.indexed.k)
     np.testing.assert_array_equal(swapped.indexed.k, np.asarray(reference.indexed.k)[::-1])
-    question = chunk(3, 212, seed=2, batch=2)
-    states = (device, reference), (on_host, state)
-    answers = [jitted_step(policy, SPEC, state, *question)[0] for policy, state in states]
-    np.testing.assert_array_equal(*answers)
-
-
-def test_host_memory_gives_the_same_outputs_with_a_distance_penalty():
-    spec = dataclasses.replace(SPEC, encoding=Alibi.of(2 * HEADS))
-    device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
-    on_host = dataclasses.replace(device, host_offload=True)
-    outputs = [
-        jitted_step(policy, spec, after(policy, chunk(200), spec), *chunk(1, 200, seed=1))[0]
-        for policy in (device, on_host)
-    ]
-    np.testing.assert_allclose(*outputs, atol=1e-6)
 
 
 def test_bytes_are_counted_by_memory():
@@ -285,24 +230,3 @@ def test_tokens_without_slots_are_refused():
         policy.update(SPEC, state, chunk(117, 60))
     out, _ = jitted_step(policy, SPEC, state, *chunk(117, 60))
     assert np.isnan(out).all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"K": 0}, r"K must be from 1 to 16, got 0; try K=10"),
-        ({"K": 17}, r"K must be from 1 to 16, got 17"),
-        ({"L": 1}, r"L must be from 2 to 4096, got 1; try L=150"),
-        ({"budget": 0}, r"budget must be from 1 to 65535, got 0; try budget=4096"),
-        ({"budget": 65536}, r"budget must be from 1 to 65535, got 65536"),
-        ({"min_tables": 0}, r"min_tables must be 1 or 2, got 0"),
-        ({"u_floor": -1.0}, r"u_floor must be from 0 to less than 1, got -1.0"),
-        ({"window": 0}, r"window must be at least 1, got 0"),
-        ({"sinks": -1}, r"sinks must be 0 or more, got -1"),
-        ({"tail": 0}, r"tail must be from 1 to 1073741824, got 0; try tail=1024"),
-        ({"start": 0}, r"start must be from 1 to 1073741824, got 0; try start=512"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        MagicPIG(**settings)

@@ -11,14 +11,9 @@ import pytest
 
 from jaxkv import draws
 from jaxkv.contract import Spec
-from jaxkv.driver import step
-from jaxkv.errors import UserError
-from jaxkv.policies import Full, Oracle, Quest, TopK, TopP, VAttention
+from jaxkv.policies import Oracle, Quest, TopK, VAttention
 from jaxkv.policies.sparse_attention import base as sparse_attention
-from jaxkv.policy_spec import format_policy, parse_policy
 from tests.core.laws.cases import ROTARY, SCALE
-
-NAMES = ("topk", "topp", "oracle", "quest", "vattention")
 
 
 def candidates(logits, times=1, *, seed=0, ends=0):
@@ -89,17 +84,6 @@ def test_equation_5_is_the_mean_of_the_drawn_values(rng):
         assert abs(np.log(e.sum()) - lse) < 2e-6
 
 
-def selected_by(rule, logits, **how):
-    return np.flatnonzero(
-        np.asarray(rule.select(candidates(logits, **how)))[0, 0, 0, 0] == 0
-    ).tolist()
-
-
-def test_topk_selects_the_older_of_equal_keys():
-    assert selected_by(TopK(0.5), [1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 9.0], ends=1) == [1, 3, 5]
-    assert selected_by(TopK(0.6), [0.0] * 5) == [0, 1, 2]
-
-
 def test_decimal_shares_are_rounded_up_exactly():
     """A tenth of 30 is 3, although 0.1 has no exact binary form."""
     count = np.arange(1000)
@@ -107,17 +91,6 @@ def test_decimal_shares_are_rounded_up_exactly():
     for share, parts in ((0.1, 10), (0.05, 20), (1 / 3, 3), (1e-9, 10**9), (1.0, 1)):
         actual = sparse_attention.share_of(share, among)[:, 0]
         np.testing.assert_array_equal(actual, -(-count // parts))
-
-
-@pytest.mark.parametrize("mass", [0.1, 0.5, 0.7, 0.9, 0.99, 1.0])
-def test_topp_selects_the_fewest_keys_that_reach_its_mass(rng, mass):
-    select = jax.jit(TopP(mass).select)
-    for spread in (0, 1, 4):
-        logits = rng.normal(size=300) * spread
-        w = softmax(logits)
-        chosen = w[np.asarray(select(candidates(logits)))[0, 0, 0, 0] == 0]
-        assert chosen.sum() >= mass - 1e-6 and chosen.sum() - chosen.min() < mass + 1e-6
-        assert spread == 0 or chosen.min() >= np.sort(w)[-chosen.size]
 
 
 def test_quest_bounds_every_logit_of_a_page(rng):
@@ -167,48 +140,6 @@ def test_vattention_fails_with_probability_delta():
     assert abs(two_sided[0].mean() - 1) < 0.01
 
 
-def test_vattention_keeps_its_first_sample_and_selects_all_keys_for_a_tight_bound():
-    logits = np.zeros(100)
-    weights = np.asarray(VAttention(0.1, 0.2, 0.9, 0.9).select(candidates(logits)))[0, 0, 0, 0]
-    assert (weights == 0).sum() == 10  # the first of equal keys
-    np.testing.assert_allclose(weights[weights > 0], [np.log(90 / 18)] * 18, rtol=1e-6)
-    spiky = np.random.default_rng(0).normal(size=100) * 3
-    strict = np.asarray(VAttention(0.1, 0.2, 1e-4, 0.05).select(candidates(spiky)))
-    assert (strict == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("chosen", "dtype"),
-    [
-        (TopK(1.0, 1, 3, 4), "bfloat16"),
-        (TopP(1.0, 1, 3, 4), "float32"),
-        (Quest(1.0, 16, 1, 1, 3, 4), "float32"),
-        (VAttention(1.0, 1.0, 0.1, 0.1, "two", 1, 3, 4), "float32"),
-        (VAttention(0.0, 1.0, 0.1, 0.1, "two", 1, 3, 4), "float32"),
-    ],
-)
-def test_selecting_all_keys_is_full_attention(chosen, dtype):
-    """With chunks longer than those of the scan, and sequences of different lengths."""
-    spec, outs = Spec(2, 8, SCALE, ROTARY, dtype=dtype), []
-    for policy in (Full(start=4), chosen):
-        random, seen = np.random.default_rng(3), np.zeros((2, 1), np.int64)
-        state = policy.init(spec, 2, jax.random.key(0))
-        for prompt, size in ((True, 9), (False, 21)):
-            q, k, v = (
-                jnp.asarray(random.normal(size=(2, size, n, 8)), jnp.float32) for n in (4, 2, 2)
-            )
-            valid = np.ones((2, size), bool)
-            valid[1, : size // 2] = False
-            positions = (seen + np.cumsum(valid, axis=1) - 1).astype(np.uint32)
-            seen = seen + valid.sum(axis=1, keepdims=True)
-            state = policy.reserve(spec, state, 30 if policy.min_prompt is None else size)
-            run = jax.jit(functools.partial(step, policy, spec))
-            out, state = run(state, q, k, v, jnp.asarray(positions), jnp.asarray(valid))
-            state = policy.finish_prefill(spec, state) if prompt else state
-        outs.append(np.asarray(out))
-    np.testing.assert_allclose(*outs, atol=2e-2 if dtype == "bfloat16" else 3e-6)
-
-
 def test_reserve_counts_tokens_from_the_end_of_prefill():
     spec, chosen = Spec(2, 8, SCALE, ROTARY), TopK(start=4)
     state = chosen.reserve(spec, chosen.init(spec, 2, jax.random.key(0)), 12)
@@ -219,46 +150,3 @@ def test_reserve_counts_tokens_from_the_end_of_prefill():
         assert jax.eval_shape(grow, finished).dense.positions.shape[1] == slots
         finished = grow(finished)
     assert finished.dense.positions.shape[1] == 64
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("topk:share=0", "share must be above 0 and at most 1, got 0.0; try share=0.1"),
-        ("topk:share=1.01", "share must be above 0 and at most 1, got 1.01"),
-        ("topk:share=nan", "share must be above 0 and at most 1, got nan"),
-        ("topk:share=-inf", "share must be above 0 and at most 1, got -inf"),
-        ("topk:share=few", "topk: share must be a number, got 'few'"),
-        ("topk:window=0", "window and start at least 1.* got 4, 0 and 512"),
-        ("topk:sinks=-1", "sinks must be 0 or more.* got -1, 64 and 512"),
-        ("topk:start=0", "got 4, 64 and 0"),
-        ("topk:mass=0.5", "topk has no field 'mass'"),
-        ("topp:mass=0", "mass must be above 0 and at most 1, got 0.0; try mass=0.9"),
-        ("topp:mass=1.5", "mass must be above 0 and at most 1, got 1.5"),
-        ("topp:mass=nan", "mass must be above 0 and at most 1, got nan"),
-        ("oracle:share=2", "share must be above 0 and at most 1, got 2.0"),
-        ("oracle:share=nan", "share must be above 0 and at most 1, got nan"),
-        ("quest:share=nan", "share must be above 0 and at most 1, got nan"),
-        ("quest:page=0", "page and fewest must be at least 1, got 0 and 3; try page=16,fewest=3"),
-        ("quest:fewest=0", "page and fewest must be at least 1, got 16 and 0"),
-        ("vattention:top=-0.1", "top must be from 0 to 1, got -0.1; try top=0.05"),
-        ("vattention:top=nan", "top must be from 0 to 1, got nan"),
-        ("vattention:base=0", "base must be above 0 and at most 1, got 0.0; try base=0.025"),
-        ("vattention:base=nan", "base must be above 0 and at most 1, got nan"),
-        ("vattention:epsilon=0", "epsilon must be between 0 and 1, got 0.0; try epsilon=0.05"),
-        ("vattention:epsilon=nan", "epsilon must be between 0 and 1, got nan"),
-        ("vattention:delta=1", "delta must be between 0 and 1, got 1.0; try delta=0.05"),
-        ("vattention:delta=nan", "delta must be between 0 and 1, got nan"),
-        ("vattention:sides=three", "sides must be one of two, one, got 'three'; use one of these"),
-    ],
-)
-def test_bad_settings_are_refused(text, message):
-    with pytest.raises(UserError, match=message):
-        parse_policy(text)
-
-
-def test_policy_strings_round_trip():
-    assert parse_policy("topk:share=0.05,sinks=4,window=64") == TopK(0.05, 4, 64)
-    assert parse_policy("vattention:top=0,sides=one") == VAttention(top=0.0, sides="one")
-    for name in NAMES:
-        assert parse_policy(format_policy(parse_policy(name))) == parse_policy(name)

@@ -1,0 +1,196 @@
+"""Prompt compression: published budgets and weights, and scores compared with numpy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.contract import Chunk, Spec
+from jaxkv.driver import step
+from jaxkv.errors import UserError
+from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV
+from jaxkv.policies.prompt_compression.balance import _as_published
+from jaxkv.policies.prompt_compression.base import attention_of_last_queries
+from jaxkv.policy_spec import by_layer, format_policy, parse_policy
+from jaxkv.rotary import Alibi, NoPosition, rotary
+from tests.core import oracle
+
+SPEC = Spec(1, 8, 1.0, NoPosition(), group=1)
+TOKENS, KV_HEADS, GROUP, HEAD_DIM, SCALE = 40, 2, 3, 8, 0.4
+HEADS = KV_HEADS * GROUP
+
+
+def test_pyramidkv_budgets_fall_from_layer_to_layer():
+    """32 layers, with the published capacity 2048 and window 32: B = 2016, minimum 2016 // 20."""
+    layers = by_layer("pyramidkv:capacity=2048", 32)
+    budgets = [policy._snap.capacity - 32 for policy in layers]
+    assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
+    assert budgets == sorted(budgets, reverse=True) and 100 <= budgets[-1] < 120
+    assert 2016 <= np.mean(budgets) < 2016 + 16
+    # The step is rounded down, which small budgets feel most.
+    small = [policy._snap.capacity for policy in by_layer("pyramidkv:capacity=128", 30)]
+    assert 128 < np.mean(small) <= 128 * 1.05
+    assert len({type(policy) for policy in layers}) == 1 and layers[3].layer == 3
+
+
+def test_one_pyramidkv_string_names_all_layers():
+    layers = by_layer("pyramidkv:capacity=512", 4)
+    assert format_policy(layers).startswith(
+        "pyramidkv:capacity=512,window=32"
+    ) and "layer" not in format_policy(layers)
+    assert by_layer(format_policy(layers), 4) == layers
+
+
+def test_the_half_that_the_published_code_keeps():
+    """By hand: at the seventh token half of ten signs are +1. Each earlier -1 counts twice."""
+    signs = jnp.asarray([[[1, 1, -1, 1, 1, -1, 1, -1, 1, -1, 0, 0]]], jnp.int32)
+    chosen, times = _as_published(signs, jnp.asarray([10], jnp.int32))
+    assert chosen[0, 0, :5].tolist() == [2, 5, 7, 8, 9]
+    assert times[0, 0, :5].tolist() == [2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("text", ["uniform:sinks=1,window=2,start=16", "topk", "magicpig:K=4,L=6"])
+def test_prefill_ends_once(text):
+    policy, spec = parse_policy(text), SPEC
+    state = policy.finish_prefill(spec, policy.init(spec, 1, jax.random.key(0)))
+    with pytest.raises(UserError, match="prefill is finished already; call finish_prefill once"):
+        policy.finish_prefill(spec, state)
+
+
+@pytest.mark.parametrize("text, size", [("uniform", 10), ("snapkv:capacity=64", 200)])
+def test_tokens_after_a_prompt_need_a_reserve(text, size):
+    """Also after a prompt that is not compressed; it is then attended to exactly."""
+    policy, spec = parse_policy(f"{text}{',' if ':' in text else ':'}start={size + 54}"), SPEC
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, size + 1, 1, 8), np.float32)
+    positions, valid = np.arange(size + 1, dtype=np.uint32)[None], np.ones((1, size + 1), bool)
+    arrays = [jnp.asarray(array) for array in (q, k, v, positions, valid)]
+    cut = lambda *ends: [array[:, slice(*ends)] for array in arrays]  # noqa: E731
+    compiled_step = jax.jit(partial(step, policy, spec))
+    state = policy.init(spec, 1, jax.random.key(0))
+    state = policy.finish_prefill(spec, compiled_step(state, *cut(size))[1])
+    with pytest.raises(UserError, match="reserve must be called after finish_prefill, got a state"):
+        step(policy, spec, state, *cut(size, None))
+    out, _ = compiled_step(policy.reserve(spec, state, 1), *cut(size, None))
+    weights = np.exp(k[0, :, 0] @ q[0, -1, 0])
+    exact = weights @ v[0, :, 0] / weights.sum()
+    assert np.allclose(out[0, 0, 0], exact, atol=1e-5) == (size == 10)
+
+
+def test_policies_that_store_queries_need_the_group():
+    with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
+        SnapKV().init(Spec(2, 8, 1.0, NoPosition()), 1, jax.random.key(0))
+    with pytest.raises(UserError, match=r"give Spec\(group=...\)"):
+        ExpectedAttention().init(Spec(2, 8, 1.0, NoPosition()), 1, jax.random.key(0))
+    assert Balance().min_prompt == 32 + 32 + 3 + 1 and PyramidKV().min_prompt == 1025
+
+
+def random_tokens(rng, heads=HEADS, kv_heads=KV_HEADS):
+    """q, k and v of two prompts."""
+    shapes = ((2, TOKENS, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def read(policy, spec, tokens, valid):
+    """The state after two prompts, in chunks of eight tokens. valid [2,T]: False on padding."""
+    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
+    update = jax.jit(lambda state, chunk: policy.update(spec, state, chunk)[1])
+    state = policy.init(spec, 2, jax.random.key(0))
+    for first in range(0, TOKENS, 8):
+        arrays = (x[:, first : first + 8] for x in (*tokens, positions, valid))
+        state = update(state, Chunk(*map(jnp.asarray, arrays)))
+    return state
+
+
+def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
+    """A mean that is thirty times the deviation loses no digits of the covariance."""
+    spec, sinks = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP), 3
+    q, k, v = random_tokens(rng)
+    q += np.float32(30)
+    padding = np.array([0, 7])  # before the prompts
+    valid = np.arange(TOKENS) >= padding[:, None]
+    state = read(ExpectedAttention(9, sinks, start=64), spec, (q, k, v), valid)
+    for sequence, head in np.ndindex(2, HEADS):
+        queries = q[sequence, padding[sequence] + sinks :, head].astype(np.float64)
+        at = sequence, head // GROUP, slice(None), head % GROUP
+        np.testing.assert_allclose(state.mean[at][0], queries.mean(axis=0), rtol=1e-6)
+        expected = np.cov(queries.T, bias=True)
+        np.testing.assert_allclose(state.covariance[at], expected, rtol=2e-5, atol=1e-5)
+
+
+def test_the_score_is_the_expectation_over_normal_queries(rng):
+    """By sampling: the mean of exp(logit) over two million queries, rotated to the one position
+    that is asked for, over its sum; times the length of the value."""
+    spec = Spec(1, HEAD_DIM, SCALE, rotary(HEAD_DIM, 100.0), group=1)
+    policy = ExpectedAttention(9, 0, future=1, start=64)
+    mix = 0.5 * rng.normal(size=(HEAD_DIM, HEAD_DIM)).astype(np.float32)
+    q, k, v = random_tokens(rng, 1, 1)
+    q = q @ mix + np.float32(0.3)
+    state = read(policy, spec, (q, k, v), np.ones((2, TOKENS), bool))
+    prompt = state.prompt.dense
+    positions = jnp.broadcast_to(prompt.positions[:, None], (2, 1, 64))
+    score = policy._score(spec, state, PerHeadTokens(prompt.k, prompt.v, positions), prompt.count)
+    queries = q[0, :, 0].astype(np.float64)
+    drawn = rng.multivariate_normal(
+        queries.mean(axis=0), np.cov(queries.T, bias=True), size=2_000_000
+    )
+    drawn = oracle.rotate(drawn, np.full(len(drawn), TOKENS), 100.0)
+    keys = oracle.rotate(k[0, :, 0].astype(np.float64), np.arange(TOKENS), 100.0)
+    weight = np.array([np.exp(SCALE * (drawn @ key)).mean() for key in keys])
+    expected = weight / weight.sum() * np.linalg.norm(v[0, :, 0], axis=1)
+    np.testing.assert_allclose(np.exp(score[0, 0, :TOKENS]), expected, rtol=0.02)
+
+
+WINDOW = 6  # of SnapKV
+
+
+def scores(q, k, window, theta, slopes, softcap):
+    """Attention of the last queries to each token [N,T], including their own tokens."""
+    tokens, positions = len(q), np.arange(len(q))
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    if theta is not None:
+        q, k = (oracle.rotate_heads(x, positions, theta) for x in (q, k))
+    sums = np.zeros((HEADS, tokens))
+    for head in range(HEADS):
+        for n in range(max(0, tokens - window), tokens):
+            logits = k[: n + 1, head // GROUP] @ q[n, head] * SCALE
+            if softcap is not None:
+                logits = softcap * np.tanh(logits / softcap)
+            if slopes is not None:
+                logits = logits - slopes[head] * (n - positions[: n + 1])
+            e = np.exp(logits - logits.max())
+            sums[head, : n + 1] += e / e.sum()
+    return sums
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 3])
+@pytest.mark.parametrize(
+    "encoding, theta, softcap",
+    [
+        (rotary(HEAD_DIM, 100.0), 100.0, None),
+        (NoPosition(), None, 1.5),
+        (Alibi.of(HEADS), None, None),
+    ],
+    ids=["rotary", "softcap", "alibi"],
+)
+def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, tokens):
+    """All scores are compared, not only those of the chosen tokens."""
+    spec = Spec(KV_HEADS, HEAD_DIM, SCALE, encoding, softcap, group=GROUP)
+    policy = SnapKV(capacity=WINDOW + 3, window=WINDOW, kernel=1, start=TOKENS)
+    valid = np.ones((2, TOKENS), bool)
+    valid[0, tokens:] = False  # padding after the prompt
+    valid[1, : TOKENS - tokens] = False  # padding before it
+    q, k, v = random_tokens(rng)
+    state = read(policy, spec, (q, k, v), valid)
+    actual = np.asarray(jax.jit(lambda state: attention_of_last_queries(spec, state))(state))
+    actual = actual.reshape(2, HEADS, -1)
+    slopes = encoding.slopes if isinstance(encoding, Alibi) else None
+    for sequence in range(2):
+        mask = valid[sequence]
+        expected = scores(q[sequence][mask], k[sequence][mask], WINDOW, theta, slopes, softcap)
+        np.testing.assert_allclose(actual[sequence][:, :tokens], expected, rtol=2e-5, atol=2e-6)
+        assert not actual[sequence][:, tokens:].any(), "an empty slot has no score"
