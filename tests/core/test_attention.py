@@ -69,15 +69,7 @@ def test_a_masked_bias_may_differ_by_kv_head(rng):
     np.testing.assert_allclose(alike[:, :1], bias[:, :1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 10), (1, 2, 1, 1, 10), (2, 2, 3, 3, 1), None])
-def test_bias_is_broadcast(rng, shape):
-    q, k, v, _ = problem(rng)
-    bias = None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.float32)
-    expected = oracle.softmax_attention(q, k, v, 0.0 if bias is None else bias)
-    assert_partial(attend(q, k, v, bias, 1.0), expected)
-
-
-@pytest.mark.parametrize("slots", [2049, 2560, 3072])
+@pytest.mark.parametrize("slots", [2049, 3072])
 @pytest.mark.parametrize("wide", [True, False])
 def test_many_slots_are_read_in_blocks(rng, slots, wide):
     q, k, v, bias = problem(rng, batch=1, queries=2, slots=slots, kv_heads=1, group=2, head_dim=4)
@@ -86,11 +78,7 @@ def test_many_slots_are_read_in_blocks(rng, slots, wide):
     assert_partial(attend(q, k, v, bias, 0.5), oracle.softmax_attention(q, k, v, bias, 0.5))
 
 
-@pytest.mark.parametrize(
-    "like, slots",
-    [((2, 2, 3, 3, 1), 10), ((2, 2, 3, 3, 1), 2560), (None, 2560),
-     ((2, 1, 1, 3, 1), 2560), ((1, 1, 1, 1, 1), 2560)],
-)  # fmt: skip
+@pytest.mark.parametrize("like, slots", [((2, 2, 3, 3, 1), 10), ((2, 1, 1, 3, 1), 2560)])
 def test_attention_by_head_equals_attention_at_once(rng, monkeypatch, slots, like):
     """The version for large logits on a CPU, head by head, has equal values and gradients."""
     q, k, v, bias = problem(rng, slots=slots)
@@ -136,22 +124,6 @@ def test_without_visible_keys_out_is_0_and_lse_is_minus_infinity(rng):
     assert not np.asarray(none.out).any() and (np.asarray(none.lse) == -np.inf).all()
     for actual, expected in zip(merge(none, empty, none), empty, strict=True):
         np.testing.assert_array_equal(actual, expected)
-
-
-def test_large_logits_stay_finite(rng):
-    q, k, v, bias = problem(rng)
-    assert_partial(
-        attend(q * 100, k * 100, v, bias, 1.0),
-        oracle.softmax_attention(q * 100, k * 100, v, bias),
-        tolerance=2e-5,
-    )
-
-
-def test_bfloat16_inputs_give_float32_outputs(rng):
-    q, k, v, bias = problem(rng, dtype=jnp.bfloat16)
-    actual = attend(q, k, v, bias, 0.5)
-    assert actual.out.dtype == actual.lse.dtype == jnp.float32
-    assert_partial(actual, oracle.softmax_attention(q, k, v, bias, 0.5), tolerance=2e-2)
 
 
 def test_parts_merge_to_the_whole(rng):
@@ -212,7 +184,7 @@ def chunk_of(rng, tokens, batch=1, heads=2, kv_heads=1, head_dim=4):
     return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((batch, tokens), bool))
 
 
-@pytest.mark.parametrize("tokens", [5, 300, 1280])
+@pytest.mark.parametrize("tokens", [5, 1280])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("encoding", [NoPosition(), Alibi((0.5, 0.1))], ids=["none", "alibi"])
 def test_local_attention_equals_numpy(rng, tokens, window, encoding):

@@ -151,15 +151,8 @@ def test_imports_follow_the_import_direction():
         ("pallas_kernels/a/api.py", "import jaxkv"),
         ("jaxkv/step.py", "from jaxkv.models import load"),
         ("jaxkv/serve/engine/engine.py", "def f():\n    import flax"),
-        ("jaxkv/contract.py", "from jaxtyping import Float"),
-        ("jaxkv/cli/compare.py", "def f():\n    from jaxkv.evals import record"),
-        ("jaxkv/rows.py", "import starlette"),
-        ("models/llama.py", "import jaxkv.evals.benchmarks.latency"),
         ("models/llama.py", "from jaxkv import evals"),
-        ("models/llama.py", "def f():\n    import transformers"),
         ("evals/benchmarks/latency.py", "import torch"),
-        ("evals/benchmarks/latency.py", "from flax import nnx"),
-        ("evals/benchmarks/latency.py", "from jaxkv.colab import runtime"),
     ],
 )
 def test_a_wrong_import_is_found(path, text):
@@ -274,11 +267,6 @@ def test_no_two_public_types_share_a_name():
             for type_name in public_types(text):
                 where[type_name].append(path)
     assert not {n: paths for n, paths in where.items() if len(paths) > 1 and n[0] != "_"}
-
-
-def test_shared_names_are_found():
-    code = "class A: pass\nItem = TypeVar('Item')\nLIMIT = 1\nclass _B: pass"
-    assert list(public_types(code)) == ["A", "_B", "Item"]
 
 
 def test_no_file_is_large_or_names_a_local_path():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.rotary import Alibi, NoPosition, Rotary, _sine, rotary
+from jaxkv.rotary import Alibi, Rotary, rotary
 from tests.core import oracle
 
 # A rope scaling in Hugging Face's field names, and its frequencies and amplitude by definition.
@@ -129,26 +129,6 @@ def test_logits_are_exact_at_any_position(position):
         assert worst_logit(float_angles, position) > 0.01
 
 
-def test_sines_of_integer_phases():
-    around = [n * 2**30 + d for n in range(4) for d in (-1, 0, 1)]
-    drawn = np.random.default_rng(0).integers(0, 2**32, 200_000)
-    phase = (np.concatenate([around, drawn]) % 2**32).astype(np.uint32)
-    expected = np.sin(phase * (2 * np.pi / 2**32))
-    np.testing.assert_allclose(_sine(jnp.asarray(phase)), expected, rtol=0, atol=2.5e-7)
-
-
-def test_position_0_rotates_nothing(rng):
-    x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32)
-    rotated = rotary(8, 1e4).rotate(x, jnp.zeros((1, 3), jnp.uint32))
-    np.testing.assert_array_equal(rotated, x)
-
-
-def test_the_error_does_not_grow_with_position():
-    # The error of one pair of tokens does not grow over a billion positions.
-    errors = [worst_logit(exact, 250 + lap * 10_000_019) for lap in range(0, 100, 7)]
-    assert max(errors) <= 2e-6
-
-
 @pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
 def test_rerotate_equals_one_rotation(scaling, rng):
     """The amplitude is applied once."""
@@ -182,31 +162,13 @@ def test_alibi_falls_with_distance_across_the_wrap():
     np.testing.assert_allclose(bias[0], -slopes * np.array([3, 1, 0]))
 
 
-def test_alibi_with_other_keys_per_head():
-    queries, keys = jnp.asarray([[9]], jnp.uint32), jnp.asarray([[[1, 2], [5, 9]]], jnp.uint32)
-    bias = np.asarray(Alibi.of(4).bias(queries, keys, 2))
-    for head in range(2):
-        alone = np.asarray(Alibi.of(4).bias(queries, keys[:, head], 2))
-        np.testing.assert_array_equal(bias[:, head], alone[:, head])
-
-
-def test_no_position_does_nothing(rng):
-    x = jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32)
-    positions = jnp.arange(3, dtype=jnp.uint32)[None]
-    assert NoPosition().rotate(x, positions) is x
-    assert NoPosition().bias(positions, positions, 2) is None
-
-
-@pytest.mark.parametrize(
-    "scaling, message",
-    [({"kind": "dynamic"}, "must be one of default"), ({"kind": "linear"}, "needs the field")],
-)
-def test_bad_scaling_is_refused(scaling, message):
-    with pytest.raises(UserError, match=message):
-        rotary(8, 1e4, scaling)
-
-
-def test_odd_and_mismatched_sizes_are_refused():
+def test_bad_arguments_are_refused():
+    for scaling, message in (
+        ({"kind": "dynamic"}, "one of default"),
+        ({"kind": "linear"}, "needs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rotary(8, 1e4, scaling)
     with pytest.raises(UserError, match="even head dim, got 7"):
         rotary(7, 1e4)
     with pytest.raises(UserError, match=r"theta above 0 and finite, got -1\.0"):

@@ -58,31 +58,26 @@ def test_reset_takes_one_empty_sequence_or_one_per_index(rng):
     check_same(batch.take(batch.reset(state, [2, 0], fresh), [2, 0]), fresh)
     empty = batch.take(fresh, [0])
     check_same(batch.take(batch.reset(state, [2, 0], empty), [2, 0]), batch.take(fresh, [0, 0]))
-    with pytest.raises(UserError, match="fresh must have 1 or 3 sequences, got 2; give as many"):
-        batch.reset(state, [0, 1, 2], fresh)
 
 
-def test_sequences_of_another_shape_are_refused(rng):
-    taken = r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*reserve"
-    with pytest.raises(UserError, match=taken):
-        batch.put(state_of(rng), [0], state_of(rng, size=1, slots=6))
-
-
-@pytest.mark.parametrize(
-    "wrong", [[3], [0, -1], np.array([7]), np.array([0.5]), np.array([True, False])]
-)
+@pytest.mark.parametrize("wrong", [[3], [0, -1], np.array([0.5]), np.array([True, False])])
 def test_unknown_indices_are_refused(rng, wrong):
     state = state_of(rng)
-    with pytest.raises(UserError, match="indices of sequences must be from 0 to 2, got"):
-        batch.take(state, wrong)
-    with pytest.raises(UserError, match="indices of sequences must be from 0 to 2, got"):
-        batch.put(state, wrong, state)
+    for call in (lambda: batch.take(state, wrong), lambda: batch.put(state, wrong, state)):
+        with pytest.raises(UserError, match="indices of sequences must be from 0 to 2, got"):
+            call()
 
 
-def test_a_repeated_index_is_refused(rng):
+def test_sequences_that_do_not_fit_are_refused(rng):
     state = state_of(rng)
+    with pytest.raises(
+        UserError, match=r"\.part\.k takes bfloat16\[1,2,4,5\].*\[1,2,6,5\].*reserve"
+    ):
+        batch.put(state, [0], state_of(rng, size=1, slots=6))
     with pytest.raises(UserError, match=r"put once, got \[1, 1\]"):
         batch.put(state, [1, 1], batch.take(state, [0, 2]))
+    with pytest.raises(UserError, match="fresh must have 1 or 3 sequences, got 2; give as many"):
+        batch.reset(state, [0, 1, 2], state_of(rng, size=2))
 
 
 def test_bytes_of_arrays_and_of_shapes(rng):
@@ -90,14 +85,6 @@ def test_bytes_of_arrays_and_of_shapes(rng):
     assert batch.nbytes(state) == 3 * (2 * 4 * 5 * 2 + 2 * 2 * 4 + 4)
     assert batch.nbytes(jax.eval_shape(lambda: state)) == batch.nbytes(state)
     assert batch.nbytes((state, state)) == 2 * batch.nbytes(state)
-
-
-def test_host_round_trip_is_exact(rng):
-    state = state_of(rng)
-    host = batch.to_host(state)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
-    check_same(batch.to_device(host), state)
-    check_same(batch.take(host, [1, 2]), batch.take(state, [1, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
@@ -147,16 +134,10 @@ def test_a_snapshot_of_another_identity_is_refused(tmp_path, rng):
         batch.load(path, state)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped", "npz", "npy"])
+@pytest.mark.parametrize("content", [b"", b"text", "cut", "flipped"])
 def test_invalid_snapshot_files_are_refused(tmp_path, rng, content):
     path, state = tmp_path / "snapshot", state_of(rng)
-    if content == "npz":
-        with path.open("wb") as file:
-            np.savez(file, k=np.zeros(3))
-    elif content == "npy":
-        with path.open("wb") as file:
-            np.save(file, np.zeros(3))
-    elif isinstance(content, bytes):
+    if isinstance(content, bytes):
         path.write_bytes(content)
     else:
         batch.save(path, state)
@@ -196,7 +177,7 @@ def test_a_row_of_zeros_and_an_empty_slot_are_loaded(tmp_path, in_int8):
 
 
 @pytest.mark.parametrize("slot", [0, 1, 4], ids=["token", "zeros", "empty"])
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, -1e-38])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1e-38])
 def test_scales_that_no_row_has_are_refused(tmp_path, in_int8, scale, slot):
     path, wrong = tmp_path / "state", with_scale(in_int8, scale, slot)
     batch.save(path, wrong)
@@ -212,13 +193,6 @@ def test_the_scale_of_a_token_is_not_0(tmp_path, in_int8, scale):
     batch.save(tmp_path / "state", with_scale(in_int8, scale, 2))
     with pytest.raises(batch.BadScale, match=r"above 0 where a token is stored: .* has -?0; load"):
         batch.load(tmp_path / "state", in_int8)
-
-
-def test_missing_paths_are_refused(tmp_path, rng):
-    with pytest.raises(UserError, match="No such file"):
-        batch.load(tmp_path / "absent", state_of(rng))
-    with pytest.raises(UserError, match="No such file"):
-        batch.save(tmp_path / "no" / "folder", state_of(rng))
 
 
 def test_a_failed_save_keeps_the_old_snapshot(tmp_path, rng, monkeypatch):

@@ -39,9 +39,7 @@ def test_mesh_strings():
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "data", "data=", "data=0", "data=-1", "data=two", "rows=2", "data=2,data=2"]
-)
+@pytest.mark.parametrize("text", ["", "data=", "data=0", "data=two", "rows=2", "data=2,data=2"])
 def test_bad_mesh_strings_are_refused(text):
     with pytest.raises(UserError, match="a mesh must be"):
         mesh_of(text)
@@ -62,16 +60,10 @@ def test_partition_specs_follow_the_axis_letters():
     assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == layout.k
 
 
-@pytest.mark.parametrize(
-    "mesh, encoding, policy",
-    [("data=2,model=4", "rotary", POLICY), ("data=2,model=4", "alibi", POLICY),
-     ("data=2,model=4", "rotary", IN_INT8),
-     ("model=2", "alibi", IN_INT8)],
-    ids=lambda value: getattr(value, "storage", value),
-)  # fmt: skip
-def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
-    spec = SPEC if encoding == "rotary" else dataclasses.replace(SPEC, encoding=Alibi.of(8))
-    mesh = mesh_of(mesh)
+def test_sharded_equals_unsharded(rng):
+    """With a sink logit and a distance penalty by head; law 6 has every policy."""
+    spec, policy = dataclasses.replace(SPEC, encoding=Alibi.of(8)), IN_INT8
+    mesh = mesh_of("data=2,model=4")
     state = policy.init(spec, 4, jax.random.key(0))
     sink_logits = jnp.arange(8, dtype=jnp.float32)
     alone = jax.jit(functools.partial(step, policy, spec))
@@ -85,8 +77,7 @@ def test_sharded_equals_unsharded(rng, mesh, encoding, policy):
         jax.tree.map(np.testing.assert_array_equal, *states_of_both)
 
 
-@pytest.mark.parametrize("policy", [POLICY, IN_INT8], ids=["float", "int8"])
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length, policy", [(1, POLICY), (3, IN_INT8)], ids=["float", "int8"])
 def test_a_sharded_step_has_no_collective(rng, length, policy):
     mesh = mesh_of("data=2,model=4")
     state = policy.init(SPEC, 4, jax.random.key(0))
