@@ -45,13 +45,18 @@ def plain_layer(weights, state, x, positions):
     return out.reshape(*x.shape[:2], -1) @ weights["o"], state
 
 
-def outputs_of_plain_jax(weights, chunks):
-    layer, state = jax.jit(plain_layer), POLICY.init(SPEC, 2, jax.random.key(0))
+def outputs(step, state, chunks):
+    """The outputs of all chunks. step: (state, x, positions) -> (out, state)."""
     outs = []
     for x, positions in chunks:
-        out, state = layer(weights, state, x, positions)
+        out, state = step(state, x, positions)
         outs.append(out)
     return np.concatenate(outs, axis=1)
+
+
+def outputs_of_plain_jax(weights, chunks):
+    layer = functools.partial(jax.jit(plain_layer), weights)
+    return outputs(layer, POLICY.init(SPEC, 2, jax.random.key(0)), chunks)
 
 
 def test_plain_jax(weights, chunks):
@@ -86,14 +91,13 @@ def test_linen(weights, chunks):
     cache = jax.jit(layer.init)(jax.random.key(0), *chunks[0])["cache"]
     params = {name: {"kernel": weight} for name, weight in weights.items()}
     apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
-    outs = []
-    for x, positions in chunks:
-        variables = {"params": params, "cache": cache}
-        out, changed = apply(variables, x, positions)
-        cache = changed["cache"]
-        outs.append(out)
+
+    def step(cache, x, positions):
+        out, changed = apply({"params": params, "cache": cache}, x, positions)
+        return out, changed["cache"]
+
     expected = outputs_of_plain_jax(weights, chunks)
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)
+    np.testing.assert_allclose(outputs(step, cache, chunks), expected, atol=1e-5)
 
 
 def test_equinox(weights, chunks):
@@ -107,7 +111,7 @@ def test_equinox(weights, chunks):
         v: eqx.nn.Linear
         o: eqx.nn.Linear
 
-        def __call__(self, x, positions, state):
+        def __call__(self, state, x, positions):
             per_token = lambda layer, y: jax.vmap(jax.vmap(layer))(y)  # noqa: E731
             q, k, v = (heads(per_token(layer, x)) for layer in (self.q, self.k, self.v))
             valid = jnp.ones(x.shape[:2], bool)
@@ -119,10 +123,6 @@ def test_equinox(weights, chunks):
         return eqx.tree_at(lambda layer: layer.weight, blank, weight.T)
 
     layer = Attention(**{name: linear(weight) for name, weight in weights.items()})
-    apply, state = eqx.filter_jit(layer), POLICY.init(SPEC, 2, jax.random.key(0))
-    outs = []
-    for x, positions in chunks:
-        out, state = apply(x, positions, state)
-        outs.append(out)
+    state = POLICY.init(SPEC, 2, jax.random.key(0))
     expected = outputs_of_plain_jax(weights, chunks)
-    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)
+    np.testing.assert_allclose(outputs(eqx.filter_jit(layer), state, chunks), expected, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv import Spec
 from jaxkv.contract import Chunk
-from jaxkv.platform import cpu as xla_cpu
+from jaxkv.platform import cpu, gpu
 from jaxkv.policies import Streaming
 from jaxkv.rotary import NoPosition
 
@@ -15,7 +15,7 @@ from jaxkv.rotary import NoPosition
 @pytest.mark.parametrize("batch", [1, 3])
 def test_map_sequences_is_vmap(rng, batch):
     x, at = rng.normal(size=(batch, 5, 2)), rng.integers(0, 5, batch)
-    rows = xla_cpu.map_sequences(lambda x, at: x[at], jnp.asarray(x, jnp.float32), jnp.asarray(at))
+    rows = cpu.map_sequences(lambda x, at: x[at], jnp.asarray(x, jnp.float32), jnp.asarray(at))
     np.testing.assert_array_equal(rows, x.astype(np.float32)[np.arange(batch), at])
 
 
@@ -24,14 +24,14 @@ def test_order_after_changes_no_bit_whatever_was_read(rng):
     q, k, v = (jnp.asarray(rng.normal(size=(4, 2, 1, 3)), jnp.float32) for _ in range(3))
     chunk = Chunk(q, k, v, jnp.zeros((4, 2), jnp.uint32), jnp.ones((4, 2), bool))
     read = jnp.asarray([np.nan, -np.nan, -np.inf, -0.0], jnp.float32)[:, None]
-    after = jax.jit(xla_cpu.order_after)(chunk, read, read[:, :, None])
+    after = jax.jit(cpu.order_after)(chunk, read, read[:, :, None])
     for old, new in zip(chunk, after, strict=True):
         np.testing.assert_array_equal(old, new)
 
 
 def test_argmax_is_the_first_of_the_largest():
     logits = jnp.asarray([[1.0, 3.0, 3.0], [np.nan, 1.0, 2.0], [-2.0, -1.0, -np.inf]])
-    index, largest = xla_cpu.argmax(logits)
+    index, largest = cpu.argmax(logits)
     assert index.tolist() == [1, 2, 1]
     np.testing.assert_array_equal(largest, [3.0, np.nan, -1.0])
 
@@ -40,9 +40,9 @@ def test_argmax_is_the_first_of_the_largest():
 def test_restore_heads_is_the_inverse_of_flatten_heads(sharded):
     spec = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
     states = (Streaming(sinks=1, window=4).init(spec, 3, jax.random.key(0)),)
-    flat = xla_cpu.flatten_heads(states, sharded)
+    flat = cpu.flatten_heads(states, sharded)
     assert flat[0].k.ndim == (4 if sharded else 3)
-    back = xla_cpu.restore_heads(flat, states)
+    back = cpu.restore_heads(flat, states)
     assert jax.tree.structure(back) == jax.tree.structure(states)
     for actual, expected in zip(jax.tree.leaves(back), jax.tree.leaves(states), strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -53,5 +53,20 @@ def test_linear_is_the_product_with_the_transposed_weight(rng, shape):
     x, weight = (
         jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape, 24), (40, 24))
     )
-    product = jax.jit(lambda *a: xla_cpu.linear(*a, jnp.float32))(x, weight)
+    product = jax.jit(lambda *a: cpu.linear(*a, jnp.float32))(x, weight)
     np.testing.assert_allclose(product, np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 3])
+def test_scatter_slot_writes_one_slot_of_each_sequence(rng, kv_heads):
+    old = rng.normal(size=(5, 7, 2) if kv_heads is None else (5, kv_heads, 7, 2)).astype("f4")
+    fresh = rng.normal(size=(*old.shape[:-2], 1, 2)).astype("f4")
+    if kv_heads is None:  # positions [B,S] have no last axis
+        old, fresh = old[..., 0], fresh[..., 0]
+    slot, hit = np.array([0, 6, 3, 3, 6], "i4"), np.array([True, False, True, False, True])
+    expected = old.copy()
+    for b in np.flatnonzero(hit):
+        of_sequence = expected[b] if kv_heads is None else expected[b].swapaxes(0, 1)
+        of_sequence[slot[b]] = fresh[b, 0] if kv_heads is None else fresh[b, :, 0]
+    arrays = (jnp.asarray(a) for a in (old, fresh, slot, hit[:, None]))
+    np.testing.assert_array_equal(gpu.scatter_slot(*arrays), expected)
