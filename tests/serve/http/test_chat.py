@@ -57,10 +57,6 @@ def test_variables_that_the_template_does_not_read(variables, words):
 
 @pytest.mark.parametrize("template, mood, words", [
     ("{{ 1 / mood }}", 0, "ZeroDivisionError"),
-    ("{{ 2.0 ** mood }}", 10**5, "OverflowError"),
-    ("{{ mood.format() }}", "{a}", "KeyError"),
-    ("{{ mood.format() }}", "{}", "IndexError"),
-    ("{{ mood | dictsort }}", 1, "AttributeError"),
     ("{% macro f(n) %}{{ f(n + mood) }}{% endmacro %}{{ f(0) }}", 1, "RecursionError"),
     ("{{ raise_exception(mood) }}", "two\nlines " * 100, "two lines two"),
 ])  # fmt: skip
@@ -71,11 +67,7 @@ def test_a_template_that_fails_is_one_error_of_the_client(template, mood, words)
         assert f"refuses this conversation: {words}" in answer.error["message"]
 
 
-@pytest.mark.parametrize("fields", [
-    {"messages": TALK}, {"messages": [{"role": "system", "content": "x"}]},
-    {"chat_template_kwargs": {"x": 1}},
-])  # fmt: skip
-def test_roles_are_not_dropped_without_a_template(served, fields):
-    answer = served.chat("x", **fields)
+def test_roles_are_not_dropped_without_a_template(served):
+    answer = served.chat("x", messages=TALK)
     assert (answer.status, answer.error["param"]) == (400, "messages")
     assert "no chat template" in answer.error["message"]

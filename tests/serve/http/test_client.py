@@ -1,4 +1,4 @@
-"""The official OpenAI client."""
+"""The official OpenAI client, and LangChain's chat model and completions, unchanged."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ from tests.serve.http.fake import TEMPLATE, FakeEngine, language
 def client(served):
     with served.client() as client:
         yield client
-
-
-def test_models(client):
-    assert [model.id for model in client.models.list()] == ["bytes"]
-    assert client.models.retrieve("bytes").owned_by == "jaxkv"
-
-
-def test_completions(client):
-    reply = client.completions.create(model="bytes", prompt="Say|Grüße ✓", max_tokens=50)
-    assert reply.choices[0].text == "Grüße ✓" and reply.choices[0].finish_reason == "stop"
-    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-    assert reply.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_chat(client):
@@ -61,12 +49,6 @@ def test_streams(client):
     assert texts == [text, text]
 
 
-def test_extensions(client, served):
-    extra = {"top_k": 5, "cache_salt": "pepper"}
-    client.completions.create(model="bytes", prompt="|x", extra_body=extra)
-    assert served.engine.requests[-1].sampling.top_k == 5
-
-
 def test_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
         client.completions.create(model="gpt", prompt="|x")
@@ -87,12 +69,6 @@ def test_an_error_in_a_stream(client, caplog):
         list(stream)
 
 
-def test_retry_after_is_within_what_the_client_accepts(served):
-    with pytest.raises(openai.InternalServerError) as caught, served.client() as client:
-        client.completions.create(model="bytes", prompt="!full")
-    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
-
-
 def test_keys():
     tenants = parse_api_keys("first\n", "keys")
     with serving(FakeEngine(), tenants=tenants, max_per_key=0) as served:
@@ -102,3 +78,61 @@ def test_keys():
             assert client.models.list().data
             with pytest.raises(openai.RateLimitError):
                 client.completions.create(model="bytes", prompt="|x")
+
+
+@pytest.fixture(scope="module")
+def settings(served):
+    return {"base_url": url(served), "api_key": "none", "model": "bytes", "max_retries": 0}
+
+
+def url(served):
+    return f"http://127.0.0.1:{served.port}/v1"
+
+
+@pytest.mark.parity
+def test_a_chat_model(settings):
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
+    with serving(FakeEngine(), language(TEMPLATE)) as served:
+        chat = ChatOpenAI(**settings | {"base_url": url(served)}, temperature=0, seed=1)
+        said = [SystemMessage("Be brief."), HumanMessage("one"), AIMessage("two")]
+        reply = chat.invoke([*said, HumanMessage("|Grüße ✓|")])
+        assert "Grüße ✓" in reply.content
+        assert reply.response_metadata["finish_reason"] in ("stop", "length")
+        used = reply.usage_metadata
+        assert used["total_tokens"] == used["input_tokens"] + used["output_tokens"]
+
+
+@pytest.mark.parity
+def test_a_stream_and_a_batch(settings):
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(**settings, stream_usage=True)
+    pieces = list(chat.stream("|one ✓ two"))
+    assert "".join(piece.content for piece in pieces) == "one ✓ two"
+    used = [piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata]
+    assert used == [12]
+    assert [message.content for message in chat.batch(["|a", "|b", "|c"])] == ["a", "b", "c"]
+
+
+@pytest.mark.parity
+def test_completions(settings):
+    from langchain_openai import OpenAI
+
+    words = OpenAI(**settings, max_tokens=50)
+    assert words.invoke("Say|hi") == "hi"
+    assert "".join(words.stream("|one two")) == "one two"
+
+
+@pytest.mark.parity
+def test_what_the_server_refuses_is_its_message(settings):
+    import openai
+    from langchain_openai import ChatOpenAI
+
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        ChatOpenAI(**settings).bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke(
+            "x"
+        )
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        ChatOpenAI(**settings | {"model": "gpt"}).invoke("x")

@@ -1,8 +1,9 @@
-"""docs/serving.md names flags and metrics that exist, and its unit for systemd is valid."""
+"""docs/serving.md and docs/grafana.json name flags, metrics and labels that exist."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -10,13 +11,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv import defaults
 from jaxkv.cli import serve
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs/serving.md").read_text("utf-8")
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "serving.md").read_text("utf-8")
+DASHBOARD = json.loads((DOCS / "grafana.json").read_text("utf-8"))
 # Of other programs, and those that the page says are absent.
 OTHERS = {
     *("--no-cache-dir", "--time", "--total-queued-requests-metric"),
@@ -39,12 +43,40 @@ def test_flags_exist():
     assert len(named) > 20 and not unknown
 
 
-def test_metrics_exist():
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of every sample, by name."""
     with serving(FakeEngine()) as served:
-        served.complete("|x")
+        assert served.complete("|x").status == 200
+        assert served.complete("|x", temperature=9).status == 400
         raw = served.ask("GET", "/metrics").raw.decode()
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(raw):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
+
+
+def test_metrics_exist(exported):
     named = set(re.findall(r"jaxkv:[a-z]\w+", PAGE))
-    assert len(named) >= 3 and all(f"\n{name} " in raw for name in named)
+    assert len(named) >= 3 and named <= exported.keys()
+
+
+def queries() -> list[str]:
+    variables = DASHBOARD["templating"]["list"]
+    targets = (target for panel in DASHBOARD["panels"] for target in panel.get("targets", ()))
+    return [x["definition"] for x in variables if "definition" in x] + [x["expr"] for x in targets]
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_names_metrics_and_labels_that_exist(exported, query):
+    names = re.findall(r"[\w]+:\w+", query)
+    assert names and all(name in exported for name in names)
+    for label in re.findall(r"by \((\w+)\)", query):
+        assert all(label in exported[name] for name in names)
+    for label in re.findall(r"(\w+)=~", query):
+        assert label in ("job", "instance")  # labels that Prometheus adds
+    assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
 
 
 def block(language: str) -> str:
