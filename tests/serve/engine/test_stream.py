@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import draws, models
+from jaxkv import Spec, draws, models
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.models.generation.streams import Stream
+from jaxkv.policy_spec import by_layer
+from jaxkv.rotary import NoPosition
 from jaxkv.serve.engine import Request, answer
+from jaxkv.serve.engine.model import deduplicate_shared
 from jaxkv.serve.engine.prefill import init_prefill
 from tests.serve.engine.plain import plain
 from tests.tiny import write_tiny
@@ -62,3 +65,16 @@ def test_draws_differ_by_layer_sequence_and_seed(llm, make_states):
     states = [state for seed in (3, 4) for state in make_states(llm, seed)]
     bits = np.concatenate([draws.bits(positions, s.rng).reshape(-1, 8) for s in states])
     assert len(states) == 4 and len({tuple(row) for row in bits.tolist()}) == len(bits)
+
+
+def test_equal_layers_share_one_array():
+    """Layers of one policy share the leaves that are equal in all of them."""
+    spec = Spec(kv_heads=2, head_dim=4, scale=0.5, encoding=NoPosition())
+    text = "1=window:window=3;4=reservoir:sinks=1,window=3,sample=2;*=streaming:sinks=1,window=4"
+    policies = by_layer(text, 5)
+    rngs = jax.random.split(jax.random.key(0), len(policies))
+    states = [p.init(spec, 3, rng) for p, rng in zip(policies, rngs, strict=True)]
+    shared = deduplicate_shared(policies, states)
+    assert shared[0].positions is shared[2].positions and shared[0].count is shared[3].count
+    assert shared[1].positions is not shared[0].positions
+    assert shared[0].k is not shared[2].k

@@ -48,11 +48,6 @@ def test_an_invalid_key_gives_401(guarded, headers):
     assert guarded.ask("GET", "/health", **headers).status == 200
 
 
-def test_a_valid_key_is_accepted(guarded):
-    assert guarded.complete("|x", bearer("first")).status == 200
-    assert guarded.complete("|x", {"authorization": "bearer  second "}).status == 200
-
-
 def test_metrics_need_an_admin_key(guarded):
     """They show the prefix hits of every key."""
     assert guarded.ask("GET", "/metrics", **bearer("root")).status == 200
@@ -109,21 +104,12 @@ def test_the_limit_of_concurrent_requests_per_key(guarded):
     eventually(lambda: guarded.complete("|x", bearer("first")).status == 200)
 
 
-def test_the_limit_of_concurrent_requests():
-    with serving(FakeEngine(), max_in_flight=0) as served:
-        answer = served.complete("|x")
-        assert answer.status == 503 and answer.headers["retry-after"] == "1"
-
-
 @pytest.mark.parametrize("content, words", [
     ("", ["at least one key"]),
-    ("# nothing\n\n", ["at least one key"]),
-    ("  # nothing\n", ["at least one key"]),
     ("a b c\n", ["line 1", "3 words"]),
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
     ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
     ("a name=b salt more", ["line 1", "4 words"]),
-    ("a name=", ["line 1", "a name must be 1 to 64"]),
     ("a name=caf\xe9", ["line 1", "a name must be"]),
     ("first\nsecond name=first", ["a name must not be a key"]),
 ])  # fmt: skip
@@ -144,11 +130,6 @@ def test_comments_are_not_salts():
     """A comment that counted as a salt would let several keys share a prefix cache."""
     commented = parse_api_keys("  # all\nfirst #of us\nsecond pepper # and salt\n", "keys")
     assert commented == parse_api_keys("first\nsecond pepper", "keys")
-
-
-def test_without_keys_a_salt_is_used_unchanged(served):
-    served.complete("|x", cache_salt="pepper")
-    assert served.engine.requests[-1].salt == "pepper"
 
 
 def test_the_limits_count_answers_not_requests():

@@ -119,10 +119,6 @@ def test_an_answer_that_is_read_slowly_is_complete():
     assert len(content) == length > 10**6
 
 
-def test_no_draining_by_default():
-    assert not Drain().begin()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_device_that_hangs(engine, llm, stream):
     """/health fails after the limit, new requests get 503, and the server still stops."""
@@ -168,14 +164,3 @@ def test_an_error_before_the_first_event_has_its_status(caplog):
     with serving(FakeEngine(pause=0.3), comment_seconds=0.05) as served:
         answer = served.complete("✓!fail", stream=True, temperature=0, max_tokens=3)
         assert answer.status == 200 and b"the engine failed" in answer.raw
-
-
-def test_as_many_answers_as_run_and_wait(engine, llm):
-    """n = max_batch + queue is answered; one more is refused before the engine sees it."""
-    limits = {"max_in_flight": 5, "max_batch": 2}
-    with serving(engine, Language(llm, "tiny"), **limits) as served:
-        for _ in range(20):
-            answer = served.ask("POST", "/v1/completions", TALE | {"n": 5, "max_tokens": 2})
-            assert answer.status == 200, answer.error
-            assert len(answer.json["choices"]) == 5
-        assert served.ask("POST", "/v1/completions", TALE | {"n": 6}).error["param"] == "n"

@@ -82,11 +82,6 @@ def test_ambiguous_framing_ends_the_connection(served, case, at_once):
     served.works()
 
 
-def test_the_reason_is_named(served):
-    raw = replies(served, POST + LENGTH + CODED + b"\r\n" + CHUNKS)
-    assert b"a request has Content-Length or Transfer-Encoding, not both" in raw
-
-
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_other_framing_is_read_as_the_rfc_says(served, case):
     head, body = ACCEPTED[case]

