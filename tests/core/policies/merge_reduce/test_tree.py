@@ -208,3 +208,30 @@ def test_gradients_follow_each_token_to_its_slot(tokens, local, rng):
         assert parts == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
     in_window = np.asarray(back(tuple(weights))[2])[:, :, tokens:]
     assert not in_window.any()
+
+
+def test_when_the_last_level_is_full_every_multiplicity_doubles():
+    size = TreeSize(levels=3, block=8)
+    num_evicted = jnp.asarray([31, 32, 33, 47, 48, 63, 64, 2**31 - 1, 2**31], jnp.uint32)
+    raised = np.asarray(occupancy.log2_group_size(size, num_evicted))
+    assert raised.tolist()[:7] == [0, 1, 1, 1, 1, 1, 2]
+    fills = np.asarray(occupancy.filled_per_level(size, num_evicted))
+    assert fills[:7].tolist() == [
+        [7, 4, 4], [0, 0, 4], [1, 0, 4], [8, 0, 4], [0, 4, 4], [8, 4, 4], [0, 0, 4]
+    ]  # fmt: skip
+    # Where no group is incomplete, the multiplicities add up to all tokens.
+    for m in (32, 34, 46, 48, 62, 64, 2**30):
+        count = jnp.asarray([m], jnp.uint32)
+        times = 2.0 ** (np.arange(3) + int(occupancy.log2_group_size(size, count)[0]))
+        assert np.asarray(occupancy.filled_per_level(size, count))[0] @ times == m
+
+
+def test_the_count_is_halved_after_two_billion_tokens():
+    size = TreeSize(levels=3, block=8)
+    at = [tree.HALVE_COUNT_AT - np.uint32(1), tree.HALVE_COUNT_AT // np.uint32(2)]
+    before, halved = (jnp.asarray([x], jnp.uint32) for x in at)
+    assert int(occupancy.log2_group_size(size, before)[0]) == int(
+        occupancy.log2_group_size(size, halved)[0]
+    )
+    filled = np.asarray(occupancy.filled_per_level(size, halved))[0]
+    assert filled.tolist() == [0, 0, 4]
