@@ -99,24 +99,6 @@ def test_nothing_is_compiled_while_prefixes_move_between_tiers(policy):
     assert metrics["promotions"] > 3 and metrics["demotions"] > 3
 
 
-def test_answers_do_not_depend_on_neighbours_with_a_cache_in_int8():
-    policy = "streaming:sinks=2,window=14,storage=int8"
-    engine = Engine(plain(policy), max_batch=4, chunk=16, max_prefill_tokens=32)
-    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(engine._running._batch))
-    asked = requests(6, 4, logprobs=2)
-    alone = [outcome_of(*ask(engine, request)) for request in asked]
-    assert [outcome_of(listener) for listener in ask(engine, *asked)] == alone
-
-
-def test_resetting_the_prefix_cache_beside_the_thread_raises():
-    engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(num_blocks=4))
-    engine.start()
-    with pytest.raises(RuntimeError, match="before start"):
-        engine.reset_prefix_cache()
-    engine.stop()
-    assert engine.reset_prefix_cache()
-
-
 def test_a_cancelled_prefill_counts_its_computed_tokens():
     engine = Engine(plain(), max_batch=1, chunk=16, max_prefill_tokens=16)
     listener = Recorder()
@@ -247,25 +229,6 @@ def test_the_engine_runs_in_its_own_thread():
         engine.submit(Request((1,), 1), Recorder())
     with pytest.raises(RuntimeError, match="starts once"):
         engine.start()
-
-
-def test_many_short_prompts_do_not_delay_a_stream():
-    engine = Engine(plain(), max_batch=64, chunk=16, max_prefill_tokens=128)
-    listener = Recorder()
-    engine.submit(Request((1,), 200), listener)
-    for _ in range(3):
-        engine.step()
-    for number in range(100):
-        engine.submit(Request((1,), 0, seed=number), Recorder())
-    steps, before = 0, len(listener.tokens)
-    while engine.waiting:
-        engine.step()
-        steps += 1
-    assert steps >= 100 * (16 + 32) / (128 + 48), (
-        "each prompt costs its padded width and PROMPT_COST"
-    )
-    assert len(listener.tokens) - before >= steps - 1
-    finish(engine)
 
 
 def test_answer_takes_more_requests_than_the_queue():

@@ -109,24 +109,6 @@ def test_a_listener_that_raises_ends_only_its_own_answer(engine):
     assert engine.healthy and engine.running == 0
 
 
-def test_a_listener_without_a_method_ends_only_its_own_answer(engine, unchecked):
-    class Deaf:
-        outcome = None
-
-        def token(self, scored):
-            return False
-
-        def done(self, outcome):
-            self.outcome = outcome
-
-    deaf, listener = Deaf(), Recorder()
-    engine.submit(Request((1, 2), 2, logprobs=1, echo=True), deaf)
-    engine.submit(Request((1, 2), 2), listener)
-    finish(engine)
-    assert deaf.outcome.reason == "error" and "prompt" in deaf.outcome.error
-    assert listener.outcome.reason == "length" and engine.healthy
-
-
 def test_a_listener_cannot_stop_the_engine_that_calls_it():
     engine = Engine(plain(), max_batch=1, chunk=16)
 

@@ -21,15 +21,11 @@ SIZES = EngineBytes(weights=1000, prefills=50, sequence=100, prefix=40)
     "memory, max_batch, prefixes, free, expected",
     [
         (None, None, None, None, (None, MAX_BATCH, PREFIX_MEMORY)),
-        (None, 3, 0, None, (None, 3, 0)),
         (1150, None, None, None, (1150, 1, 0)),
         (1390, None, None, None, (1390, 3, 40)),  # sequences first
         (1389, None, None, None, (1389, 3, 0)),  # no prefix fits
-        (1390, None, 100, None, (1390, 2, 100)),
         (9999, None, None, 10**4, (9999, MAX_BATCH, 9999 - 1050 - 1600)),
-        (9999, 2, None, 9999, (9999, 2, 9999 - 1050 - 200)),
         (None, None, None, 10**10, (9 * 10**9, MAX_BATCH, PREFIX_MEMORY)),
-        (None, None, None, 1500, (1350, 3, 0)),
     ],
 )
 def test_plans(memory, max_batch, prefixes, free, expected):
@@ -43,10 +39,8 @@ def test_plans(memory, max_batch, prefixes, free, expected):
         (1349, 3, None, None, ["3 sequences", "--max-batch", "--memory 1MiB"]),
         (1249, None, 100, None, ["prefixes (100 bytes)", "--prefix-memory"]),
         (None, None, None, 1200, ["90% of the free memory", "give a smaller policy (under"]),
-        (None, 9900, None, 2**20, ["--memory 1MiB or a smaller --max-batch"]),
         (1500, None, None, 1499, ["--memory must be at most what is free", "1.5 KiB"]),
         (9999, None, 39, None, ["--prefix-memory must hold one prefix (40 bytes)", "39 bytes"]),
-        (None, None, 39, None, ["--prefix-memory must hold one prefix (40 bytes)", "39 bytes"]),
     ],
 )
 def test_too_little_memory(memory, max_batch, prefixes, free, words):
@@ -59,9 +53,7 @@ def test_too_little_memory(memory, max_batch, prefixes, free, words):
     "memory, max_batch, expected",
     [
         (1150, None, (1150, 1, 0)),
-        (1349, None, (1349, 1, 199)),
         (1350, None, (1350, 2, 0)),  # batches of 1 and of 2
-        (1550, None, (1550, 4, 0)),
         (1649, None, (1649, 4, 99)),
         (9999, 16, (9999, 16, 9999 - 1050 - 2100)),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ from jaxkv.errors import UserError
 from jaxkv.serve.engine import Engine, PrefixConfig, PrefixFolder, Request, disk_tier, store
 from jaxkv.state import batch
 from tests.seldom import seldom
-from tests.serve.engine.plain import Recorder, ask, new_engine
+from tests.serve.engine.plain import CHUNK, Recorder, ask, new_engine
 from tests.serve.engine.test_failure import wait_for
 from tests.serve.engine.test_prefixes import SHARED, branches, usable
 
@@ -148,12 +151,6 @@ def test_prefixes_of_other_settings_are_not_read(tmp_path, caplog, change):
     assert answers(again) == expected_answers("full"), "the others stay"
 
 
-def test_a_version_has_its_own_prefixes(tmp_path, monkeypatch):
-    answers(stored(tmp_path, "full"))
-    monkeypatch.setattr(disk_tier, "__version__", "9.9.9")
-    assert answers(stored(tmp_path, "full"), ASKED[:1])[0][1] == 0
-
-
 def test_a_file_under_the_name_of_another_is_not_used(tmp_path):
     """Names are not believed: the file states its settings and tokens."""
     policy = BOTH[1]
@@ -178,27 +175,6 @@ def test_a_collision_is_a_miss(tmp_path):
             object.__setattr__(chain, "hash", lambda _: bytes(32))
             ((scored, cached),) = answers(engine, [request])
             assert scored == alone(policy, [request])[0] and cached == 0
-
-
-def test_one_server_at_a_time(tmp_path):
-    engine = stored(tmp_path, "full")
-    with pytest.raises(UserError, match="belongs to one server at a time") as raised:
-        PrefixFolder(tmp_path, 2**30)
-    assert "\n" not in str(raised.value)
-    engine.stop()
-    PrefixFolder(tmp_path, 2**30).close()
-
-
-def test_a_path_that_is_no_folder(tmp_path):
-    (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match="exists or can be created"):
-            PrefixFolder(path, 2**30)
-
-
-def test_a_folder_below_one_prefix(tmp_path):
-    with pytest.raises(UserError, match=r"must hold one prefix, which takes .*, got 1\.0 KiB"):
-        stored(tmp_path, "full", limit=1024)
 
 
 @pytest.mark.parametrize("policy", BOTH)
@@ -248,30 +224,6 @@ def test_a_full_disk_is_reported_once(tmp_path, caplog, monkeypatch, policy):
     wait_for(lambda: engine.metrics()["disk_entries_waiting"] == 0)
     assert engine.stop() and files(tmp_path)
     assert len(list(tmp_path.iterdir())) == len(files(tmp_path)) + 1, "only the lock besides"
-
-
-@pytest.mark.parametrize("policy", BOTH)
-def test_bytes_are_bounded(tmp_path, policy):
-    """The least recently used prefixes are deleted first, also over restarts."""
-    answers(stored(tmp_path, policy), ASKED[:1])
-    size = sum(file.stat().st_size for file in files(tmp_path))
-    limit = 2 * size + disk_tier.FILE_OVERHEAD
-    max_bytes, real = 0, PrefixFolder.add
-
-    def add(folder, name):
-        nonlocal max_bytes
-        real(folder, name)
-        max_bytes = max(max_bytes, sum(file.stat().st_size for file in files(tmp_path)))
-
-    small_requests = [Request((number, *SHARED[1:]), 1) for number in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefixFolder, "add", add)
-        for request in small_requests:
-            engine = stored(tmp_path, policy, limit)
-            answers(engine, [ASKED[0], request])
-        assert 0 < max_bytes <= limit and engine.metrics()["disk_evictions"] > 0
-    answered = answers(stored(tmp_path, policy, limit), [ASKED[0], small_requests[0]])
-    assert [cached for _, cached in answered] == [usable(200), 0]
 
 
 @pytest.mark.parametrize("policy", BOTH)
@@ -345,16 +297,6 @@ def test_an_unfinished_file_is_deleted_at_the_start(tmp_path):
     assert not (tmp_path / f".{name}.abcdef").exists() and (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("policy", BOTH)
-def test_reset_deletes_the_files_too(tmp_path, policy):
-    engine = stored(tmp_path, policy)
-    for _ in range(2):
-        (listener,) = ask(engine, ASKED[0])
-        assert listener.outcome.cached_tokens == 0
-        assert engine.reset_prefix_cache() and not files(tmp_path)
-    engine.stop()
-
-
 @pytest.mark.parametrize(
     "stored_blocks, num_blocks, cached",
     [({0, 1, 2}, 8, 48), ({0, 1}, 8, 32), ({1, 2}, 8, 0), ({0, 1, 2}, 2, 32)],
@@ -378,13 +320,79 @@ def test_leading_blocks_are_restored_once(tmp_path, stored_blocks, num_blocks, c
     assert metrics["prefix_hits"] + sum(metrics["misses"].values()) == 2 * 50
 
 
-@pytest.mark.parametrize("policy, blocks", [(BOTH[0], 14), (BOTH[1], 2)])
-def test_prefixes_beyond_the_device_come_from_the_disk(tmp_path, policy, blocks):
-    """With few entries in memory, several prompts use the disk in turn."""
-    expected = expected_answers(policy)
-    answers(stored(tmp_path, policy))
-    engine = stored(tmp_path, policy, blocks=blocks)
-    assert answers(engine, ASKED * 3) == expected * 3
-    metrics = engine.metrics()
-    assert metrics["disk_hits"] > len(files(tmp_path)) and metrics["evictions"] > 0
-    assert metrics["disk_lost"] == metrics["disk_failures"] == 0
+@pytest.mark.parametrize("policy", BOTH)
+def test_a_valid_file_under_the_name_of_another_prefix_is_deleted(tmp_path, caplog, policy):
+    """Once, with one line; then the prefix is stored again."""
+    asked = [Request(SHARED[start : start + CHUNK + 1], 2, logprobs=1) for start in (0, CHUNK)]
+    answers(stored(tmp_path, policy), asked)
+    first, second = files(tmp_path)
+    content = first.read_bytes()
+    second.write_bytes(content)
+    for failures in (1, 0):
+        engine = stored(tmp_path, policy)
+        actual = answers(engine, asked)
+        assert [scored for scored, _ in actual] == alone(policy, asked)
+        assert engine.metrics()["disk_failures"] == failures
+        assert len(caplog.records) == 1 and "is deleted" in caplog.text
+    assert [cached for _, cached in actual] == [CHUNK, CHUNK]
+
+
+def put_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_socket(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("s")
+    (path.parent / "s").rename(path)
+
+
+PUT = {
+    "pipe": put_pipe, "socket": put_socket, "folder": Path.mkdir,
+    "link to a pipe": lambda path: (os.mkfifo(path.parent / "p"), path.symlink_to("p")),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path: path.symlink_to("absent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("kind", PUT)
+def test_what_is_no_regular_file_does_not_stop_the_engine(tmp_path, kind, at_start):
+    """It is removed, and the prefix is computed and stored again."""
+    policy = BOTH[1]
+    answers(stored(tmp_path, policy), ASKED[:1])
+    (name,) = files(tmp_path)
+    engine = None if at_start else stored(tmp_path, policy)
+    name.unlink()
+    PUT[kind](name)
+    engine = engine or stored(tmp_path, policy)
+    assert answers(engine, ASKED[:1]) == [(alone(policy)[0], 0)]
+    assert engine.metrics()["disk_failures"] == (not at_start)
+    assert name.is_file() and not name.is_symlink()
+    assert answers(stored(tmp_path, policy), ASKED[:1])[0][1] == usable(200)
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_disappears(tmp_path, caplog, renamed, again):
+    """The engine goes on without it; what is in memory still helps.
+
+    Another server may use a folder of the same name, into which this one then writes nothing.
+    """
+    folder = tmp_path / "folder"
+    engine = stored(folder, "full")
+    ask(engine, ASKED[0])
+    wait_for(lambda: not engine._store.disk._jobs.unfinished_tasks)
+    folder.rename(tmp_path / "old") if renamed else shutil.rmtree(folder)
+    prefix_folder = PrefixFolder(folder, 2**30) if again else None
+    for request, scored in zip(ASKED, alone("full"), strict=True):
+        (listener,) = ask(engine, request)
+        assert listener.scored == scored
+    assert listener.outcome.cached_tokens > 0
+    engine.stop()
+    assert engine.metrics()["disk_failures"] == engine.metrics()["disk_entries_waiting"] == 0
+    (record,) = caplog.records
+    assert "was removed or replaced; the server goes on" in record.getMessage()
+    assert folder.exists() == again and not files(folder)
+    if prefix_folder is not None:
+        prefix_folder.close()

@@ -158,17 +158,6 @@ def test_a_long_prompt_delays_no_other_owner(policy, config):
         assert config is None or engine.metrics()["prefix_entries_in_use"] == 0
 
 
-def test_prompts_of_one_owner_are_prefilled_one_after_another():
-    """In turn, the first of them would wait for both."""
-    engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=3)
-    first, second = Recorder(), Recorder()
-    engine.submit(Request(tuple(range(40)) * 4, 4, owner="a"), first)
-    engine.submit(Request(tuple(range(20)), 4, owner="a"), second)
-    while not second.scored:
-        engine.step()
-    assert first.scored
-
-
 def test_two_prefills_have_their_own_entries():
     engine = Engine(plain(), max_batch=3, chunk=16, max_per_owner=3)
     asked = [Request(tuple(range(1, 41)) * size, 20, owner=name)
@@ -181,14 +170,6 @@ def test_two_prefills_have_their_own_entries():
     while engine.step():
         max_prefills = max(max_prefills, len(engine._prefills))
     assert max_prefills == 2 and [listener.tokens for listener in listeners] == alone
-
-
-def test_one_prompt_is_prefilled_at_a_time_without_a_limit_per_owner():
-    engine = Engine(plain(), max_batch=3, chunk=16)
-    for name in "ab":
-        engine.submit(Request(tuple(range(40)), 2, owner=name), Recorder())
-    while engine.step():
-        assert len(engine._prefills) <= 1
 
 
 def test_a_failing_prefill_releases_its_prefix(monkeypatch):
