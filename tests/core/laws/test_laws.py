@@ -208,7 +208,7 @@ def test_positions_wrap_without_a_trace(case):
 
 
 # Without draws by the position. Keys in int8 are rounded after their rotation.
-WRAPPING = ("full", "window-5", "streaming-4-5", "absolute-4-5", "stratified", "uniform", "snapkv",
+WRAPPING = ("full", "window-5", "streaming-4-5", "stratified", "uniform", "snapkv",
             "balance-stream-cache-relative", "keydiff", "h2o", "topk")  # fmt: skip
 
 
