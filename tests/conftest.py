@@ -1,9 +1,9 @@
 """Settings for all tests: eight CPU devices, strict promotion, shape checks, a compilation cache.
 
 Tests marked `parity`, `router`, `tpu_check`, `gpu_check` or `real_model` are skipped, with the
-reason, where their packages are absent. `--must-run parity` makes that skip an error and reports
-how many such tests ran. Tests of the real model may be skipped where it is neither cached nor
-downloadable. A run ends with the CPU seconds of each tier.
+reason, where their packages are absent. `--must-run parity` makes that skip an error. Tests of the
+real model may be skipped where it is neither cached nor downloadable. A run ends with the CPU
+seconds of each tier.
 """
 
 import gc
@@ -145,7 +145,7 @@ def pytest_addoption(parser):
         "--must-run",
         default="",
         metavar="MARKERS",
-        help=f"fail unless tests with these markers ran; comma-separated, of {', '.join(NEEDS)}",
+        help=f"skips with these markers fail; comma-separated, of {', '.join(NEEDS)}",
     )
 
 
@@ -289,41 +289,28 @@ def must_run(config):
     return [marker for marker in config.option.must_run.split(",") if marker]
 
 
-def outcomes(reporter, marker):
-    """Counts of the outcomes of tests with this marker, by the reason where a skip is allowed."""
-    counts = Counter()
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in reporter.stats.get(outcome, []):
-            if marker in getattr(report, "keywords", ()):
-                allowed = allowed_skip(str(report.longrepr)) if outcome == "skipped" else ""
-                counts[allowed or outcome] += 1
-    return counts
-
-
 def allowed_skip(reason):
-    """Why a test that must run may be skipped; an empty string if it may not.
+    """Whether a test that must run may be skipped.
 
     Data beside the repository may be absent. So may the real model where no package index is
     reachable, but not where its file is in the cache.
     """
-    if NO_SHARED in reason:
-        return "without shared data"
     from jaxkv.models.loading import smollm2
 
-    return "without the model" if NO_MODEL in reason and not smollm2.location().is_file() else ""
-
-
-def fails(marker, counts):
-    """Whether a run fails because tests that must run did not."""
-    absent = marker == "real_model" and counts["without the model"]
-    return bool(counts["skipped"] or not (counts["passed"] or absent))
+    return NO_SHARED in reason or (NO_MODEL in reason and not smollm2.location().is_file())
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """CPU seconds do not depend on what else the machine does, as durations do."""
+def pytest_runtest_makereport(item):
+    """Adds CPU seconds, which do not depend on what else the machine does, as durations do.
+
+    A skip that `--must-run` forbids becomes a failure.
+    """
     report = yield
     report.user_properties.append(("cpu_seconds", next(CPU_SECONDS)))
+    needed = any(item.get_closest_marker(marker) for marker in must_run(item.config))
+    if report.skipped and needed and not allowed_skip(str(report.longrepr)):
+        report.outcome = "failed"
     return report
 
 
@@ -344,20 +331,8 @@ def pytest_sessionfinish(session):
         from tests import schedule
 
         schedule.write_durations(DURATIONS, schedule.durations(reporter))
-    for marker in must_run(session.config) if reporter else ():
-        counts = outcomes(reporter, marker)
-        if session.exitstatus == pytest.ExitCode.OK and fails(marker, counts):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     tiers = ", ".join(f"{x} {seconds:.0f}" for x, seconds in cpu_by_tier(terminalreporter).items())
     terminalreporter.write_line(f"CPU seconds by tier: {tiers or 'no test ran'}")
-    for marker in must_run(config):
-        counts = outcomes(terminalreporter, marker)
-        line = ", ".join(f"{n} {outcome}" for outcome, n in counts.items()) or "none collected"
-        terminalreporter.write_line(f"--must-run {marker}: {line}")
-        if counts["without the model"]:
-            skipped = terminalreporter.stats["skipped"]
-            reasons = {report.longrepr[2] for report in skipped if NO_MODEL in report.longrepr[2]}
-            terminalreporter.write_line("; ".join(sorted(reasons)))

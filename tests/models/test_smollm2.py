@@ -133,6 +133,15 @@ def test_a_python_without_pip(cache, monkeypatch):
     assert contents(cache) == []
 
 
+def test_a_run_without_the_model_fails_only_where_the_model_is(cache):
+    """`--must-run real_model`, as in CI: skips may hide no test that could have run."""
+    reason = f"Skipped: {conftest.NO_MODEL}pip does not download"
+    assert conftest.allowed_skip(reason) and not conftest.allowed_skip("Skipped: no gguf")
+    cache.mkdir(parents=True)
+    (cache / package.FILE).write_bytes(b"present")
+    assert not conftest.allowed_skip(reason)
+
+
 def test_an_existing_folder_wins_over_the_name(tmp_path, monkeypatch):
     (tmp_path / "smollm2-135m").mkdir()
     monkeypatch.chdir(tmp_path)
