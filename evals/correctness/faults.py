@@ -75,10 +75,10 @@ def main() -> None:
 
 
 ATTENTION, ROTARY, RING, ROWS = (
-    "jaxkv/attention.py", "jaxkv/rotary.py", "jaxkv/cache/ring.py", "jaxkv/cache/rows.py",
+    "jaxkv/attention.py", "jaxkv/rotary.py", "jaxkv/cache/ring.py", "jaxkv/rows.py",
 )  # fmt: skip
-CONTRACT, RESERVOIR, TREE = (
-    "jaxkv/contract.py", "jaxkv/policies/reservoir.py", "jaxkv/policies/merge_reduce/tree.py",
+DRAWS, RESERVOIR, TREE = (
+    "jaxkv/draws.py", "jaxkv/policies/reservoir.py", "jaxkv/policies/merge_reduce/tree.py",
 )  # fmt: skip
 FAULTS = (
     CoreFault(ATTENTION, "k, v = rows.store(k, like), rows.store(v, like)",
@@ -113,9 +113,9 @@ FAULTS = (
     CoreFault(ROWS, "jnp.maximum(scale, _SMALLEST)", "scale"),
     CoreFault(ROWS, "jnp.clip(jnp.rint(wide / scale), -LARGEST, LARGEST)",
               "jnp.floor(wide / scale)"),
-    CoreFault(CONTRACT, "^ rng[:, :, 1:]", ""),
-    CoreFault(CONTRACT, "(draws(numbers, rng) >> np.uint32(8))",
-              "(draws(numbers, rng) >> np.uint32(9))"),
+    CoreFault(DRAWS, "^ rng[:, :, 1:]", ""),
+    CoreFault(DRAWS, "(bits(numbers, rng) >> np.uint32(8))",
+              "(bits(numbers, rng) >> np.uint32(9))"),
     CoreFault(RESERVOIR, "takes = draw < jnp.max(stored, axis=2)",
               "takes = draw <= jnp.min(stored, axis=2)"),
     CoreFault(RESERVOIR, "takes &= evicts[:, None]", "pass"),
