@@ -1,8 +1,7 @@
 """Read the body of a request within limits, and parse it as strict JSON in a thread.
 
 Python's JSON parser lets no other thread run until it ends. Meanwhile every stream waits: half a
-second for a list of four million numbers. So members, lists and objects are counted before parsing,
-and long lists of token ids are parsed in pieces.
+second for a list of four million numbers. So members, lists and objects are counted before parsing.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import asyncio
 import contextlib
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
@@ -27,17 +24,10 @@ from jaxkv.serve.http.errors import APIError, shown
 
 T = TypeVar("T")
 SHORT = 2**16  # bytes: tokenizing so many takes less than a tenth of a second
-MEMBERS = 2**16  # commas, colons and opening brackets: parsed in some 20 ms
-PIECE = 2**12  # ids of a piece: parsed in less than a millisecond
-LONG = 64  # ids of a list that does not count as members
-PAUSE = 1e-4  # seconds after each piece in which other threads run
-# Pieces of a body, matched in less than a millisecond each. Outside of texts, a bracket is one.
-OUTSIDE = re.compile(rb'[^"\[]{1,65536}+|[\["]')
+MEMBERS = 2**18  # commas, colons and opening brackets: parsed in less than a tenth of a second
+# Pieces of a body, matched in less than a millisecond each, outside and inside of texts.
+OUTSIDE = re.compile(rb'[^"]{1,65536}+|"')
 INSIDE = re.compile(rb'(?:[^"\\]|\\.){1,65536}+|"', re.DOTALL)
-ID = rb"[ \t\r\n]*+(?:0|[1-9]\d{0,9}+)[ \t\r\n]*+"
-IDS = re.compile(rb"(?:%b,){1,%d}+" % (ID, PIECE))
-LAST = re.compile(rb"%b\]" % ID)
-PLACEHOLDER = b"NaN"  # no JSON, but the parser calls a function for it
 STRUCTURE = (b",", b":", b"[", b"{")
 
 
@@ -152,12 +142,9 @@ def parse(raw: bytes) -> dict[str, Any]:
     Raises APIError for anything else, and for duplicate names, NaN and numbers of thousands of
     digits.
     """
-    lists: list[list[int]] = []
-    if len(raw) > SHORT:
-        raw, lists = lift_ids(raw)
-    constant = partial(_constant, iter(lists))
+    _check_members(raw)
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=constant)
+        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         message = f"the body must be UTF-8, byte {error.start} is not; encode it so"
         raise APIError(400, message) from None
@@ -182,53 +169,20 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _constant(lists: Iterator[list[int]], constant: str) -> Any:
-    """The next list of ids, for which NaN stands; other constants are refused."""
-    if constant == "NaN" and (ids := next(lists, None)) is not None:
-        return ids
+def _refuse_constant(constant: str) -> NoReturn:
     raise APIError(400, f"the body must be JSON, which has no {constant}; give a number")
 
 
-def lift_ids(raw: bytes) -> tuple[bytes, list[list[int]]]:
-    """The text with NaN in place of each long list of ids, and the lists in their order.
-
-    A NaN of the text stays, so that there are more than lists. Raises APIError for more than
-    MEMBERS in the rest.
-    """
+def _check_members(raw: bytes) -> None:
+    """Raise APIError for more than MEMBERS outside of texts."""
     if sum(map(raw.count, STRUCTURE)) <= MEMBERS:
-        return raw, []
-    rest: list[bytes] = []
-    lists: list[list[int]] = []
-    members = copied = position = 0
+        return
+    members = position = 0
     inside = False  # a text
     while members <= MEMBERS and (match := (INSIDE if inside else OUTSIDE).match(raw, position)):
         piece, position = match[0], match.end()
         inside ^= piece == b'"'
-        if inside:
-            continue
-        members += sum(map(piece.count, STRUCTURE))
-        if piece == b"[":
-            ids, end = _ids(raw, position)
-            if len(ids) > LONG:
-                rest += [raw[copied : match.start()], PLACEHOLDER]
-                lists.append(ids)
-                copied = position = end
+        members += 0 if inside else sum(map(piece.count, STRUCTURE))
     if members > MEMBERS:
-        message = f"a body may have {MEMBERS} members of lists and objects besides token ids"
-        raise APIError(400, f"{message}, got more; send several requests")
-    return b"".join([*rest, raw[copied:]]), lists
-
-
-def _ids(raw: bytes, start: int) -> tuple[list[int], int]:
-    """The ids of a list, and where it ends; no ids if it has anything else."""
-    ids: list[int] = []
-    end = start
-    while match := IDS.match(raw, end):
-        ids += json.loads(b"[%b]" % match[0][:-1])
-        end = match.end()
-        if len(ids) >= PIECE:
-            time.sleep(PAUSE)
-    last = LAST.match(raw, end)
-    if last is None:
-        return [], start
-    return [*ids, int(last[0][:-1])], last.end()
+        message = f"a body may have {MEMBERS} members of lists and objects, got more"
+        raise APIError(400, f"{message}; send several requests")

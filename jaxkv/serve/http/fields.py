@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxkv.serve.engine.request import is_unicode
-from jaxkv.serve.http.body import PIECE
 from jaxkv.serve.http.errors import APIError, shown
 
 MAX_COUNT = 2**31 - 1
@@ -185,12 +184,7 @@ def prompt(name: str, value: Any) -> list[str | list[int]]:
 
 
 def _is_ids(value: list[Any]) -> bool:
-    return bool(value) and all(set(map(type, piece)) == {int} for piece in pieces(value))
-
-
-def pieces(ids: list[Any]) -> Iterator[list[Any]]:
-    """Parts of a long list. Other threads run between two parts, but not within min() or set()."""
-    return (ids[start : start + PIECE] for start in range(0, len(ids), PIECE))
+    return set(map(type, value)) == {int}
 
 
 ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
@@ -239,17 +233,14 @@ TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "
          dict: "an object", list: "a list"}  # fmt: skip
 
 
-def ignored(values: tuple[Any, ...], reason: str) -> Check:
-    """A check that accepts values which change no answer; a type accepts each value of it.
-
-    reason: why others are refused.
-    """
+def ignored(*values: Any) -> Check:
+    """A check that accepts values which change no answer; a type accepts each value of it."""
     names = (TYPES[value] if isinstance(value, type) else shown(value) for value in values)
     rule = f"must be {' or '.join(names)}" if values else "is not supported"
 
     def check(name: str, value: Any) -> None:
         if not any(_equal(value, accepted) for accepted in values):
-            message = f"{name} {rule}, got {shown(value)}: {reason}; leave it out"
+            message = f"{name} {rule}, got {shown(value)}; leave it out"
             raise APIError(400, message, param=name)
 
     return check
@@ -262,117 +253,63 @@ def _equal(value: Any, accepted: Any) -> bool:
     return value == accepted and (type(value) is bool) == (type(accepted) is bool)
 
 
-NUMBER = (int, float)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-CACHE = "this server caches every prefix, and answers are equal with and without it"
-RECORDS = "the provider's records and bills have it, and this server has none"
-TEXT_ONLY = "the models are decoders of text"
-NO_TOOLS = "a client must parse calls of tools itself"
-ONE_ANSWER = "only sampling is supported, with n for several answers"
-IDS = "only log probabilities and text are reported; /render returns token ids"
-UNCUT = "text and special tokens of an answer are reported in one way"
-UNTRUNCATED = "prompts are never cut"
-PENALTY = "only repetition_penalty, presence_penalty and frequency_penalty are supported"
-SAMPLER = "only temperature, top_k, top_p and min_p are supported"
-GRAMMAR = "tokens are not constrained"
-THOUGHTS = "thoughts are not told apart"
-DISAGGREGATED = "one server computes prefill and decode"
-NO_VARIABLE = "the chat template has no such variable"
-
-# Fields of OpenAI, vLLM, its router and llama.cpp: the values that change no answer, and why
-# others are refused. A type stands for each value of it.
-IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
+# Fields of OpenAI, vLLM, its router and llama.cpp, with the values that change no answer. A type
+# stands for each value of it.
+IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
     "both": (
-        ("best_of n_cmpl length_penalty", (1,), ONE_ANSWER),
-        ("use_beam_search", (False,), ONE_ANSWER),
-        ("watermarking", (False,), "answers have no watermark"),
-        ("include_stop_str_in_output no_stop_trim", (False,),
-         "an answer ends before its stop string"),
-        ("skip_special_tokens", (True,), UNCUT),
-        ("spaces_between_special_tokens", (bool,), UNCUT),
-        ("truncate_prompt_tokens", (), UNTRUNCATED),
-        ("truncation_side", ("left", "right"), UNTRUNCATED),
-        ("n_keep", (int,), UNTRUNCATED),
-        ("prompt_logprobs", (), "echo with logprobs scores the prompt of a completion"),
-        ("logprob_token_ids", (), "the likeliest tokens and the sampled one are scored"),
-        ("n_probs", (0,), "logprobs reports log probabilities"),
-        ("post_sampling_probs", (False,), "log probabilities are those of the model"),
-        ("allowed_token_ids structured_outputs json_schema", (), GRAMMAR),
-        ("grammar", ("",), GRAMMAR),
-        ("n_indent", (0,), GRAMMAR),
-        ("bad_words", ([],), "logit_bias bans single tokens"),
-        ("repetition_detection", (), "stop and max_tokens end an answer"),
-        ("thinking_token_budget", (-1,), THOUGHTS),
-        ("priority", (0,), "API keys take turns instead"),
-        ("request_id", (), "the header X-Request-ID names a request"),
-        ("session_id", (str,), RECORDS),
-        ("stream_interval", (1,), "each token is sent at once"),
-        ("return_tokens_as_token_ids return_token_ids return_token_offsets return_hidden_states "
-         "return_tokens", (False,), IDS),
-        ("return_mm_kwargs", (bool,), TEXT_ONLY),
-        ("routed_experts_prompt_start", (0,), "there are no experts"),
-        ("kv_transfer_params ec_transfer_params", (), DISAGGREGATED),
-        ("vllm_xargs", ({},), "there are no extensions"),
-        ("cache_prompt", (bool,), CACHE),
-        ("n_cache_reuse", (0,), "only exact prefixes are reused"),
-        ("id_slot", (-1,), "the server chooses the batch entry"),
-        ("n_predict", (-1,), "max_tokens bounds an answer"),
-        ("t_max_predict_ms", (0,), "max_tokens bounds an answer"),
-        ("min_keep", (0, 1), SAMPLER),
-        ("samplers", (), SAMPLER),
-        ("typical_p", (1,), SAMPLER),
-        ("dynatemp_range xtc_probability mirostat", (0,), SAMPLER),
-        ("dynatemp_exponent xtc_threshold mirostat_tau mirostat_eta", NUMBER, SAMPLER),
-        ("repeat_penalty", (1,), PENALTY),
-        ("repeat_last_n dry_allowed_length dry_penalty_last_n", (int,), PENALTY),
-        ("dry_multiplier", (0,), PENALTY),
-        ("dry_base", NUMBER, PENALTY),
-        ("dry_sequence_breakers", (list,), PENALTY),
-        ("timings_per_token", (False,), "/metrics has times"),
-        ("return_progress", (False,), "a stream begins with the first token"),
-        ("sse_ping_interval", (), "silent streams get a comment every 5 seconds"),
-        ("response_fields", ([],), "responses have all fields"),
-        ("lora", ([],), "there are no adapters"),
+        ("truncate_prompt_tokens prompt_logprobs logprob_token_ids allowed_token_ids json_schema "
+         "structured_outputs repetition_detection request_id kv_transfer_params ec_transfer_params "
+         "samplers sse_ping_interval", ()),
+        ("use_beam_search watermarking include_stop_str_in_output no_stop_trim post_sampling_probs "
+         "return_tokens_as_token_ids return_token_ids return_token_offsets return_hidden_states "
+         "return_tokens timings_per_token return_progress", (False,)),
+        ("skip_special_tokens", (True,)),
+        ("spaces_between_special_tokens return_mm_kwargs cache_prompt", (bool,)),
+        ("n_probs n_indent priority routed_experts_prompt_start n_cache_reuse t_max_predict_ms "
+         "dynatemp_range xtc_probability mirostat dry_multiplier", (0,)),
+        ("best_of n_cmpl length_penalty stream_interval typical_p repeat_penalty", (1,)),
+        ("min_keep", (0, 1)),
+        ("thinking_token_budget id_slot n_predict", (-1,)),
+        ("n_keep repeat_last_n dry_allowed_length dry_penalty_last_n", (int,)),
+        ("dynatemp_exponent xtc_threshold mirostat_tau mirostat_eta dry_base", (int, float)),
+        ("truncation_side", ("left", "right")),
+        ("grammar", ("",)),
+        ("session_id", (str,)),
+        ("bad_words response_fields lora", ([],)),
+        ("dry_sequence_breakers", (list,)),
+        ("vllm_xargs", ({},)),
     ),
     "completions": (
-        ("suffix", ("",), "nothing is inserted before a text"),
-        ("prompt_embeds", (), TEXT_ONLY),
-        ("add_special_tokens", (True,), "a text begins with the model's BOS"),
+        ("suffix", ("",)),
+        ("prompt_embeds", ()),
+        ("add_special_tokens", (True,)),
     ),
     "chat": (
-        ("audio", (), TEXT_ONLY),
-        ("modalities", (["text"],), TEXT_ONLY),
-        ("media_io_kwargs mm_processor_kwargs", ({},), TEXT_ONLY),
-        ("functions tools", ([],), NO_TOOLS),
-        ("function_call tool_choice", ("none", "auto"), NO_TOOLS),
-        ("parallel_tool_calls parse_tool_calls", (bool,), NO_TOOLS),
-        ("moderation", (), "nothing is moderated"),
-        ("prediction", (dict,), "it may only make an answer faster"),
-        ("prompt_cache_options", (dict,), CACHE),
-        ("prompt_cache_retention", ("in_memory", "24h"), CACHE),
-        ("store", (False,), "nothing is stored"),
-        ("verbosity", ("low", "medium", "high"), "the models have no such setting"),
-        ("web_search_options", (), "there is no search"),
-        ("include_reasoning separate_reasoning stream_reasoning", (bool,), THOUGHTS),
-        ("reasoning_format", ("none",), THOUGHTS),
-        ("thinking_forced_open", (False,), THOUGHTS),
-        ("echo", (False,), "a message is answered without the prompt"),
-        ("add_special_tokens", (False,), "the chat template writes special tokens"),
-        ("documents", ([],), "write them into a message"),
-        ("chat_template", (), "the server's --chat-template replaces the template"),
-        ("return_prompt_text", (False,), IDS),
+        ("audio moderation web_search_options chat_template", ()),
+        ("store echo thinking_forced_open add_special_tokens return_prompt_text", (False,)),
+        ("parallel_tool_calls parse_tool_calls include_reasoning separate_reasoning "
+         "stream_reasoning", (bool,)),
+        ("functions tools documents", ([],)),
+        ("function_call tool_choice", ("none", "auto")),
+        ("modalities", (["text"],)),
+        ("media_io_kwargs mm_processor_kwargs", ({},)),
+        ("prediction prompt_cache_options", (dict,)),
+        ("prompt_cache_retention", ("in_memory", "24h")),
+        ("verbosity", ("low", "medium", "high")),
+        ("reasoning_format", ("none",)),
     ),
 }  # fmt: skip
 # Of stream_options, besides include_usage.
-STREAM_OPTIONS: dict[str, Check] = {
-    "include_obfuscation": ignored((False,), "events are not padded"),
-    "continuous_usage_stats": ignored((False,), "the last event has the usage"),
+STREAM_OPTIONS = {
+    "include_obfuscation": ignored(False),
+    "continuous_usage_stats": ignored(False),
 }
 # Of chat_template_kwargs, where the template does not read them: a model without such modes.
-VARIABLES: dict[str, Check] = {
-    "enable_thinking": ignored((bool,), NO_VARIABLE),
-    "thinking": ignored((bool,), NO_VARIABLE),
-    "reasoning_effort": ignored(EFFORTS, NO_VARIABLE),
+VARIABLES = {
+    "enable_thinking": ignored(bool),
+    "thinking": ignored(bool),
+    "reasoning_effort": ignored(*EFFORTS),
 }
 SHARED = {
     "model": Field(text, remedy="give a name that /v1/models lists"),
@@ -424,8 +361,8 @@ ROUTES = {
 # Every field of each route.
 FIELDS: dict[str, dict[str, Field]] = {
     kind: {
-        name: Field(ignored(values, reason))
-        for names, values, reason in (*IGNORED["both"], *IGNORED[kind])
+        name: Field(ignored(*values))
+        for names, values in (*IGNORED["both"], *IGNORED[kind])
         for name in names.split()
     }
     | SHARED

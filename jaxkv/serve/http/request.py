@@ -15,7 +15,7 @@ from jaxkv.serve.engine.request import Request
 from jaxkv.serve.http.access import Tenant
 from jaxkv.serve.http.body import parse
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.fields import invalid, pieces, template_variables, validate
+from jaxkv.serve.http.fields import invalid, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.responses import Delta, ResponseFormat
 from jaxkv.serve.http.server import ServerConfig
@@ -115,8 +115,7 @@ def parse_request(
 def _check_ids(name: str, ids: Sequence[int], model: ServedModel) -> None:
     """Raise APIError for ids that are not of the vocabulary."""
     vocab = model.engine.vocab
-    # In pieces, between which other threads run.
-    if any(min(piece) < 0 or max(piece) >= vocab for piece in pieces(ids)):
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
         raise invalid(name, f"of token ids from 0 to {vocab - 1}", [*ids])
 
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from jaxkv.serve.http import body
-from jaxkv.serve.http.body import LONG, MEMBERS, SHORT, ParserThreads, lift_ids
+from jaxkv.serve.http.body import MEMBERS, SHORT, ParserThreads
 from jaxkv.serve.http.errors import APIError
 
-PADDING = " " * SHORT
 IDS = [int(token) for token in np.random.default_rng(0).integers(0, 50_000, 10_000)]
 NAMES = {f"k{number}": "v" for number in range(400_000)}
 # A body that stops Python's parser for as long as it is, and what it needs too much of.
@@ -45,7 +44,7 @@ def random_json(rng: np.random.Generator, depth: int = 0) -> object:
         letters = [*'ab"\\[]{},:\n1 é✓', "NaN", "[1, 2"]
         return "".join(rng.choice(letters, rng.integers(30)))
     if kind == 2:
-        size = int(rng.choice([0, 1, LONG - 1, LONG, LONG + 1, 5000]))
+        size = int(rng.choice([0, 1, 64, 5000]))
         return [int(number) for number in rng.integers(0, 2**31, size)]
     if kind < 5:
         return [None, True, -1, 0.5, 10**12, 1e300][rng.integers(6)]
@@ -53,41 +52,20 @@ def random_json(rng: np.random.Generator, depth: int = 0) -> object:
     return several if kind == 5 else {str(n): value for n, value in enumerate(several)}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_long_bodies_are_parsed_as_short_ones(seed):
-    """By Python's own parser; the ids in front make the rest be scanned."""
+    """By Python's own parser; the text in front makes the rest be scanned."""
     rng = np.random.default_rng(seed)
-    value = {"ids": IDS * 7, "rest": [random_json(rng) for _ in range(5)]}
+    value = {"text": "," * MEMBERS, "rest": [random_json(rng) for _ in range(5)]}
     separators = [(",", ":"), (", ", ": "), (" ,\n", "\t:\r\n ")][seed % 3]
     text = json.dumps(value, ensure_ascii=bool(seed % 2), separators=separators)
     assert body.parse(text.encode()) == json.loads(text)
-    assert len(lift_ids(text.encode())[0]) < 200_000
-
-
-@pytest.mark.parametrize("wrong", ["[1, 2,]", "[01]", "[1 2]", "[,1]", "[1", "[1]]", '["\\', "NaN"])
-def test_long_bodies_with_errors_are_refused(wrong):
-    for ids in (IDS * 7, []):  # lifted, and not
-        with pytest.raises(APIError, match="must be JSON"):
-            body.parse(f'{{"ids": {json.dumps(ids)}, "x": {wrong}, "y": "{PADDING}"}}'.encode())
-    wrong_ids = json.dumps(IDS * 7)[:-1] + ", " + wrong[1:]
-    with pytest.raises(APIError):
-        body.parse(f'{{"ids": {wrong_ids}}}'.encode())
-
-
-# Pieces of at most 2**16 bytes begin with the colon, so some of them divide NaN.
-@pytest.mark.parametrize("spaces", [0, *range(2**16 - 5, 2**16 + 1)])
-def test_a_nan_between_lists_of_ids_is_refused(spaces):
-    """Wherever the pieces of a body are divided: the parser meets one NaN more than lists."""
-    ids = json.dumps(IDS * 7)
-    raw = f'{{"a": {ids}, "b":{" " * spaces}NaN, "c": {ids}}}'.encode()
-    with pytest.raises(APIError, match="the body must be JSON, which has no NaN; give a number"):
-        body.parse(raw)
 
 
 @pytest.mark.parametrize("case", [*HEAVY, "ids"])
 def test_other_threads_go_on(case):
     """The largest gap of another thread is well below the time that `json` would stop it."""
-    raw = HEAVY[case].encode() if case in HEAVY else json.dumps({"prompt": IDS * 130}).encode()
+    raw = HEAVY[case].encode() if case in HEAVY else json.dumps({"prompt": IDS * 26}).encode()
     gaps, ended = [0.0], threading.Event()
 
     def watch() -> None:

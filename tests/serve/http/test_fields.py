@@ -233,7 +233,7 @@ ANY = {bool: (True, False), int: (-1, 0, 7), float: (0.5,), str: ("", "x"), dict
 @pytest.mark.parametrize("kind", CREATE)
 def test_values_that_ask_for_nothing_are_ignored_and_others_are_refused(kind):
     plain = validate(kind, GOOD[kind])
-    for names, accepted, _ in (*IGNORED["both"], *IGNORED[kind]):
+    for names, accepted in (*IGNORED["both"], *IGNORED[kind]):
         values = [None]
         for value in accepted:
             values += ANY[value] if isinstance(value, type) else [value]
