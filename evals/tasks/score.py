@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.evals.lib.record import standard_error
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights
-from jaxkv.models.tools.divergence import divergence as of_logits
+from jaxkv.models.tools.measurement import divergence as of_logits
 from jaxkv.typing import Array, Bool, Float, Float32
 
 GATE = 0.9  # score of full attention below which a task says nothing about a policy

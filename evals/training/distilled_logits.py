@@ -34,7 +34,7 @@ from jaxkv.models.loading.source import open_source
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights
-from jaxkv.models.tools.divergence import divergence
+from jaxkv.models.tools.measurement import divergence
 from jaxkv.models.tools.run_metadata import run_metadata
 from jaxkv.typing import Array, Float32, Int32
 

@@ -33,11 +33,11 @@ from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading import compilation
-from jaxkv.models.training import data, memory_plan
+from jaxkv.models.training import data, training
 from jaxkv.models.training.data import DataFolder
-from jaxkv.models.training.memory_plan import TrainingMemory
 from jaxkv.models.training.pretrain import setting_of, validation
 from jaxkv.models.training.recipes import Recipe, read_recipe
+from jaxkv.models.training.training import TrainingMemory
 
 CLOSE = 1e-4  # nats: the loss of the exported model against the logged one
 WITHIN = 0.1  # of the plan: what weights and a step add to a process that has compiled the step
@@ -169,7 +169,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 def compile_step(recipe: Recipe, data_folder: Path) -> tuple[TrainingMemory, int]:
     """The plan of a step, and the resident bytes of this process once it has compiled the step."""
-    plan = memory_plan.plan(setting_of(recipe, data.read(data_folder)))
+    plan = training.plan_memory(setting_of(recipe, data.read(data_folder)))
     return plan, memory()["resident"]
 
 

@@ -21,7 +21,7 @@ from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Results, Statement, within
 from jaxkv.evals.training.mfu import stepping
-from jaxkv.models.training import memory_plan, training
+from jaxkv.models.training import training
 from jaxkv.models.training.pretrain import setting_for
 from jaxkv.models.training.recipes import PRESETS, Recipe
 
@@ -87,7 +87,7 @@ def on_tpu(parts: int) -> dict[str, dict[str, int]]:
         )
         # Some forms of the step depend on the platform of the run.
         with mock.patch.object(jax, "default_backend", lambda: "tpu"):
-            plan = memory_plan.plan(setting_for(recipe, VOCAB, (), 0, mesh))
+            plan = training.plan_memory(setting_for(recipe, VOCAB, (), 0, mesh))
         plans[form] = plan._asdict()
         title = f"160m on {CHIPS}, {parts} parts, remat={form}"
         print(f"{title}: {plan.total / 1e9:.2f} GB", flush=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import print_json, read_text
+from jaxkv.cli.files import check_plot, describe, print_json, read_text, write_report
 from jaxkv.cli.interrupts import interrupted, note_interrupt
-from jaxkv.cli.progress import duration, say, show_progress
-from jaxkv.cli.report import check_plot, describe, write_report
+from jaxkv.cli.progress import say, show_progress
 
 FILES = ("advise.json", "advise.png")
 
@@ -65,14 +64,16 @@ def run(args: argparse.Namespace) -> int:
     advise.check_evicts(llm, policies, parts)
     block = advise.block_of(parts, args.block)
     about = describe("advise", args, llm)
-    seconds = advise.expected_seconds(llm, parts, policies)
-    _say_expected(len(policies), len(parts.tokens), parts.fed, seconds)
+    say(
+        f"measures full attention and {len(policies)} other{'s' * (len(policies) > 1)} on "
+        f"{len(parts.tokens)} stretches of {parts.fed} tokens; the first time compiles for minutes"
+    )
     with note_interrupt() as pressed:
         measured = advise.measure(llm, parts, policies, args.seed, show_progress, pressed.is_set)
     results = advise.rank(llm, parts, measured, budget, block)
     report = about | results
     report |= {"tokens": int(parts.tokens.size), "context": llm.config.context}
-    report |= {"expected_seconds": seconds, "interrupted": pressed.is_set()}
+    report |= {"interrupted": pressed.is_set()}
     count = sum(row["policy"] != advise.FULL for row in results["policies"])
     if args.json:
         print_json(report)
@@ -93,11 +94,3 @@ def run(args: argparse.Namespace) -> int:
         times = "" if timed and count else ", times per token are not"
         return interrupted(f"{count} of {len(policies)} policies are measured{times}")
     return 0
-
-
-def _say_expected(policies: int, stretches: int, tokens: int, seconds: float) -> None:
-    say(
-        f"measures full attention and {policies} other{'s' if policies > 1 else ''} on "
-        f"{stretches} stretches of {tokens} tokens; expected time: about {duration(seconds)}, less "
-        "if programs are compiled already, more beside other work"
-    )

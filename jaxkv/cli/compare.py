@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import print_json, read_text
+from jaxkv.cli.files import check_plot, describe, print_json, read_text, write_report
 from jaxkv.cli.interrupts import interrupted, note_interrupt
 from jaxkv.cli.perplexity import add_scoring, scored_of
 from jaxkv.cli.progress import show_progress
-from jaxkv.cli.report import check_plot, describe, write_report
 
 MAX_TOKENS = 20_000  # as in Figure 3 of StreamingLLM
 BLOCKS = 50

@@ -1,17 +1,23 @@
-"""Read input texts, and write all result files or none; errors name the remedy."""
+"""Read input texts, and write all result files of a command or none; errors name the remedy."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.files import decode
+
+if TYPE_CHECKING:
+    from jaxkv.models import Llm
 
 
 def read_text(path: str, noun: str) -> str:
@@ -89,3 +95,35 @@ def unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"--out needs a folder that can be written to: {folder}: {error.strerror}; choose another"
     )
+
+
+def names(args: argparse.Namespace, llm: Llm) -> dict[str, str]:
+    """The names of the model and of the text, without their folders."""
+    return {
+        "model": (llm.path if args.model is None else Path(args.model)).name,
+        "text": "standard input" if args.text == "-" else Path(args.text).name,
+    }
+
+
+def describe(name: str, args: argparse.Namespace, llm: Llm) -> dict[str, Any]:
+    """What a result file begins with: how to repeat the run, the model and the text."""
+    from jaxkv.models.tools.run_metadata import run_metadata
+
+    texts = [] if args.text == "-" else [Path(args.text)]
+    return run_metadata(name, texts, [args.seed]) | names(args, llm)
+
+
+def check_plot(path: str, files: Sequence[str]) -> Path:
+    """The --out folder; checked, together with matplotlib, before minutes of work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "--out draws a plot and needs the package matplotlib; pip install 'jaxkv[models]', or "
+            "do not give --out"
+        )
+    return check_folder(path, files)
+
+
+def write_report(out: Path, files: Sequence[str], report: dict[str, Any], picture: bytes) -> None:
+    """Write a report and its picture into a folder, under the two names in `files`."""
+    text = json.dumps(finite(report), indent=1) + "\n"
+    write(out, dict(zip(files, (text.encode(), picture), strict=True)))

@@ -106,13 +106,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_plan(recipe: Recipe, tokens: Tokens, mesh: Mesh | None, base: BaseModel | None) -> int:
     """Print the memory of a step."""
-    from jaxkv.models.training.memory_plan import plan
     from jaxkv.models.training.pretrain import setting_of
+    from jaxkv.models.training.training import plan_memory
     from jaxkv.state.memory import show
 
     setting = (setting_of if base is None else base.setting)(recipe, tokens, mesh)
     with Progress("compiling"):
-        sizes = plan(setting)
+        sizes = plan_memory(setting)
     print(", ".join(f"{name} {show(size)}" for name, size in sizes._asdict().items()))
     return 0
 

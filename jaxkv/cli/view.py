@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_file, print_json, read_text, write
+from jaxkv.cli.files import check_file, names, print_json, read_text, write
 from jaxkv.cli.interrupts import interrupted, note_interrupt
 from jaxkv.cli.progress import Progress
-from jaxkv.cli.report import names
 from jaxkv.errors import UserError
 
 TOKENS = 256

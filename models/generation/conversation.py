@@ -22,7 +22,7 @@ from jaxkv.models.generation.text import (
     warn_beyond_context,
     warn_if_grown_beyond_context,
 )
-from jaxkv.models.loading.chat_ids import next_turn_ids
+from jaxkv.models.loading.chat import next_turn_ids
 from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces

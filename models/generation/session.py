@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv import __version__
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError, is_whole
+from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models.generation.conversation import Conversation
 from jaxkv.models.loading.llm import Llm
@@ -62,13 +62,11 @@ def read_notes(path: str | Path) -> dict[str, Any]:
         raise _incomplete(path) from None
     if not isinstance(notes, dict):
         raise _incomplete(path)
-    checksum = notes.pop("checksum", None)  # older files have none
-    wrong = [name for name, is_valid in NOTES.items() if not is_valid(notes.get(name))]
-    if wrong or checksum not in (None, _checksum(notes)):
-        reason = f": {wrong[0]} is {notes.get(wrong[0])!r:.60}" if wrong else ""
+    checksum = notes.pop("checksum", None)
+    if checksum != _checksum(notes):
         raise UserError(
-            f"the notes of a session must be as they were written, and those of {path} are not"
-            f"{reason}; name an older copy of it"
+            f"the notes of a session must be as they were written, and those of {path} are not; "
+            "name an older copy of it"
         )
     _compare(path, notes, {"version": VERSION.format(__version__)})
     return notes
@@ -86,8 +84,7 @@ def check(path: str | Path, llm: Llm, policy: str | None = None) -> str:
     name, identity = f"{llm.name} ", notes["model"]  # and a fingerprint
     if not identity.startswith(name) or " " in identity.removeprefix(name):
         raise _unlike(path, "model", identity.rpartition(" ")[0], llm.name)
-    if "format" in notes:  # older files have none
-        _compare(path, notes, {"format": _format(llm)})
+    _compare(path, notes, {"format": _format(llm)})
     try:
         llm.policies(notes["policy"])
     except UserError as error:
@@ -119,8 +116,7 @@ def load(path: str | Path, talk: Conversation) -> Conversation:
     model, policy or version.
     """
     path, notes = _expanded(path), read_notes(path)
-    for name, expected in _belongs_to(talk.llm, talk.stream.policies).items():
-        _compare(path, notes, {name: expected} if name in notes else {})
+    _compare(path, notes, _belongs_to(talk.llm, talk.stream.policies))
     restored = Conversation(talk.llm, talk.policy)
     stream = restored.stream
     try:
@@ -192,35 +188,3 @@ def _incomplete(path: Path) -> UserError:
 def _checksum(notes: Mapping[str, Any]) -> int:
     """A checksum of notes; they are text that can be edited."""
     return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_length(value: object) -> bool:
-    """Whether it is the length of one sequence in a list."""
-    return isinstance(value, list) and len(value) == 1 and is_whole(value[0]) and value[0] >= 0
-
-
-def _are_messages(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict)
-        and message.keys() == {"role", "content"}
-        and message["role"] in ROLES
-        and isinstance(message["content"], str)
-        for message in value
-    )
-
-
-ROLES = ("system", "user", "assistant")
-# Each note of a session, and whether a value of it is valid.
-NOTES: dict[str, Callable[[object], bool]] = {
-    "version": _is_text,
-    "policy": _is_text,
-    "model": _is_text,
-    "lengths": _is_length,
-    "prompt_lengths": _is_length,
-    "prefill_finished": lambda value: isinstance(value, bool),
-    "messages": _are_messages,
-}

@@ -1,8 +1,9 @@
 """Converted weights of GGUF files, kept in the user's cache folder and mapped at the next start.
 
-An entry belongs to the contents of the file, the dtype, the format of the weights and the code that
-converts. It has a checksum of each array, which is computed before the array is used: a damaged
-entry is converted again. Model folders have no entries, because their weights are not converted.
+An entry belongs to the file, as it was last changed, to the dtype, the format of the weights and
+the code that converts. It has a checksum of each array, which is computed before the array is used:
+a damaged entry is converted again. Model folders have no entries, because their weights are not
+converted.
 """
 
 from __future__ import annotations
@@ -36,11 +37,8 @@ VARIABLE = "JAXKV_WEIGHT_CACHE"
 # billion weights has 4.9 GB in float32.
 MAX_BYTES = 16 << 30
 STALE = 3600.0  # seconds after which an unfinished entry is removed
-RACY = 2.0  # seconds in which a file can change without another time stamp
 MAGIC = b"jaxkv weights 1\n"
 PIECE = 8 << 20  # bytes whose checksum one thread computes at a time
-HASHES = "hashes.json"  # the hashes of files, by path, with what changes if a file does
-MAX_HASHES = 64
 # The code that decides the values of converted weights.
 SOURCES = (
     "gguf/weights.py",
@@ -58,9 +56,17 @@ def location(sources: Iterable[Path], dtype: str, weight_format: str) -> Path | 
     folder = cache_folder(VARIABLE, "weights")
     if folder is None:
         return None
-    hashes = [file_hash(path) for path in sorted(sources)]
-    identity = (hashes, dtype, weight_format, _converter(), sys.byteorder)
+    stamps = [_stamp(path) for path in sorted(sources)]
+    identity = (stamps, dtype, weight_format, _converter(), sys.byteorder)
     return folder / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.weights"
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    """What changes if a file does."""
+    with files.reading(path):
+        state = path.stat()
+    changes = state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev
+    return str(path.resolve()), *changes
 
 
 @cache
@@ -231,29 +237,3 @@ def _report(folder: Path, reason: str) -> None:
         f"{VARIABLE} to another folder, or to off",
         file=sys.stderr,
     )
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, read from the file only where it changed since the last time."""
-    folder, hashes = cache_folder(VARIABLE, "weights"), {}
-    with files.reading(path):
-        state = path.stat()
-    stamp = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
-    if folder is not None:
-        with contextlib.suppress(OSError, ValueError):
-            loaded = json.loads((folder / HASHES).read_text("utf-8"))
-            hashes = loaded if isinstance(loaded, dict) else {}
-    match hashes.get(str(path.absolute())):
-        case [str(digest), *rest] if rest == stamp:
-            return digest
-    with files.reading(path), path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # A file that changed a moment ago may change again without another time stamp.
-    is_old = time.time() - max(state.st_mtime, state.st_ctime) > RACY
-    if folder is not None and is_old:
-        hashes.pop(str(path.absolute()), None)
-        newest = [*hashes.items(), (str(path.absolute()), [digest, *stamp])][-MAX_HASHES:]
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            files.write({folder / HASHES: json.dumps(dict(newest)).encode()})
-    return digest

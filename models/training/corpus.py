@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from tokenizers import Tokenizer as Coder
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
 from jaxkv.files import whole_file
-from jaxkv.models.training import data, data_tokenizer, text_files
+from jaxkv.models.loading.source import open_source
+from jaxkv.models.training import data, text_files
 from jaxkv.models.training.data import (
     END,
     FORMAT,
     MANIFEST,
+    SECOND_SINK,
+    SINK,
     SPECIAL,
     SPLITS,
     TOKENIZER,
@@ -65,10 +73,10 @@ def prepare(
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
     if vocab is not None:
-        data_tokenizer.dtype_for(vocab, dtype)  # before minutes of training one
+        dtype_for(vocab, dtype)  # before minutes of training one
     _check_pattern(remove)
     files = text_files.find(texts, valid, share, _phase(progress, "reading"))
-    coder, end = (None, END) if tokenizer is None else data_tokenizer.take(tokenizer)
+    coder, end = (None, END) if tokenizer is None else published_tokenizer(tokenizer)
     run = {
         "format": FORMAT,
         "texts": f"{len(files)} file(s), sha256 {_hash_of([f[1:] for f in files])}",
@@ -82,13 +90,13 @@ def prepare(
     check_owner(out, run)
     if (out / MANIFEST).is_file():
         return data.read(out)
-    settings = ReadSettings(column, remove, share, coder is None or data_tokenizer.can_cut(coder))
+    settings = ReadSettings(column, remove, share, coder is None or can_cut(coder))
     if coder is None:
         read_texts = _texts(files, settings, _phase(progress, "training the tokenizer"))
         train = (text.text for _, text in read_texts if text.split == "train" and text.text)
-        coder = data_tokenizer.train(train, vocab)
+        coder = train_tokenizer(train, vocab)
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
-    kind = data_tokenizer.dtype_for(size, dtype)
+    kind = dtype_for(size, dtype)
     special = {name: coder.token_to_id(name) for name in SPECIAL} | {END: coder.token_to_id(end)}
     about = {"vocab": size, "dtype": kind.name, "removed": remove, "special": special}
     read_texts = _texts(files, settings, _phase(progress, "tokenizing"))
@@ -189,7 +197,7 @@ def _tokenize(
 
     texts: with the number of the file. end: the token after each document.
     """
-    coder = data_tokenizer.read(out / TOKENIZER)
+    coder = read_tokenizer(out / TOKENIZER)
     shards = {split: _Shards(out, split, dtype) for split in SPLITS}
     documents: Counter[tuple[int, str]] = Counter()
     tokens: Counter[tuple[int, str]] = Counter()
@@ -215,3 +223,93 @@ def _tokenize(
         for n, file in enumerate(files)
     ]
     return {"files": listed, "shards": {s: shard.entries for s, shard in shards.items()}}
+
+
+def train_tokenizer(texts: Iterator[str], vocab: int) -> Coder:
+    """Train a byte-level BPE of `vocab` tokens, including 256 bytes and the special tokens."""
+    min_vocab = 256 + len(SPECIAL)
+    if vocab < min_vocab:
+        raise UserError(
+            f"a vocabulary must hold at least {min_vocab} tokens, got {vocab}; choose a larger one"
+        )
+    coder = Coder(BPE())
+    coder.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    coder.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    coder.train_from_iterator(texts, trainer)
+    if coder.get_vocab_size() < vocab:
+        raise UserError(
+            f"the texts give only {coder.get_vocab_size()} tokens of BPE, not {vocab}; "
+            "choose a smaller vocabulary, or give more text"
+        )
+    return coder
+
+
+def published_tokenizer(name: Path | str) -> tuple[Coder, str]:
+    """A published tokenizer with the special tokens that it lacks, and the one that ends a text.
+
+    name: a tokenizer.json, or a model, whose documents end with its <|endoftext|>, else its EOS.
+    """
+    if Path(name).suffix == ".json" or (Path(name).is_file() and Path(name).suffix != ".gguf"):
+        try:
+            coder, end = Coder.from_file(str(name)), END
+        except Exception as error:  # the package raises bare Exception for every bad file
+            raise UserError(f"{name} is not a tokenizer.json: {error}; name another") from None
+    else:
+        coder, end = _of_model(name)
+    coder.add_special_tokens(list(dict.fromkeys((end, SINK, SECOND_SINK))))
+    coder.no_truncation()
+    coder.no_padding()
+    return coder, end
+
+
+def _of_model(name: Path | str) -> tuple[Coder, str]:
+    """A copy of a model's tokenizer, and its token that ends a text."""
+    source = open_source(name)
+    tokenizer = source.tokenizer()
+    if tokenizer.backend is None:
+        raise UserError(
+            f"{source.path} has a SentencePiece tokenizer, which a data folder cannot store; "
+            "name a model with a tokenizer.json"
+        )
+    coder = Coder.from_str(tokenizer.backend.to_str())
+    ends = [END] if coder.token_to_id(END) is not None else []
+    ends += [coder.id_to_token(i) for i in (*tokenizer.eos, *source.config.eos)]
+    if not ends:
+        raise UserError(f"{source.path} has no token that ends a text; name another model")
+    return coder, ends[0]
+
+
+def read_tokenizer(path: Path) -> Coder:
+    """The tokenizer of a data folder, for its texts: names of special tokens are plain text."""
+    coder = Coder.from_file(str(path))
+    coder.encode_special_tokens = True
+    return coder
+
+
+def can_cut(coder: Coder) -> bool:
+    """Whether the tokens of a text do not change where it is cut before a line end.
+
+    A byte-level BPE has no token from a letter to a line end. Other tokenizers, and a byte-level
+    one with `add_prefix_space`, may put a space in front of each piece.
+    """
+    decoder = "" if coder.decoder is None else coder.decoder.__getstate__().decode()
+    pieces = ("The end", "\n\n  of line 1", "\r\nand")
+    text_ids, *piece_ids = (
+        coder.encode(p, add_special_tokens=False).ids for p in ("".join(pieces), *pieces)
+    )
+    return "ByteLevel" in decoder and text_ids == [i for ids in piece_ids for i in ids]
+
+
+def dtype_for(vocab: int, dtype: str) -> np.dtype:
+    if dtype == "uint16" and vocab > 2**16:
+        raise UserError(
+            f"uint16 holds ids up to 65,535, the vocabulary has {vocab:,} tokens; use uint32"
+        )
+    name = ("uint16" if vocab <= 2**16 else "uint32") if dtype == "auto" else dtype
+    return np.dtype(name)

@@ -20,8 +20,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxkv import files
 from jaxkv.errors import UserError
-from jaxkv.models.loading.config import SINK_LLAMA
-from jaxkv.models.loading.rope_settings import THETA
+from jaxkv.models.loading.config import SINK_LLAMA, THETA
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import rotary

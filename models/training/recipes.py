@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxkv.errors import UserError, check_choice
-from jaxkv.models.loading.rope_settings import THETA
+from jaxkv.models.loading.config import THETA
 from jaxkv.models.network.config import Config
 from jaxkv.policy_spec import nearest
 from jaxkv.rotary import rotary

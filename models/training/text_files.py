@@ -45,7 +45,7 @@ class ReadSettings(NamedTuple):
 
     column: the field or column with the text. remove: a regular expression whose matches are
     removed. share: the fraction of documents in the valid split. cuts: whether the tokens of a text
-    do not change where it is cut at line ends (data_tokenizer.can_cut).
+    do not change where it is cut at line ends (corpus.can_cut).
     """
 
     column: str

@@ -395,3 +395,50 @@ def flops_per_token(
         sizes.pop("embed")
     weights = sum((6 if trains(name) else 4) * size for name, size in sizes.items())
     return weights + 12 * config.layers * config.heads * config.head_dim * context
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes on one device.
+
+    trained, moments, frozen: weights that are updated, their moments, and the others. temporaries:
+    activations, gradients and logits of a step, as the compiler places them. total: with the batch.
+    """
+
+    trained: int
+    moments: int
+    frozen: int
+    temporaries: int
+    total: int
+
+
+def plan_memory(setting: TrainingSetting) -> TrainingMemory:
+    """Compile the step of a run for its devices; nothing of the run is in memory."""
+    run = shape(setting)
+    frozen = {
+        name: jax.ShapeDtypeStruct(of_weight, setting.dtype, sharding=setting.place(of_weight))
+        for name, of_weight in setting.shapes.items()
+        if not setting.trains(name)
+    }
+    recipe, mesh = setting.recipe, setting.mesh
+    steps = recipe.grad_accum_steps
+    parts = (steps, recipe.batch_size // steps, recipe.context + 1)
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
+    batch = jax.ShapeDtypeStruct(parts, jnp.int32, sharding=sharding)
+    memory = update.lower(setting, run, batch, frozen).compile().memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return TrainingMemory(
+        _bytes(run.weights),
+        _bytes(run.moments),
+        _bytes(frozen),
+        memory.temp_size_in_bytes,
+        held + memory.temp_size_in_bytes,
+    )
+
+
+def _bytes(tree: object) -> int:
+    """The bytes of arrays on one device, from their shapes and shardings."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        of_shard = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        total += math.prod(of_shard) * np.dtype(leaf.dtype).itemsize
+    return total

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from jaxkv.errors import UserError
-from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import Language
 from jaxkv.models.loading import gguf
-from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.chat_ids import conversation_ids, end_of_turn, next_turn_ids, role_marks
+from jaxkv.models.loading.chat import Chat, conversation_ids, end_of_turn, next_turn_ids, role_marks
 from jaxkv.models.loading.tokenizer import Tokenizer, read_tokenizer
 from tests.models.tokenizer_files import (
     write_byte_level,

@@ -13,11 +13,10 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.generation.language import Language
-from jaxkv.models.generation.serving import make_model
+from jaxkv.models.generation.serving import Language, make_model
 from jaxkv.models.loading import sinks
 from jaxkv.models.loading.chat import Chat
-from jaxkv.models.training import continued, data, memory_plan, training
+from jaxkv.models.training import continued, data, training
 from jaxkv.models.training.pretrain import pretrain
 from jaxkv.models.training.recipes import recipe_from
 from jaxkv.state.sharding import mesh_of
@@ -231,7 +230,7 @@ def test_several_devices_agree(folder, texts, devices):
 @pytest.mark.parametrize("part", ["sinks", "all"])
 def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
     _, setting, weights, frozen = begin(folder, texts, f"train={part}", "sink_variant=token")
-    memory = memory_plan.plan(setting)
+    memory = training.plan_memory(setting)
     trained = training.begin(setting, weights)
     for size, tree in zip(memory[:3], (trained.weights, trained.moments, frozen), strict=True):
         assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Coder
 from tokenizers import decoders, pre_tokenizers
 
 from jaxkv.errors import UserError
-from jaxkv.models.training import corpus, data, data_tokenizer, text_files
+from jaxkv.models.training import corpus, data, text_files
 from tests.models.training_data import VOCAB
 
 SHARD, SHARE = 1_000, 0.3
@@ -135,7 +135,7 @@ def test_a_text_is_cut_only_where_no_token_changes(texts, tmp_path, change):
     coder = Coder.from_file(str(prepare(texts, tmp_path / "first").folder / "tokenizer.json"))
     change(coder)
     coder.save(str(tmp_path / "changed.json"))
-    assert data_tokenizer.can_cut(coder) == (change not in (metaspace, prefix_space))
+    assert corpus.can_cut(coder) == (change not in (metaspace, prefix_space))
     tokens = prepare(texts, tmp_path / "out", vocab=None, tokenizer=tmp_path / "changed.json")
     coder.encode_special_tokens = True
     expected = plain_loop(texts[1], lambda t: coder.encode(t).ids, tokens.id_of(data.END))

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from jaxkv.models.loading import gguf
-from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.chat_ids import next_turn_ids
+from jaxkv.models.loading.chat import Chat, next_turn_ids
 from jaxkv.models.loading.sentencepiece import serialise
 from jaxkv.models.loading.tokenizer import read_tokenizer
 from tests.models.tokenizer_files import (

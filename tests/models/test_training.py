@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.models.training import data, memory_plan, training
+from jaxkv.models.training import data, training
 from jaxkv.models.training.export import export
 from jaxkv.models.training.pretrain import setting_of
 from jaxkv.models.training.recipes import PRESETS, config_of, read_recipe
@@ -158,7 +158,7 @@ def test_remat_takes_the_same_steps_in_less_memory(tokens, devices):
     for remat in ("none", "layers"):
         recipe = small("layers=4", "context=64", "sink_variant=logit", "lr=2e-3", f"remat={remat}")
         setting = setting_of(recipe, tokens, mesh)
-        runs.append((*steps(setting, tokens, 3), memory_plan.plan(setting).temporaries))
+        runs.append((*steps(setting, tokens, 3), training.plan_memory(setting).temporaries))
     (kept, metrics, plain_bytes), (again, metrics_again, remat_bytes) = runs
     np.testing.assert_allclose(metrics, metrics_again, rtol=1e-5)
     assert largest_difference(kept, again) < 1e-4

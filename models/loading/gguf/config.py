@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
-from jaxkv.models.loading.config import MOST, config_of
+from jaxkv.models.loading.config import MOST, THETA, config_of
 from jaxkv.models.loading.gguf.header import Header, gguf_package
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
-from jaxkv.models.loading.rope_settings import THETA
 from jaxkv.models.loading.tensors import corrupt
 from jaxkv.models.loading.weight_names import GGUF_EMBED, GGUF_HEAD, ROPE_FACTORS
 from jaxkv.models.network.config import Config

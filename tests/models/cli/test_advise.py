@@ -45,7 +45,7 @@ def test_table_and_files(run, model, text, tmp_path):
     report = json.loads((out / "advise.json").read_text())
     assert (report["text"], report["budget"], report["tokens"]) == ("text.txt", BUDGET, 8 * 81)
     assert (report["stretches"], report["prompt"], report["scored"]) == (8, 64, 16)
-    assert not report["interrupted"] and report["expected_seconds"] > 0
+    assert not report["interrupted"]
     for row in report["policies"][1:]:
         assert row["within_budget"] == (row["state_bytes"] <= BUDGET)
         assert row["over_full"]["two_errors"] > 0 and row["over_full"]["count"] == 8 * 16

@@ -202,7 +202,6 @@ UNUSABLE = {
     "version": (lambda raw: edited(raw, version="jaxkv 9"), (), "own version: .* has jaxkv 9"),
     "old policy": (lambda raw: edited(raw, policy="fifo:n=4"), (), "fifo:n=4, .* unknown policy"),
     "edited": (lambda raw: edited(raw, lengths=[3], checksum=1), (), "as they were written"),
-    "text": (lambda raw: edited(raw, messages="Hello"), (), "messages is 'Hello'"),
     "cut": (lambda raw: raw[: len(raw) // 2], (), "no complete session"),
     "notes": (
         lambda raw: flipped(raw, raw.index("jaxkv chat".encode("utf-32-le"))),

@@ -13,8 +13,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 
 from jaxkv.errors import UserError
 from jaxkv.models.loading.gguf import read_chat, read_tokenizer
-from jaxkv.models.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
-from jaxkv.models.loading.gguf.tokenizer import splitter
+from jaxkv.models.loading.gguf.tokenizer import PRE_TOKENIZERS, splitter
 from tests.models.gguf.files import CONTROL, add_bpe, written
 
 TEXTS = (

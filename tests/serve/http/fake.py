@@ -11,7 +11,7 @@ from itertools import chain, cycle, pairwise, repeat
 from types import SimpleNamespace
 
 from jaxkv.errors import UserError
-from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import Language
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.tokenizer import Tokenizer
 from jaxkv.serve.engine.request import Listener, Outcome, Overloaded, Request, ScoredToken

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from jaxkv import models
-from jaxkv.models.generation.language import Language
-from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.generation.serving import Language, make_engine
 from jaxkv.serve.http import Drain
 from tests.serve.http.conftest import ENDLESS, events, eventually, serving
 from tests.serve.http.fake import FakeEngine

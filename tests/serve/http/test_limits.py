@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxkv.defaults import MAX_TOKENS
-from jaxkv.models.generation.language import Language
+from jaxkv.models.generation.serving import Language
 from jaxkv.serve.http import parse_api_keys
 from tests.serve.http.conftest import POST, eventually, serving
 from tests.serve.http.fake import FakeEngine, language

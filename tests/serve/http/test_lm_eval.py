@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models.generation.language import Language
-from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.generation.serving import Language, make_engine
 from jaxkv.models.loading.llm import Llm
 from jaxkv.serve.engine import PrefixConfig
 from tests.models.test_parity import reference, reference_logits
