@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     llm = flags.load_model(args, args.policy)
     from jaxkv.models.generation.score import check_scorable, encode
     from jaxkv.models.tools import compare
-    from jaxkv.policy_spec import format_policy
     from jaxkv.state.memory import show
 
     prompt = args.prompt_tokens or 0
@@ -75,26 +74,19 @@ def run(args: argparse.Namespace) -> int:
     if not scores:  # interrupted within the prompt
         return code
     scored = scores[args.policy]
+    block = args.block or -(-len(scored.losses) // BLOCKS)
     result = {
-        "perplexity": scored.perplexity,
-        "loss": scored.loss,
         "tokens": text.tokens.size,
         "prompt": prompt,
-        "predictions": len(scored.losses),
         "interrupted": pressed.is_set(),
-        "policy": format_policy(llm.policies(args.policy)),
-        "state_bytes": scored.state_bytes,
-        "chunk": scored.chunk,
-        "seconds": scored.seconds,
-        "compile_seconds": scored.compile_seconds,
-        "blocks": scored.blocks(args.block or -(-len(scored.losses) // BLOCKS)),
+        **compare.result(llm, args.policy, scored, block),
     }
     if args.json:
         print_json(result | {"seed": args.seed, "versions": flags.versions()})
         return code
-    predictions = result["predictions"]
+    predictions = scored.predictions
     print(f"perplexity {scored.perplexity:.4f} (loss {scored.loss:.4f}), {predictions} predictions")
-    print(f"policy     {result['policy']}, state {show(scored.state_bytes)}")
+    print(f"policy     {result['policy_string']}, state {show(scored.state_bytes)}")
     print(f"seconds    {scored.seconds:.1f}, and {scored.compile_seconds:.1f} compiling")
     return code
 

@@ -77,8 +77,6 @@ QK_NORM = {"qwen3"}
 # Larger values mean a damaged file, which must not exhaust the memory.
 MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
 
-# model_type of models with a finite learned table of positions.
-LEARNED = {"gpt2", "opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "bert", "roberta"}
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
 
 # For each rope kind: its required fields, and its optional ones.
@@ -256,20 +254,9 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
         )
     if named in ARCHITECTURES or (not names and kind in FAMILIES):
         return ARCHITECTURES.get(named, kind)
-    if kind in LEARNED or fields.get("position_embedding_type") == "absolute":
-        raise UserError(
-            f"{where}: {named} has learned absolute positions, which end at the trained length; "
-            f"unbounded generation needs relative ones; supported: {SUPPORTED}"
-        )
-    experts = " (a mixture of experts)" if _has_experts(named, fields) else ""
     if not named:
         raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
-    raise UserError(f"{where}: unsupported architecture {named}{experts}; supported: {SUPPORTED}")
-
-
-def _has_experts(name: str, fields: Mapping[str, Any]) -> bool:
-    keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    return "moe" in name.lower() or "mixtral" in name.lower() or any(fields.get(k) for k in keys)
+    raise UserError(f"{where}: unsupported architecture {named}; supported: {SUPPORTED}")
 
 
 def _windows(

@@ -222,12 +222,8 @@ def _text_of_line(line: bytes, column: str) -> str | None:
     remedy = "correct the line, or remove it"
     try:
         fields: Any = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start} of the line); {remedy}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg}, character {error.pos}); {remedy}") from None
-    except RecursionError:
-        raise ValueError(f"JSON that is nested too deeply; {remedy}") from None
+    except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
+        raise ValueError(f"not valid JSON ({error}); {remedy}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"must be an object, got {type(fields).__name__}; {remedy}")
     if column not in fields:

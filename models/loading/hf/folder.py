@@ -89,15 +89,9 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); {remedy}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply; {remedy}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} is not valid JSON: {error.msg} in line {error.lineno}; {remedy}"
-        ) from None
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
+        raise UserError(f"{path} is not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must have a JSON object, got a {type(value).__name__}")
     return value

@@ -16,6 +16,7 @@ from jaxkv.models.tools.compare import defaults
 FIELDS = {
     "perplexity", "loss", "tokens", "prompt", "predictions", "interrupted", "policy",
     "state_bytes", "chunk", "seconds", "compile_seconds", "blocks", "seed", "versions",
+    "policy_string", "over_first", "tokens_per_second",
 }  # fmt: skip
 
 
