@@ -16,6 +16,12 @@ from jaxkv.errors import UserError, first_few, warn
 if TYPE_CHECKING:
     from jaxkv.models.network.config import Config
 
+
+def _by_name(*rows: tuple[tuple[Any, ...], str]) -> dict[str, tuple[Any, ...]]:
+    """The neutral values of each field, from rows of these values and the names with them."""
+    return {name: values for values, names in rows for name in names.split()}
+
+
 # config.json, by family. Those of rope are in ROPE.
 SHARED = {
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
@@ -37,38 +43,21 @@ ROPE = {
     "mscale_all_dim", "truncate", "partial_rotary_factor",
 }  # fmt: skip
 # Fields with a neutral value besides null. What they would change, jaxkv does not compute.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "rope_interleaved": (False,),
-    "rope_interleave": (False,),
-    "position_embedding_type": ("rope", "rotary", "relative"),
-    "alibi": (False,),
-    "no_rope_layers": ([],),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "attention_scale": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_embeddings": (False,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "clip_qkv": (),
-    "attention_chunk_size": (),
-    "parallel_residual": (False,),
-    "use_parallel_residual": (False,),
-    "is_causal": (True,),
-    "use_bidirectional_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "per_layer_config": ({},),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "quantization_config": ({},),
-    "pruned_heads": ({},),
-}
+NEUTRAL = _by_name(
+    ((1,), "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier "
+           "logits_scaling logit_scale"),
+    ((False,), "rope_interleaved rope_interleave alibi scale_embeddings parallel_residual "
+               "use_parallel_residual use_bidirectional_attention is_encoder_decoder "
+               "add_cross_attention"),
+    (("rope", "rotary", "relative"), "position_embedding_type"),
+    (([],), "no_rope_layers"),
+    ((), "attention_multiplier query_pre_attn_scalar attention_scale clip_qkv "
+         "attention_chunk_size"),
+    ((0,), "attn_logit_softcapping final_logit_softcapping"),
+    ((True,), "is_causal"),
+    (({},), "per_layer_config quantization_config pruned_heads"),
+    ((0, 1), "num_experts num_local_experts"),
+)  # fmt: skip
 # Neither change logits. Generation settings in config.json are read where generation_config.json
 # is absent (sampling_settings.py).
 HARMLESS = {
@@ -88,35 +77,18 @@ HARMLESS = {
 # generation_config.json. Settings that jaxkv lacks, with their values of no effect besides null.
 SAMPLED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
            "bos_token_id", "eos_token_id"}  # fmt: skip
-NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0,),
-    "penalty_alpha": (0,),
-    "typical_p": (1,),
-    "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "force_words_ids": ([],),
-    "constraints": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "stop_strings": ([],),
-    "guidance_scale": (0, 1),
-    "watermarking_config": ({},),
-    "dola_layers": ([],),
-    "token_healing": (False,),
-}
+NEUTRAL_SAMPLING = _by_name(
+    ((1,), "num_beams num_beam_groups typical_p encoder_repetition_penalty"),
+    ((0,), "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size "
+           "encoder_no_repeat_ngram_size min_length min_new_tokens"),
+    ((), "top_h forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty"),
+    (([],), "bad_words_ids force_words_ids constraints suppress_tokens begin_suppress_tokens "
+            "stop_strings dola_layers"),
+    (({}, []), "sequence_bias"),
+    ((0, 1), "guidance_scale"),
+    (({},), "watermarking_config"),
+    ((False,), "token_healing"),
+)  # fmt: skip
 # Limits, speed, the form of the result, and what beams alone use.
 HARMLESS_SAMPLING = {
     "max_length", "max_new_tokens", "max_time", "pad_token_id", "decoder_start_token_id",
@@ -141,45 +113,23 @@ GGUF_APPLIED = {
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
-GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.value_scale": (0, 1),
-    "attention.temperature_scale": (0,),
-    "attention.temperature_length": (0,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.causal": (True,),
-    "attention.sliding_window_pattern": (0, 1),
-    "attention.value_length": (),
-    "rope.dimension_count": (),
-    "attention.shared_kv_layers": (0,),
-    "attention.key_length_swa": (),
-    "attention.value_length_swa": (),
-    "attention.key_length_mla": (0,),
-    "attention.value_length_mla": (0,),
-    "use_parallel_residual": (False,),
-    "tensor_data_layout": ("", "Meta AI original pth"),
-    "hidden_activation": ("silu", "swish"),
-    "swin_norm": (False,),
-    "rope.freq_base_swa": (),
-    "rope.dimension_count_swa": (),
-    "rope.dimension_sections": ([], [0, 0, 0, 0]),
-    "rope.scaling.alpha": (0, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "rope.scaling.yarn_ext_factor": (),
-    "rope.scaling.yarn_attn_factor": (),
-}
+GGUF_NEUTRAL = _by_name(
+    ((0,), "expert_count expert_used_count expert_shared_count leading_dense_block_count "
+           "nextn_predict_layers attention.scale attention.temperature_scale "
+           "attention.temperature_length attn_logit_softcapping final_logit_softcapping "
+           "attention.clamp_kqv attention.max_alibi_bias attention.shared_kv_layers "
+           "attention.key_length_mla attention.value_length_mla rope.scaling.yarn_log_multiplier"),
+    ((0, 1), "logit_scale residual_scale embedding_scale attention.output_scale "
+             "attention.value_scale attention.sliding_window_pattern rope.scaling.alpha"),
+    ((True,), "attention.causal"),
+    ((), "attention.value_length rope.dimension_count attention.key_length_swa "
+         "attention.value_length_swa rope.freq_base_swa rope.dimension_count_swa "
+         "rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor"),
+    ((False,), "use_parallel_residual swin_norm"),
+    (("", "Meta AI original pth"), "tensor_data_layout"),
+    (("silu", "swish"), "hidden_activation"),
+    (([], [0, 0, 0, 0]), "rope.dimension_sections"),
+)  # fmt: skip
 GGUF_HARMLESS = {"vocab_size", "rope.scaling.finetuned", "pooling_type", "embedding_length_out",
                  "classifier.output_labels"}  # fmt: skip
 # general.sampling.*
