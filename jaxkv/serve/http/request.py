@@ -21,7 +21,6 @@ from jaxkv.serve.http.responses import Delta, ResponseFormat
 from jaxkv.serve.http.server import ServerConfig
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
-PROBED = 16  # characters per token of max_len that are tokenized first
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOO_LONG = "context_length_exceeded"
@@ -42,10 +41,9 @@ class ServedModel:
         return (self.language.name, *self.config.aliases)
 
     @property
-    def max_characters(self) -> float:
-        """The characters of a prompt beyond which it certainly has too many tokens."""
-        max_len = self.engine.max_len
-        return math.inf if max_len is None else COMPOSED * max_len * self.language.longest
+    def max_characters(self) -> int:
+        """The characters of all prompts of a request, more if one prompt may have more."""
+        return max(TOTAL, COMPOSED * (self.engine.max_len or 0) * self.language.longest)
 
     def unknown(self, name: str) -> APIError:
         """The error for another name than one of `names`."""
@@ -54,25 +52,16 @@ class ServedModel:
 
 
 class CompletionRequest(NamedTuple):
-    """The engine's requests, in the order of their answers, and the format of these.
-
-    echoes: the text with which each answer begins.
-    offsets: characters of each prompt, from which OpenAI's text_offset counts.
-    n: answers per prompt.
-    stops: strings that end an answer.
-    scored: tokens are reported with log probabilities.
-    stream: answers are sent as they come.
-    usage: a stream ends with token counts.
-    """
+    """The engine's requests, in the order of their answers, and the format of these."""
 
     requests: Sequence[Request]
-    echoes: Sequence[str]
-    offsets: Sequence[int]
-    n: int
-    stops: Sequence[str]
-    scored: bool
-    stream: bool
-    usage: bool
+    echoes: Sequence[str]  # the text with which each answer begins
+    offsets: Sequence[int]  # characters of each prompt, from which OpenAI's text_offset counts
+    n: int  # answers per prompt
+    stops: Sequence[str]  # strings that end an answer
+    scored: bool  # tokens are reported with log probabilities
+    stream: bool  # answers are sent as they come
+    usage: bool  # a stream ends with token counts
 
     def opening(self, index: int) -> list[Delta]:
         """What comes before the first token: an echo without scores."""
@@ -138,7 +127,7 @@ def _chat(values: Values, model: ServedModel) -> list[tuple[str, list[int]]]:
     texts = [text for message in messages for text in message.values()]
     if variables:
         texts.append(json.dumps(variables))
-    _check_length("".join(texts), "messages", model)
+    _check_length(sum(map(len, texts)), "messages", model)
     begins_answer = values["add_generation_prompt"] is not False
     try:
         ids = model.language.render(
@@ -154,11 +143,7 @@ def _texts(
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each prompt. Each is checked before the next one is tokenized."""
     size = sum(len(prompt) for prompt in values["prompt"] if isinstance(prompt, str))
-    engine = model.engine
-    max_characters = TOTAL if engine.max_len is None else max(TOTAL, model.max_characters)
-    if size > max_characters:
-        message = f"the prompts of a request may have {max_characters} characters together"
-        raise APIError(400, f"{message}, got {size}; send several requests", param="prompt")
+    _check_length(size, "prompt", model)
     prompts: list[tuple[str, list[int]]] = []
     for prompt in values["prompt"]:
         prompts.append(_prompt(prompt, values, model, format))
@@ -171,7 +156,6 @@ def _prompt(
 ) -> tuple[str, list[int]]:
     """Text and ids of one prompt of a completion; the text of ids only if it is used."""
     if isinstance(prompt, str):
-        _check_length(prompt, "prompt", model)
         ids = model.language.encode(prompt)
         _max_new_tokens(values, len(ids), format, model)
         return prompt, ids
@@ -191,24 +175,11 @@ def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:
         raise APIError(400, message, param="prompt")
 
 
-def _check_length(text: str, param: str, model: ServedModel) -> None:
-    """Raise APIError for a text that is certainly too long: tokenizing it would take seconds."""
-    max_len = model.engine.max_len
-    if max_len is None:
-        if len(text) > TOTAL:
-            message = f"{param} may have {TOTAL} characters together, got {len(text)}; shorten it"
-            raise APIError(400, message, TOO_LONG, param)
-        return
-    max_characters, head = model.max_characters, text[: PROBED * max_len]
-    if len(text) > max_characters:
-        why = f"for which {max_characters} characters are too many, got {len(text)}"
-    # Twice the tokens, because a token may extend over the cut.
-    elif len(head) < len(text) and len(model.language.encode(head)) > 2 * max_len:
-        why = f"the first {len(head)} characters alone have more"
-    else:
-        return
-    message = f"prompt and answer may have {max_len} tokens together, {why}; shorten the prompt"
-    raise APIError(400, message, TOO_LONG, param)
+def _check_length(size: int, param: str, model: ServedModel) -> None:
+    """Raise APIError for too many characters: tokenizing them would take seconds."""
+    if size > model.max_characters:
+        message = f"{param} may have {model.max_characters} characters together, got {size}"
+        raise APIError(400, f"{message}; shorten it, or send several requests", TOO_LONG, param)
 
 
 def _requests(

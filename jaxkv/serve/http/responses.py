@@ -177,25 +177,19 @@ Make = Callable[[int, str, Json | None, str | None], Json]
 class ResponseFormat:
     """The response format of one route.
 
-    kind: the route, which decides the fields of requests.
-    prefix: the beginning of response ids.
-    answer, chunk: names of the response object and of a streamed part of it.
-    default_tokens: limit of new tokens if a request sets none.
     choice, delta: make one answer, and a part of one, from its index, text, log probabilities and
-      finish_reason.
-    opening: makes the part before the text, or None.
-    logprobs: makes the log probabilities of an answer's tokens.
+    finish_reason.
     """
 
-    kind: str
-    prefix: str
-    answer: str
-    chunk: str
-    default_tokens: int
+    kind: str  # the route, which decides the fields of requests
+    prefix: str  # the beginning of response ids
+    answer: str  # the name of the response object
+    chunk: str  # the name of a streamed part of it
+    default_tokens: int  # limit of new tokens if a request sets none
     choice: Make
     delta: Make
-    opening: Callable[[int], Json] | None
-    logprobs: Callable[[Sequence[TokenText]], Json]
+    opening: Callable[[int], Json] | None  # makes the part before the text
+    logprobs: Callable[[Sequence[TokenText]], Json]  # of an answer's tokens
 
 
 def _choice(index: int, logprobs: Json | None, reason: str | None, **content: Any) -> Json:

@@ -37,50 +37,29 @@ LATER = 10.0  # seconds after which a client should ask again, perhaps another s
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The limits and settings of a server.
+    """The limits and settings of a server."""
 
-    max_body: bytes of a body.
-    max_bodies: bodies that are still coming.
-    max_in_flight: answers at a time.
-    max_per_key: answers at a time for one API key; None for no limit.
-    max_batch: answers that need not wait.
-    max_waiting_tokens: prompt tokens of the other answers to a request.
-    max_unread: events that a client has not read yet.
-    max_connections: open connections; None for as many as the limit of open files allows.
-    header_seconds, read_seconds, write_seconds: limits for a client to send its header, to send its
-      body, and to read on.
-    comment_seconds: time between comments in a stream that has no new tokens.
-    report_cached: report cached prompt tokens, which may reveal other users' prompts.
-    host: the name or address that the server was told to listen on.
-    allowed_origins: origins of web pages on other sites that may use the server, such as
-      https://chat.example; `*` is all.
-    metrics_prefix: prefix of the names of metrics.
-    aliases: more names of the model.
-    fingerprint: hash of the model and its settings.
-    sampling: defaults for requests that set none.
-    log_probes: log successful requests for /health and /metrics, too.
-    """
-
-    max_body: int = 8 * 2**20
-    max_bodies: int = 256
-    max_in_flight: int = 1024
-    max_per_key: int | None = None
-    max_batch: int = 1024
-    max_waiting_tokens: int = 2**20
-    max_unread: int = 4096
-    max_connections: int | None = None
+    max_body: int = 8 * 2**20  # bytes of a body
+    max_bodies: int = 256  # that are still coming
+    max_in_flight: int = 1024  # answers at a time
+    max_per_key: int | None = None  # answers at a time for one API key
+    max_batch: int = 1024  # answers that need not wait
+    max_waiting_tokens: int = 2**20  # of the prompts of the other answers to a request
+    max_unread: int = 4096  # events that a client has not read yet
+    max_connections: int | None = None  # None: as many as the limit of open files allows
+    # Limits for a client to send its header, to send its body, and to read on.
     header_seconds: float = 5.0
     read_seconds: float = 60.0
     write_seconds: float = 60.0
-    comment_seconds: float = 5.0
-    report_cached: bool = True
-    host: str = "127.0.0.1"
-    allowed_origins: tuple[str, ...] = ()
+    comment_seconds: float = 5.0  # between comments in a stream that has no new tokens
+    report_cached: bool = True  # cached prompt tokens, which may reveal other users' prompts
+    host: str = "127.0.0.1"  # the name or address that the server was told to listen on
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server; `*` is all
     metrics_prefix: str = "jaxkv"
-    aliases: tuple[str, ...] = ()
-    fingerprint: str = ""
-    log_probes: bool = False
-    sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE))
+    aliases: tuple[str, ...] = ()  # more names of the model
+    fingerprint: str = ""  # hash of the model and its settings
+    log_probes: bool = False  # log successful requests for /health and /metrics, too
+    sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE))  # of requests without
 
 
 class Drain:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
-from jaxkv.models.loading.config import MOST, THETA, config_of
+from jaxkv.models.loading.config import THETA, config_of
 from jaxkv.models.loading.gguf.header import Header, gguf_package
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
@@ -40,8 +40,6 @@ SCALING = {
     "beta_slow": ("yarn_beta_slow", float, False),
     "attention_factor": ("attn_factor", float, False),
 }
-# Other whole numbers are at least 1; other floats are above 1e-30. A window of 0 is none.
-LEAST = {"sliding_window": 0, "rope_theta": 1}
 # Settings of the kind yarn alone.
 YARN = ("yarn_beta_fast", "yarn_beta_slow")
 SCALING_KINDS = ("none", "linear", "yarn")
@@ -74,7 +72,7 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     Raises UserError where it is not supported.
     """
     architecture = _architecture(header)
-    numbers = {key: _number(header, f"{architecture}.", key, *entry) for key, entry in KEYS.items()}
+    numbers = {key: _number(header, f"{architecture}.", *entry) for key, entry in KEYS.items()}
     family = architecture
     if architecture == "llama" and numbers["sliding_window"]:
         family = "mistral"  # a Llama whose layers all have a window
@@ -149,12 +147,10 @@ def _architecture(header: Header) -> str:
     return name
 
 
-def _number(
-    header: Header, prefix: str, config_key: str, name: str, kind: type, required: bool
-) -> Any:
+def _number(header: Header, prefix: str, name: str, kind: type, required: bool) -> Any:
     """A field's value; a list of one value per layer counts as that value if all are equal.
 
-    config_key: its key in config.json, which decides its range.
+    `config_of` checks its range.
     """
     key = prefix + name
     value = header.fields.get(key)
@@ -167,14 +163,7 @@ def _number(
         value = value[0]
     if value is None:
         return header.need(key, kind) if required else None
-    minimum = LEAST.get(config_key, 1 if kind is int else 1e-30)
-    maximum = MOST.get(config_key, 2**31 - 1)
-    header.checked(key, value, kind)
-    if kind is int and not minimum <= value <= maximum:
-        raise corrupt(header.path, f"{key} must be from {minimum} to {maximum}, got {value}")
-    if kind is float and not minimum < value < 1e30:
-        raise corrupt(header.path, f"{key} must be above {minimum} and below 1e30, got {value}")
-    return value
+    return header.checked(key, value, kind)
 
 
 def _dtype(header: Header) -> str:
@@ -193,7 +182,7 @@ def _scaling(header: Header, architecture: str) -> dict[str, Any]:
     UserError for settings that exclude each other.
     """
     prefix, old_key = f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear"
-    values = {key: _number(header, prefix, key, *entry) for key, entry in SCALING.items()}
+    values = {key: _number(header, prefix, *entry) for key, entry in SCALING.items()}
     old, factor = header.get(old_key, float), values["factor"]
     if old and factor and old != factor:
         raise _excluded(header, {old_key: old, prefix + "factor": factor})

@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "width below 0": (
         put("embedding_length", -1),
-        "llama.embedding_length must be from 1 to 2147483647, got -1; download",
+        "llama.embedding_length hidden_size must be a whole number .*, got -1",
     ),
     "width of text": (
         put("embedding_length", "abc"), "llama.embedding_length must be of type int, got 'abc'; do"
@@ -145,7 +145,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "eps": (
         put("attention.layer_norm_rms_epsilon", 0.0),
-        "layer_norm_rms_epsilon must be above 1e-30 and .*, got 0.0; down",
     ),
     "no finite eps": (
         put("attention.layer_norm_rms_epsilon", float("nan")),
