@@ -16,7 +16,7 @@ from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxkv.models.generation.text import Answer, Generation, OutputText
+    from jaxkv.models.generation.text import Answer, Generation
 
 BATCH = 8
 
@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
             )
             if not batches:
                 load()  # while its programs are compiled
-            printer = None if args.json else Printer(prompts[chunk] if several else [])
-            if batch := generate(generation, printer, press):
+            if batch := generate(generation, not (args.json or several), press):
                 batches.append(batch)
+                if several and not args.json:
+                    print_answers(prompts[chunk], batch)
             if press.came:
                 break
     flags.report_unusable_cache(args, llm)
@@ -106,13 +107,17 @@ class Press(contextlib.ExitStack):
             self._watches = True
 
 
-def generate(generation: Generation, printer: Printer | None, press: Press) -> list[Answer]:
-    """The answers of one batch, printed as they come. press: ends them.
+def generate(generation: Generation, streams: bool, press: Press) -> list[Answer]:
+    """The answers of one batch.
 
-    Empty if Ctrl-C came during prefill, while earlier batches have answers.
+    streams: print the text of its only prompt as it comes. press: ends the texts. Empty if Ctrl-C
+    came during prefill, while earlier batches have answers.
     """
-    outputs = generation.outputs
-    show = (lambda texts: None) if printer is None else (lambda texts: printer.show(texts, outputs))
+
+    def show(texts: Sequence[str]) -> None:
+        if streams and texts[0]:
+            print(texts[0], end="", flush=True)
+
     with Progress("compiling and prefilling") as progress:
 
         def at(done: int, total: int) -> None:
@@ -130,43 +135,19 @@ def generate(generation: Generation, printer: Printer | None, press: Press) -> l
     for texts in blocks:
         show(texts)
         if press.came:
-            show([output.end("interrupted") for output in outputs])
+            show([output.end("interrupted") for output in generation.outputs])
             break
-    return generation.answers()
+    answers = generation.answers()
+    if streams and not answers[0].text.endswith("\n"):
+        print(flush=True)
+    return answers
 
 
-class Printer:
-    """Prints the texts of a batch in order, each as it comes once those before it have ended.
-
-    prompts: printed before their texts; empty for one text alone.
-    """
-
-    def __init__(self, prompts: Sequence[str]):
-        self._prompts, self._at, self._last = prompts, 0, ""
-        self._pending = [""] * max(len(prompts), 1)
-        self._title()
-
-    def show(self, texts: Sequence[str], outputs: Sequence[OutputText]) -> None:
-        """Print what can be printed after these new texts. outputs: which of them have ended."""
-        self._pending = [old + new for old, new in zip(self._pending, texts, strict=True)]
-        while self._at < len(outputs):
-            self._print(self._pending[self._at])
-            self._pending[self._at] = ""
-            if not outputs[self._at].reason:
-                return
-            self._print("" if self._last == "\n" else "\n")
-            self._print("\n" if self._prompts else "")
-            self._at += 1
-            self._title()
-
-    def _title(self) -> None:
-        if self._at < len(self._prompts):
-            self._print("".join(f"> {line}\n" for line in self._prompts[self._at].split("\n")))
-
-    def _print(self, text: str) -> None:
-        if text:
-            print(text, end="", flush=True)
-            self._last = text[-1]
+def print_answers(prompts: Sequence[str], answers: Sequence[Answer]) -> None:
+    """Print the prompts and their texts in order, with an empty line after each."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = "".join(f"> {line}\n" for line in prompt.split("\n")) + answer.text
+        print(text, end="\n" if text.endswith("\n") else "\n\n", flush=True)
 
 
 def summary(batches: Sequence[Sequence[Answer]], done: str) -> str:

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 from jaxkv import models
-from jaxkv.cli.generate import Printer
 
 
 def test_text_equals_that_of_the_library(run, model):
@@ -54,21 +52,6 @@ def test_several_prompts_give_the_texts_of_each_alone(run, model, tmp_path):
     (tmp_path / "prompts").write_text("Hello", encoding="utf-8")
     ran = run("generate", *file, *flags, "--seed", 4)  # a file of one line is a batch too
     assert ran.out == f"> Hello\n{run('generate', 'Hello', *flags, '--seed', 4).out}\n"
-
-
-def test_texts_of_a_batch_are_printed_in_order_as_they_come(capsys):
-    """The second text ends first and waits; the third waits for both."""
-
-    def ended(*reasons: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(reason=reason) for reason in reasons]
-
-    printer = Printer(["a", "b\nc", "d"])
-    printer.show(["1", "2", "3"], ended("", "eos", ""))
-    assert capsys.readouterr().out == "> a\n1"
-    printer.show(["4\n", "", "5"], ended("length", "eos", ""))
-    assert capsys.readouterr().out == "4\n\n> b\n> c\n2\n\n> d\n35"
-    printer.show(["", "", ""], ended("length", "eos", "length"))
-    assert capsys.readouterr().out == "\n\n"
 
 
 def interrupt_block(monkeypatch, number: int) -> None:

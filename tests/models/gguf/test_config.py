@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "width below 0": (
         put("embedding_length", -1),
-        "llama.embedding_length hidden_size must be a whole number .*, got -1",
+        "hidden_size must be a whole number .*, got -1",
     ),
     "width of text": (
         put("embedding_length", "abc"), "llama.embedding_length must be of type int, got 'abc'; do"
@@ -142,9 +142,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "KV heads": (
         put("attention.head_count_kv", 7),
         "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 7",
-    ),
-    "eps": (
-        put("attention.layer_norm_rms_epsilon", 0.0),
     ),
     "no finite eps": (
         put("attention.layer_norm_rms_epsilon", float("nan")),
