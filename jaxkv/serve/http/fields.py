@@ -275,10 +275,12 @@ IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("dynatemp_exponent xtc_threshold mirostat_tau mirostat_eta dry_base", (int, float)),
         ("truncation_side", ("left", "right")),
         ("grammar", ("",)),
-        ("session_id", (str,)),
+        ("session_id user prompt_cache_key safety_identifier", (str,)),  # for a provider's records
+        ("service_tier", ("auto", "default")),
         ("bad_words response_fields lora", ([],)),
         ("dry_sequence_breakers", (list,)),
         ("vllm_xargs", ({},)),
+        ("metadata", (dict,)),
     ),
     "completions": (
         ("suffix", ("",)),
@@ -332,12 +334,6 @@ SHARED = {
     "min_tokens": Field(integer(0, MAX_COUNT), 0),
     "stop_token_ids": Field(token_ids, ()),
     "response_format": Field(response_format),
-    # These are for the provider's records and bills; jaxkv has none.
-    "user": Field(unless("", "", text)),
-    "metadata": Field(mapping),
-    "service_tier": Field(one_of("auto", "default")),
-    "prompt_cache_key": Field(unless("", "", text)),
-    "safety_identifier": Field(unless("", "", text)),
 }
 ROUTES = {
     "completions": {

@@ -58,7 +58,7 @@ COMPLETIONS = {
     "301 biases": ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias", "300"),
     "min_tokens": ({"min_tokens": 17}, "min_tokens", "at most the 16 new tokens"),
     "stop_token_ids": ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "128 token ids"),
-    "service_tier": ({"service_tier": "priority"}, "service_tier", "auto, default"),
+    "service_tier": ({"service_tier": "priority"}, "service_tier", "'auto' or 'default'"),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
 }  # fmt: skip
