@@ -149,15 +149,10 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
     if len(data) < 8:
         raise corrupt(path, "it ends within its header")
     (version,) = struct.unpack_from("<I", data, 4)
-    if version & 0xFFFF == 0 and version:
-        raise UserError(
-            f"{path} is big-endian, and jaxkv reads little-endian GGUF files; convert it with "
-            "gguf-convert-endian of the package gguf"
-        )
     if version != VERSION:
         raise UserError(
-            f"{path} has GGUF version {version}, and jaxkv reads version {VERSION}; convert the "
-            "model again with a current llama.cpp"
+            f"{path} has GGUF version {version}, and jaxkv reads version {VERSION}, little-endian; "
+            "convert the model again with a current llama.cpp"
         )
 
 

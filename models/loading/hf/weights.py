@@ -179,15 +179,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             )
         return weight_map
     other_files = [p.name for end in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(end)]
-    if any(name.endswith(".gguf") for name in other_files):
-        raise UserError(
-            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
-            "name the GGUF file itself"
-        )
     if other_files:
         raise UserError(
-            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; "
-            "jaxkv reads safetensors: convert the model or use a version that has them"
+            f"no {SINGLE} in {folder}, only {first_few(sorted(other_files))}; name a GGUF file "
+            "itself, or a version of the model in safetensors"
         )
     raise UserError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
 

@@ -125,8 +125,8 @@ REFUSED = {
         lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         "is a Git LFS pointer and not the weights; run git lfs pull",
     ),
-    "version 2": (version(2), "has GGUF version 2, and jaxkv reads version 3; convert"),
-    "big-endian": (version(3 << 24), "is big-endian, .*; convert it with gguf-convert-endian"),
+    "version 2": (version(2), "has GGUF version 2, and jaxkv reads version 3, .*; convert"),
+    "big-endian": (version(3 << 24), "has GGUF version 50331648, .*, little-endian; convert"),
     "count": (huge_count, "is truncated or corrupt: it ends within its header"),
 }
 
