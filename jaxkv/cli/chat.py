@@ -173,10 +173,6 @@ def _end_line(silent: bool) -> None:
         print(flush=True)
 
 
-# What commands, lines that begin with a slash, say goes to standard error. A wrong command prints
-# one line, and the chat goes on.
-
-
 class ChatState:
     """The chat in progress and its settings. policy, system: of the next fresh conversation."""
 
@@ -229,7 +225,10 @@ class ChatState:
 
 
 def obey(chat: ChatState, line: str) -> None:
-    """Run one command; an error of the user prints one line."""
+    """Run one command, a line that begins with a slash; it prints to standard error.
+
+    An error of the user prints one line, and the chat goes on.
+    """
     name, rest = (*line.split(None, 1), "")[:2]
     try:
         if name == EXIT:

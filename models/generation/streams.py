@@ -215,17 +215,12 @@ class Stream:
         if self.llm.mesh is not None:
             return
         chunk = self.chunk_of(None)
-        widths = {
-            bucket(min(chunk, length - start), chunk)
-            for length in lengths
-            for start in range(0, length, chunk)
-        }
         prompt, later = self.states_for(max(lengths))
         shapes = self.decoding._replace(states=later)
         arguments = self.decode_arguments(shapes, sampling, eos, BLOCK)
         self.ahead.compile("decode", compiled_decode_block(), *arguments)
         shapes = self.decoding._replace(states=prompt)
-        for width in sorted(widths):
+        for width in sorted({width for length in lengths for width in widths(length, chunk)}):
             for program, *of_program in prefill_programs(
                 self.static, self.llm.weights, shapes, width
             ):
@@ -402,3 +397,9 @@ def bucket(tokens: int, chunk: int) -> int:
     """The padded length of a chunk; few lengths occur, so few programs are compiled."""
     sizes = (16, 64, 256, 1 << max(9, (tokens - 1).bit_length()))
     return min(chunk, next(size for size in sizes if tokens <= size))
+
+
+def widths(tokens: int, chunk: int) -> list[int]:
+    """The padded lengths of the chunks of so many tokens."""
+    sizes = (bucket(min(chunk, tokens - at), chunk) for at in range(0, tokens, chunk))
+    return list(dict.fromkeys(sizes))

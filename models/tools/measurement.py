@@ -28,7 +28,7 @@ from jaxkv.models.generation import shared_prompt
 from jaxkv.models.generation.decoding import BLOCK as DECODED
 from jaxkv.models.generation.decoding import Static, compiled_decode_block, prefill_programs
 from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
-from jaxkv.models.generation.streams import Stream, bucket, not_finite
+from jaxkv.models.generation.streams import Stream, not_finite, widths
 from jaxkv.models.loading.compilation import Ahead, Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
@@ -446,12 +446,6 @@ def _time_decoding(
             progress((number + 1) * ROUND)
     for name, run in runs.items():
         run.milliseconds = tuple(times[name])
-
-
-def widths(tokens: int, chunk: int) -> list[int]:
-    """The padded lengths of the chunks of so many tokens."""
-    sizes = (bucket(min(chunk, tokens - at), chunk) for at in range(0, tokens, chunk))
-    return list(dict.fromkeys(sizes))
 
 
 def paired(
