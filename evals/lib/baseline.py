@@ -10,9 +10,8 @@ from typing import Any
 
 from jaxkv.evals.lib.timing import Variant, timed
 from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.weights import load_weights
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.loading.tokenizer import Tokenizer
 
 # A Llama of 110 million weights (the shape of stories110M), and one for quick runs.
@@ -88,8 +87,8 @@ def random_llama(shape: dict[str, int], seed: int = 0) -> tuple[Llm, Baseline]:
     )
     with tempfile.TemporaryDirectory() as folder:
         llama.save_pretrained(folder)
-        config = read_config(Path(folder))
-        weights = load_weights(Path(folder), config, "float32")
+        source = open_source(folder)
+        config, weights = source.config, source.weights("float32")
     # The text has no meaning, but detokenizing it is part of the measured time.
     table = tuple(f" {i}".encode() for i in range(config.vocab))
     tokenizer = Tokenizer(lambda *_: [], table, frozenset(), None, (), False)

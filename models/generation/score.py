@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,7 @@ from jaxkv.errors import UserError, check_int
 from jaxkv.models.generation.decoding import Static, positions_of, run_layers
 from jaxkv.models.generation.streams import Stream, bucket, not_finite
 from jaxkv.models.generation.text import warn_beyond_context
-from jaxkv.models.loading.compilation import Stopwatch
+from jaxkv.models.loading.compilation import clock
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
@@ -196,22 +197,45 @@ def score(
     policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     chunk: int | None = None,
     seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
     prompt: int = 0,
 ) -> Score:
     """All losses of a text under a policy, without those of sink tokens that no head predicts.
 
-    chunk, prompt: as for `losses`.
+    prompt: as for `losses`. progress: called with the predictions done so far. stopped: asked after
+    every chunk whether to end there; the score is then that of the beginning of the text.
     """
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
     # This raises before the warning.
     parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
     warn_beyond_context(llm, stream.policies, len(tokens))
-    watch = Stopwatch()
-    with watch.running():
-        text_losses = np.concatenate(list(parts))
-    text_losses = text_losses[np.asarray(tokens)[prompt + 1 :] < llm.config.vocab]
+    text_losses, seconds, compiling = gather(parts, progress, stopped)
+    targets = np.asarray(tokens)[prompt + 1 :][: len(text_losses)]
+    text_losses = text_losses[targets < llm.config.vocab]
     if not np.isfinite(text_losses).all():
         raise not_finite(llm)
-    seconds, compiling = watch.seconds, watch.compile_seconds
     return Score(text_losses, stream.state_bytes, seconds, compiling, chunk, prompt)
+
+
+def gather(
+    parts: Iterable[np.ndarray],
+    progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> tuple[np.ndarray, float, float]:
+    """Concatenate the parts, up to the one after which `stopped` says so.
+
+    Returns the result and the seconds of computing and of compiling.
+    """
+    start, compiled, gathered, done = time.perf_counter(), clock().seconds, [], 0
+    for part in parts:
+        gathered.append(part)
+        done += len(part)
+        if progress:
+            progress(done)
+        if stopped and stopped():
+            break
+    compiled = clock().seconds - compiled
+    seconds = max(0.0, time.perf_counter() - start - compiled)
+    return np.concatenate(gathered), seconds, compiled

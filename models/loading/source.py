@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.files import reading
 from jaxkv.models.loading import gguf, smollm2
@@ -17,9 +18,9 @@ from jaxkv.models.loading.chat import Chat, read_chat
 from jaxkv.models.loading.config import ARCHITECTURES, read_config
 from jaxkv.models.loading.gguf.header import Header
 from jaxkv.models.loading.hf.folder import find, read_json
-from jaxkv.models.loading.hf.weights import load_weights, model_tensors
+from jaxkv.models.loading.hf.weights import model_tensors, read
 from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gguf
-from jaxkv.models.loading.tensors import Tensor
+from jaxkv.models.loading.tensors import ByteProgress, Sharding, Store, Tensor, place_all
 from jaxkv.models.loading.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.network.config import Config
 from jaxkv.sampling import Sampling
@@ -31,9 +32,8 @@ FINGERPRINTED = 64  # bytes of each weight that its model is recognised by
 class ModelSource:
     """The parts of a model; everything but the config is read when it is called.
 
-    path: the folder or the file. weights: takes dtype, sharding and progress as
-    `hf.weights.load_weights` does. fields: the contents of config.json. tensors: their places in
-    the files, by our names.
+    path: the folder or the file. fields: the contents of config.json. tensors: their places in
+    the files, by our names. read: returns the host array of a name, its tensor and a dtype.
     """
 
     path: Path
@@ -41,9 +41,31 @@ class ModelSource:
     tokenizer: Callable[[], Tokenizer]
     chat: Callable[[], Chat]
     sampling: Callable[[], Sampling]
-    weights: Callable[..., dict[str, jax.Array]]
     fields: Callable[[], dict[str, Any]]
     tensors: Callable[[], dict[str, Tensor]]
+    read: Callable[[str, Tensor, np.dtype], np.ndarray]
+
+    def weights(
+        self,
+        dtype: str | np.dtype,
+        sharding: Sharding = None,
+        progress: ByteProgress | None = None,
+        store: Store = None,
+    ) -> dict[str, Any]:
+        """All parameters by our names (models/loading/weight_names.py), on their devices.
+
+        The arguments are those of `tensors.place_all`. Raises UserError, before anything is read,
+        for tensors that are missing, unknown, of another shape, or of an unsupported type.
+        """
+        tensors, kind = self.tensors(), jnp.dtype(dtype)
+        return place_all(
+            tensors,
+            lambda name: self.read(name, tensors[name], kind),
+            kind,
+            sharding,
+            progress,
+            store,
+        )
 
     @reading()
     def fingerprint(self) -> str:
@@ -77,9 +99,9 @@ def open_source(name: str | Path) -> ModelSource:
             partial(gguf.read_tokenizer, header),
             partial(gguf.read_chat, header),
             partial(sampling_of_gguf, header),
-            partial(gguf.load_weights, header, config),
             partial(_fields_of_gguf, header),
             partial(gguf.model_tensors, header, config),
+            partial(gguf.read_weight, header, config),
         )
     config = read_config(path)
     return ModelSource(
@@ -88,9 +110,9 @@ def open_source(name: str | Path) -> ModelSource:
         partial(read_tokenizer, path),
         partial(read_chat, path),
         partial(read_sampling, path),
-        partial(load_weights, path, config),
         partial(read_json, path / "config.json"),
         partial(model_tensors, path, config),
+        lambda name, tensor, dtype: read(tensor, dtype),
     )
 
 

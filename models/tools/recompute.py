@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models.loading.compilation import Stopwatch
+from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
@@ -52,21 +52,12 @@ def measure(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reading:
     """The reading of this baseline, as `measurement.measure` gives those of policies."""
-    rows, done, stopwatch = [], 0, Stopwatch()
-    with watch(policy, text.tokens[:, 1:].size, "tokens") as progress, stopwatch.running():
-        for ids in text.tokens:
-            parts: list[np.ndarray] = []
-            for part in losses(llm, ids, window):
-                parts.append(part)
-                progress(done := done + len(part))
-                if stopped():
-                    break
-            rows.append(np.concatenate(parts)[text.prompt :])
-            if stopped():
-                break
+    with watch(policy, text.fed, "tokens") as progress:
+        runs = [gather(losses(llm, ids, window), progress, stopped) for ids in text.tokens]
+    rows = [of_stretch[text.prompt :] for of_stretch, _, _ in runs]
     rows = np.stack([row for row in rows if len(row) == len(rows[0])])
-    absent, seconds = np.full_like(rows, np.nan), stopwatch.seconds
-    compiling = stopwatch.compile_seconds
+    seconds, compiling = (sum(run[at] for run in runs) for at in (1, 2))
+    absent = np.full_like(rows, np.nan)
     return Reading(policy, rows, absent, absent, 0, seconds, compiling, None)
 
 

@@ -32,16 +32,16 @@ def file(tmp_path) -> Path:
 @pytest.fixture
 def conversions(monkeypatch) -> list[str]:
     """The weights that were read from a GGUF file since the test began."""
-    names, read = [], source.gguf.load_weights
+    names, read = [], source.ModelSource.weights
 
-    def load(header, config, dtype, sharding=None, progress=None, store=None):
+    def load(opened, dtype, sharding=None, progress=None, store=None):
         def watched(name, host):
             names.append(name)
             return host if store is None else store(name, host)
 
-        return read(header, config, dtype, sharding, progress, watched)
+        return read(opened, dtype, sharding, progress, watched)
 
-    monkeypatch.setattr(source.gguf, "load_weights", load)
+    monkeypatch.setattr(source.ModelSource, "weights", load)
     return names
 
 

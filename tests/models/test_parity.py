@@ -14,9 +14,8 @@ import pytest
 from jaxkv import models
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.weights import load_weights
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.network.decoder import Decoder
 from jaxkv.sampling import Sampling
 from tests.models.folders import FAMILIES, write_model
@@ -29,8 +28,8 @@ FULL = "full:max=512,start=256"  # doubles once
 
 def untokenized(folder: Path) -> Llm:
     """The model in a folder that has no tokenizer."""
-    config = read_config(folder)
-    weights = load_weights(folder, config, "float32")
+    source = open_source(folder)
+    config, weights = source.config, source.weights("float32")
     return Llm(config, weights, None, Chat(None), folder, "float32")
 
 

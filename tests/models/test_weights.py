@@ -18,7 +18,8 @@ from jaxkv.errors import UserError
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.hf import folder as hub
 from jaxkv.models.loading.hf.folder import find
-from jaxkv.models.loading.hf.weights import load_weights, read_header
+from jaxkv.models.loading.hf.weights import read_header
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.loading.weight_names import shapes
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
 from tests.peak_memory import peak_of
@@ -28,7 +29,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load(folder: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
-    return load_weights(folder, read_config(folder), dtype, **options)
+    return open_source(folder).weights(dtype, **options)
 
 
 def check(loaded: dict[str, jax.Array], folder: Path, written: dict[str, np.ndarray]) -> None:
@@ -229,12 +230,10 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 MEASURE = """
-from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.hf.weights import load_weights
+from jaxkv.models.loading.source import open_source
 jnp.zeros(8).block_until_ready()
-folder = Path(sys.argv[1])
-config = read_config(folder)
-weights = load_weights(folder, config, sys.argv[2]) if sys.argv[2] else {}
+source = open_source(sys.argv[1])
+weights = source.weights(sys.argv[2]) if sys.argv[2] else {}
 """
 
 

@@ -8,24 +8,18 @@ on CPU adopts. So the peak memory is the model and one tensor.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models.loading.gguf.header import Header, gguf_package, layout, type_name
 from jaxkv.models.loading.tensors import (
-    ByteProgress,
-    Sharding,
-    Store,
     Tensor,
     aligned,
     corrupt,
     fill,
     match,
-    place_all,
 )
 from jaxkv.models.loading.weight_names import ROPE_FACTORS, gguf_shapes, paired_heads
 from jaxkv.models.network.config import Config
@@ -33,27 +27,12 @@ from jaxkv.models.network.config import Config
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
 
 
-def load_weights(
-    header: Header,
-    config: Config,
-    dtype: str | np.dtype,
-    sharding: Sharding = None,
-    progress: ByteProgress | None = None,
-    store: Store = None,
-) -> dict[str, Any]:
-    """All parameters of a model by our names (models/loading/weight_names.py), on their devices.
-
-    dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
-    Raises UserError, before anything is read, for tensors that are missing, unknown, of the wrong
-    shape, or of an unsupported type.
-    """
-    tensors = model_tensors(header, config)
-    dtype, architecture = jnp.dtype(dtype), header.fields["general.architecture"]
-
-    def read_one(name: str) -> np.ndarray:
-        return read(tensors[name], dtype, paired_heads(architecture, config, name))
-
-    return place_all(tensors, read_one, dtype, sharding, progress, store)
+def read_weight(
+    header: Header, config: Config, name: str, tensor: Tensor, dtype: np.dtype
+) -> np.ndarray:
+    """A parameter by our name as a host array."""
+    architecture = header.fields["general.architecture"]
+    return read(tensor, dtype, paired_heads(architecture, config, name))
 
 
 @reading()

@@ -23,15 +23,11 @@ from jaxkv.errors import UserError, first_few
 from jaxkv.files import reading
 from jaxkv.models.loading.hf.folder import read_json
 from jaxkv.models.loading.tensors import (
-    ByteProgress,
-    Sharding,
-    Store,
     Tensor,
     aligned,
     corrupt,
     fill,
     match,
-    place_all,
 )
 from jaxkv.models.loading.weight_names import EMBED, HARMLESS, HEAD, canonical, shapes
 from jaxkv.models.network.config import Config
@@ -40,24 +36,6 @@ DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfl
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 PIECE = 16 << 20  # bytes read at once where the dtype changes
-
-
-def load_weights(
-    folder: Path,
-    config: Config,
-    dtype: str | np.dtype,
-    sharding: Sharding = None,
-    progress: ByteProgress | None = None,
-    store: Store = None,
-) -> dict[str, Any]:
-    """All parameters of a model by our names (models/loading/weight_names.py), on their devices.
-
-    dtype: the dtype of the returned weights. The rest: as for `tensors.place_all`.
-    """
-    tensors, dtype = model_tensors(folder, config), jnp.dtype(dtype)
-    return place_all(
-        tensors, lambda name: read(tensors[name], dtype), dtype, sharding, progress, store
-    )
 
 
 def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.models.loading.gguf import load_weights, read_config, read_header
+from jaxkv.models.loading.gguf import read_config, read_header
 from jaxkv.models.loading.gguf import weights as module
 from jaxkv.models.loading.gguf.weights import read, supported
+from jaxkv.models.loading.source import open_source
 from jaxkv.models.loading.tensors import Tensor
 from jaxkv.models.loading.weight_names import shapes
 from tests.models.gguf.files import hf_model, paired, write_gguf
@@ -29,8 +30,7 @@ WEIGHT_TYPES = [Type[name] for name in NAMES.split() if hasattr(Type, name)]  # 
 
 
 def load(path: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
-    header = read_header(path)
-    return load_weights(header, read_config(header), dtype, **options)
+    return open_source(path).weights(dtype, **options)
 
 
 def check(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray]) -> None:
@@ -181,12 +181,10 @@ def test_unsupported_tensor_types_are_named(kind, name, tmp_path):
 
 
 MEASURE = """
-from jaxkv.models.loading.gguf import load_weights, read_config, read_header
-from jaxkv.models.loading.gguf.weights import supported
+from jaxkv.models.loading.source import open_source
 jnp.zeros(8).block_until_ready()
-header = read_header(Path(sys.argv[1]))
-config = read_config(header)
-weights = load_weights(header, config, sys.argv[2]) if sys.argv[2] else {}
+source = open_source(sys.argv[1])
+weights = source.weights(sys.argv[2]) if sys.argv[2] else {}
 """
 
 
