@@ -21,6 +21,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading import smollm2 as package
 from jaxkv.models.loading.source import open_source
+from tests import conftest
 
 
 @pytest.fixture
