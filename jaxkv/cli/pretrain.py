@@ -50,6 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_switches(
         parser,
         plan="compile a step, print its memory on one device, and exit; nothing is allocated",
+        tensorboard="also write TensorBoard logs to OUT/tensorboard (needs tensorboardX)",
     )
 
 
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         os.write(2, b"\nstopping after this step, which is saved; Ctrl-C again exits at once\n")
 
     with on_interrupt(stop):
-        model = pretrain(recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), base)
+        model = pretrain(
+            recipe, tokens, Path(args.out), mesh, log, lambda: bool(pressed), args.tensorboard, base
+        )
     if model is None:
         return INTERRUPTED
     if jax.process_index() == 0:

@@ -44,7 +44,7 @@ from jaxkv.models.training.data import DataFolder
 from jaxkv.models.training.export import export
 from jaxkv.models.training.recipes import FROM, MAY_CHANGE, Recipe, config_of
 from jaxkv.models.training.run_folder import lock_folder, writing
-from jaxkv.models.training.run_log import Log, Pace
+from jaxkv.models.training.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.training.training import Training, TrainingSetting
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
@@ -60,6 +60,7 @@ def pretrain(
     mesh: Mesh | None = None,
     tell: Callable[[str], None] = print,
     stopped: Callable[[], bool] = lambda: False,
+    tensorboard: bool = False,
     base: BaseModel | None = None,
 ) -> Path | None:
     """Train a model, or resume training. Returns the folder of the exported model.
@@ -81,6 +82,7 @@ def pretrain(
     setting = (
         setting_of(recipe, tokens, mesh) if base is None else base.setting(recipe, tokens, mesh)
     )
+    board = tensorboard_writer() if tensorboard else None
     data.batch(tokens, "train", recipe.seed, 0, recipe.batch_size, recipe.context)
     valid = validation(setting, tokens)
     writes = jax.process_index() == 0
@@ -97,7 +99,7 @@ def pretrain(
         )
         trained = checkpoints.restore(training.shape(setting)) or training.begin(setting, weights)
         del weights
-        log = Log(out / "log.jsonl", int(trained.step), writes)
+        log = Log(out / "log.jsonl", int(trained.step), writes, board)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped, frozen)
         checkpoints.wait()
         if int(trained.step) < recipe.steps:

@@ -1,11 +1,11 @@
-"""The record of a training run while it runs: speed, log.jsonl, its picture."""
+"""The record of a training run while it runs: speed, log.jsonl, its picture, TensorBoard."""
 
 from __future__ import annotations
 
 import io
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxkv import files
+from jaxkv.errors import UserError
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.network import device
 from jaxkv.models.tools.palette import COLOURS
@@ -60,12 +61,14 @@ class Pace:
 class Log:
     """OUT/log.jsonl: one line per logged step, without steps after the checkpoint."""
 
-    def __init__(self, path: Path, step: int, writes: bool):
+    def __init__(self, path: Path, step: int, writes: bool, board: Callable | None):
         self._path, self._writes = path, writes
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
         # Steps after the checkpoint will be logged again.
         self.lines = [line for line in map(_parsed, lines) if line and line["step"] <= step]
         self.seconds = self.lines[-1]["seconds"] if self.lines else 0.0
+        folder = str(path.parent / "tensorboard")
+        self._board = board(folder, purge_step=step + 1) if board and writes else None
         if writes:
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             with writing(path.parent):
@@ -76,6 +79,11 @@ class Log:
         if self._writes:
             with writing(self._path.parent), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        if self._board:
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
 
     def draw(self, title: str) -> None:
         """The picture of all lines beside the log."""
@@ -95,6 +103,18 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return json.loads(text)
     except json.JSONDecodeError:
         return None
+
+
+def tensorboard_writer() -> Callable:
+    """The TensorBoard writer class, imported before a run begins in every process."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "--tensorboard needs the package tensorboardX; pip install 'jaxkv[train]', or omit "
+            "the flag"
+        ) from None
+    return SummaryWriter
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:

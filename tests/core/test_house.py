@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes", "flax", "optax", "orbax"),
         *("safetensors", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub"),
         *("gguf", "pyarrow"),
-        "matplotlib",
+        *("matplotlib", "tensorboardX"),
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),

@@ -302,6 +302,27 @@ def test_an_unreadable_checkpoint_is_named(collect_garbage, tokens, tmp_path):
     assert run_here(tokens, out, "steps=4") == out / "hf"
 
 
+def test_tensorboard(tokens, tmp_path, monkeypatch):
+    """Every metric of every logged step is written, after a purge of older values."""
+    calls = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            assert folder.endswith("tensorboard")
+            calls.append(purge_step)
+
+        add_scalar = staticmethod(lambda name, value, step: calls.append((name, step)))
+        flush = staticmethod(lambda: None)
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    run_here(tokens, tmp_path / "run", "steps=2", tensorboard=True)
+    assert calls[0] == 1 and ("loss", 2) in calls and ("valid_loss", 2) in calls
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match="pip install 'jaxkv\\[train\\]', or omit"):
+        run_here(tokens, tmp_path / "other", "steps=2", tensorboard=True)
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("setting", ["width=64", "seed=1"])
 def test_a_checkpoint_of_another_run_is_refused(tokens, tmp_path, setting):
     """A checkpoint of a model of another size, or of another seed, copied into the run."""
