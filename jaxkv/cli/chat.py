@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jaxkv import defaults
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json
-from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, stop
+from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError
 from jaxkv.files import decode
@@ -123,7 +123,7 @@ def lines(silent: bool) -> Iterator[str]:
             import readline  # noqa: F401 (arrow keys in `input`)
     while True:
         try:
-            with on_interrupt(stop):
+            with on_interrupt(stop), send_again():
                 line = input("" if silent else "> ") if sys.stdin.isatty() else _piped()
         except EOFError:
             if sys.stdin.isatty():

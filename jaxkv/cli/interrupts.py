@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -67,6 +68,41 @@ def disregard(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def send_again(seconds: float = 0.1) -> Iterator[None]:
+    """Inside, a Ctrl-C that did not end the block after some seconds is sent once more.
+
+    A Ctrl-C that comes just before the main thread waits for input does not end that wait, and
+    Python runs its handler only after the wait.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (in_main and hasattr(signal, "pthread_kill")):  # absent on Windows
+        yield
+        return
+    main, over = threading.main_thread().ident, threading.Event()
+    # Python writes each signal to `writer`, in the signal handler.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def resend() -> None:
+        while number := reader.recv(1):
+            if ord(number) == signal.SIGINT and not over.wait(seconds):
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=resend, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 def terminable() -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.cli import serve
-from jaxkv.cli.keys import read_keys, reload_at_hangup
+from jaxkv.cli.serve import read_keys, reload_at_hangup
 from tests.models.cli.test_bad_input import refused
 from tests.serve.http.conftest import eventually, serving
 from tests.serve.http.fake import FakeEngine
