@@ -94,7 +94,8 @@ RECORDS_HEAD = """\
 # Records
 
 Each record contains commit, machine, versions, command, data and spread. The commands have the
-current name of their module. `python -m jaxkv.evals.lib.claims` writes this page.
+current name of their module; a command "at its commit" has no module in the present code.
+`python -m jaxkv.evals.lib.claims` writes this page.
 
 """
 
@@ -184,8 +185,10 @@ def provenance(name: str, record: dict[str, Any]) -> str:
     changed += f" ({record['incomplete']})" if "incomplete" in record else ""
     if device.startswith("cpu"):
         device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
+    module = f"jaxkv.evals.{MODULES[name]}{arguments}"
+    command = past_records.command(name, module, record["command"])
     return (
-        f"{past_records.command(name, f'jaxkv.evals.{MODULES[name]}{arguments}')}; "
+        f"{command}; "
         f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
         f"jax {record['versions']['jax']}, {device}"
     )

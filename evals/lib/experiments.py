@@ -19,14 +19,11 @@ from jaxkv.evals.benchmarks import (
     soak,
     startup,
 )
-from jaxkv.evals.benchmarks import training as training_peers
 from jaxkv.evals.comparison import side_by_side_tables
 from jaxkv.evals.correctness import known_answers
 from jaxkv.evals.lib import figures, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
-    lookup,
-    published_tables,
     report,
     sampling,
     sparse_losses,
@@ -34,10 +31,10 @@ from jaxkv.evals.magicpig import (
     tune_lsh,
 )
 from jaxkv.evals.prefix_caching import tables as prefix_tables
-from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
+from jaxkv.evals.reservoir import recall, sampled, stream_losses
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks import report as task_report
-from jaxkv.evals.training import backcopy, emergence, mfu, remat, sink_tables, sinks_in_front
+from jaxkv.evals.training import backcopy, emergence, mfu, sink_tables, sinks_in_front
 
 # Heading of a section of CLAIMS.md, its introduction, and its claims.
 SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
@@ -65,7 +62,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
      "scored by teacher forcing.", tuple(kvpress_parity.CLAIMS)),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
-     (*sampling.CLAIMS, *published_tables.CLAIMS, *tune_lsh.CLAIMS, *lookup.CLAIMS,
+     (*sampling.CLAIMS, *tune_lsh.CLAIMS, *past_records.LOOKUP,
       *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "
@@ -75,11 +72,11 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 # What states something on pages: sentences in `STATEMENTS`, tables in `TABLES`, or both.
 EXPERIMENTS = (
     tables, questions, stream_eval, side_by_side_tables, known_answers, recall,
-    stream_losses, attention_error, sampled, single_layer, tree_slots, emergence, task_report,
-    sink_tables, backcopy, sinks_in_front, remat, report, mfu, prefix_tables,
+    stream_losses, sampled, single_layer, tree_slots, emergence, task_report,
+    sink_tables, backcopy, sinks_in_front, report, mfu, prefix_tables,
     # Benchmarks.
     cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
-    rates, servers, serving, startup, training_peers,
+    rates, servers, serving, startup,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
     statement for experiment in EXPERIMENTS for statement in getattr(experiment, "STATEMENTS", ())

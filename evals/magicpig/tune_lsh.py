@@ -1,10 +1,10 @@
 """Finds MagicPIG's K and L for a model and a text: the error of attention by the share of keys read
 and by the bytes of the tables (arXiv 2410.16179, appendix F).
 
-Stretches are read as in evals.magicpig.sampling: the last tokens of each are the queries, both ends
-are exact. For each K, keys and queries are hashed once, with planes for the largest L; smaller L
-use the first planes. Planes are drawn again for every seed, stretch, layer and KV head.
-Bytes are those of the tables of one KV head for --keys keys, also relative to its keys and values.
+The last tokens of each stretch of text are the queries, both ends are exact. For each K, keys and
+queries are hashed once, with planes for the largest L; smaller L use the first planes. Planes are
+drawn again for every seed, stretch, layer and KV head. Bytes are those of the tables of one KV head
+for --keys keys, also relative to its keys and values.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from jaxkv.evals.magicpig.heads import (
     last_queries,
     progress,
 )
-from jaxkv.evals.magicpig.sampling import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig import hash_tables, lsh
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.policy_spec import format_policy
 
+SINKS, WINDOW = 4, 64  # ends that every query attends to
 SIMHASH = "simhash"
 BITS = tuple(range(4, 13))
 COUNTS = (10, 20, 40, 75, 100, 150, 200, 300)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.lib.facts import VALUES
 from jaxkv.models.tools.palette import COLOURS, styles
+
+VALUES = 8  # of a fact
 
 
 def stream_losses(axes: Any, results: dict[str, Any]) -> None:

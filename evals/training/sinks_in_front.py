@@ -1,9 +1,9 @@
 """Sinks in front of a model that exists: StreamingLLM's Table 3 without a model trained for it.
 
 The same stretches of text are read under caches of equal size: by the model as it is (plain), with
-a token that begins every stream (constant), and with what `jaxkv pretrain --from` or
-`distilled_logits` made of the model; --variants zero adds a zero sink that nobody trained. Each
-stretch begins elsewhere in its text, so the first token, on which the plain model depends, differs.
+a token that begins every stream (constant), and with what `jaxkv pretrain --from` made of the
+model; --variants zero adds a zero sink that nobody trained. Each stretch begins elsewhere in its
+text, so the first token, on which the plain model depends, differs.
 Losses are kept under out/, so that an interrupted run continues, and several processes can measure
 a few cache sizes each.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
-from jaxkv.evals.training.distilled_logits import LOG as DISTILLED
 from jaxkv.evals.training.plots import SIZE
 from jaxkv.evals.training.sink_tables import (
     SINKS,
@@ -50,8 +48,8 @@ LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache wi
 
 
 FLAGS = (
-    flag("--variants", (), "folders of `jaxkv pretrain --from MODEL` or of `distilled_logits`; "
-         "zero: untrained", nargs="*", metavar="NAME=RUN"),
+    flag("--variants", (), "folders of `jaxkv pretrain --from MODEL`; zero: untrained",
+         nargs="*", metavar="NAME=RUN"),
     flag("--windows", (256, 1024), "cache sizes", minimum=2),
     flag("--sinks", SINKS, "numbers of sinks", minimum=0),
     flag("--starts", 3, "stretches of each text", minimum=1),
@@ -134,10 +132,6 @@ def hash_of(run: str | None) -> str:
 def described(run: Path) -> dict[str, Any]:
     """The recipe of a run, its losses by step, and the bytes of its file of sinks."""
     file = run / FILE
-    if (run / DISTILLED).exists():
-        return json.loads((run / DISTILLED).read_text("utf-8")) | {
-            "file_bytes": file.stat().st_size
-        }
     log, looks = logged(run), evaluations(run)
     return {
         "recipe": settings(run)["recipe"],

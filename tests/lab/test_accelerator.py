@@ -27,7 +27,6 @@ SHORT = (
     "batch_size=8 grad_accum_steps=1 steps=2 eval_every=2 save_every=2 valid_samples=8 context=16"
 )
 SMALL = f"{SHORT} layers=1 width=32 heads=4 kv_heads=2 mlp=48"
-REHEARSED = "steps=400 save_every=20 eval_every=400"
 NOT_RUN = ("tests/models/test_cudnn.py",)  # a test, which needs a GPU
 # Words of a command -> words that end it sooner; the last of a repeated flag counts.
 SOONER = {
@@ -35,8 +34,6 @@ SOONER = {
     "data --tokenizer": "",
     "pretrain --preset": " ".join(f"--set {setting}" for setting in SMALL.split()),
     "pretrain --from": " ".join(f"--set {setting}" for setting in SHORT.split()),
-    "evals.training.rehearsal": "--preset tiny --kill 30 --quick "
-    + " ".join(f"--set {setting}" for setting in (*SMALL.split(), *REHEARSED.split())),
     "evals.training.mfu": "--preset backcopy --rows 1 --rounds 1 --quick",
     "evals.training.sink_tables": "--tokens 1100 --rows 2 --quick",
     "evals.training.sinks_in_front": "--tokens 40 --windows 12 --starts 1 --quick",

@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 
-from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.streaming import tables
 from jaxkv.policies import POLICIES
@@ -26,21 +25,14 @@ SMALLER = {
         "OTHERS": {name: tables.OTHERS[name] for name in ("re-computation", "full")},
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
-    "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
     "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
-    "balancekv.tree_slots": {"cached_tokens": NO_TOKENS, "TREES": (tree_slots.FIRST,),
-                             "AT_EQUAL_TOKENS": ()},
     "comparison.side_by_side": {
         "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
     },
     "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
                                "saturated": lambda *_: 0.5},
-    "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),)},
     "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
     "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATED": 9},
-    "reservoir.recall": {"LEARNT": 0.0, "POLICIES": {"full": "full", "window": "window:window=8"},
-                         "COMPRESSED": {}, "FAR": (64,)},
-    "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
 }  # fmt: skip
 # Words that each experiment runs with, besides --quick. {text} and {more} are files, {model} is
 # a model with a chat template.
@@ -53,20 +45,13 @@ WORDS = {
     "streaming.questions": f"{MODEL} --questions {{questions}}",
     "streaming.stream_eval": f"{TEXTS} --tokens 1800",
     "streaming.tables": f"{TEXTS} --tokens 4000",
-    "reservoir.attention_error": f"{TEXTS} --tokens 600 --layers 0 --seeds 1",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
-    "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
-    "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
-    "balancekv.tree_slots": f"{TEXTS} --tokens 900 --captured 600 --layers 0 --seeds 1",
-    "magicpig.sampling": f"{TEXT} --tokens 300 --seeds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
-    "magicpig.lookup": "--rounds 1",
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
     "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
     "training.sinks_in_front": f"{TEXTS} --variants zero --tokens 40 --windows 12 --starts 1",
     "training.mfu": "--preset backcopy --rows 1 --rounds 1",
-    "training.remat": "--preset backcopy --rounds 1 --parts",
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",
     "comparison.side_by_side": "",
 }
@@ -109,9 +94,6 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
          "--block must be a multiple of --chunk"),
         ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 200 --block 200 "
          "--policy streaminn:sinks=4", "did you mean"),
-        ("reservoir.attention_error", f"{TEXTS} --layers 99", "--layers must be from 0 to 1"),
-        ("magicpig.sampling", f"{TEXT} --tokens 100", "--tokens must be at least 196"),
-        ("magicpig.sampling", f"{MODEL} --text {{text}}x", "must exist"),
         ("magicpig.tune_lsh", f"{TEXT} --bits 0", "must be at least 1, got 0"),
         ("magicpig.sparse_losses", f"{TEXTS} --prompt 9999", "text, more has fewer"),
         ("magicpig.sparse_tokens", "--written 400", "must be at most 1024 tokens, got 2800"),
