@@ -36,7 +36,6 @@ MAY_IMPORT = {
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
         "safetensors",
     },
-    "evals/training/distilled_logits.py": {"models", "jaxkv", "jax", "numpy", "optax"},
     "docs/site": {"mkdocs"},
     "tests": None,
     "colab": {"models", "jaxkv", "jax", "numpy"},  # the wheel has no evals
