@@ -33,7 +33,8 @@ def command(name: str, module: str, words: str) -> str:
     module: its present name, with its arguments. words: the command as it was given.
     """
     if name in GONE:
-        return f"`{words.removeprefix("python -m ")}` at its commit"
+        module = words.removeprefix("python -m ")  # which is no module now
+        return f"`{module}` at its commit"
     gone = f", and commit {COMMIT} for {PAST[name]}" if name in PAST else ""
     return f"`python -m {module}`{gone}"
 
