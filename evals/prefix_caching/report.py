@@ -55,7 +55,7 @@ IDENTICAL = {  # hits in percent with one prompt for all, by concurrent requests
 class ReplaySetting:
     """The settings of the experiment.
 
-    mode, block, capacity, order, hashing, cap: settings of the pool. concurrent: requests at a
+    mode, block, capacity, hashing, cap: settings of the pool. concurrent: requests at a
     time. p: probability of a frequent prompt, of which there are `frequent`; others are random.
     length: tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a
     function of the text before them; otherwise they are unique.
@@ -71,7 +71,6 @@ class ReplaySetting:
     outputs: tuple[int, int] = (32, 192)
     greedy: bool = False
     capacity: int | None = None
-    order: str = "lru"
     hashing: str = "chained"
     cap: bool = False
 
@@ -91,7 +90,7 @@ def simulate(setting: ReplaySetting, seed: int) -> tuple[Simulator, float]:
     prompts = draw_prompts(setting, rng)
     outputs = rng.integers(setting.outputs[0], setting.outputs[1] + 1, setting.requests)
     index = Simulator(
-        setting.block, capacity=setting.capacity, mode=setting.mode, order=setting.order,
+        setting.block, capacity=setting.capacity, mode=setting.mode,
         hashing=setting.hashing, cap=setting.cap,
     )  # fmt: skip
     queue = zip(prompts, outputs.tolist(), strict=True)

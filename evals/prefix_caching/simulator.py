@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
 
 from jaxkv.errors import check_choice, check_int
@@ -19,8 +18,6 @@ from jaxkv.serve.prefix.index import RecentSet
 
 MODES = ("alias", "rekey", "full")
 HASHINGS = ("chained", "direct")
-SLACK = 64  # removed items that a heap may hold beyond one for each present item
-Rank = Callable[[int, int, int], tuple[int, ...]]
 
 
 class LRU:
@@ -32,7 +29,7 @@ class LRU:
     def __init__(self) -> None:
         self._items: OrderedDict[Hashable, None] = OrderedDict()
 
-    def add(self, item: Hashable, time: int, depth: int, uses: int) -> None:
+    def add(self, item: Hashable, time: int, depth: int) -> None:
         self._items[item] = None
 
     def remove(self, item: Hashable) -> None:
@@ -48,35 +45,25 @@ class LRU:
         return iter(self._items)
 
 
-class Heap:
-    """Evict the item of the lowest rank first; ties leave in order of insertion.
+class DeepestFirst:
+    """The report's heap of heaps: evict the oldest first, of one time the deepest.
 
-    rank: of an item's time of last use, depth (blocks before it) and number of uses. A removed item
-    stays in the heap until it reaches the top, or until removed items outnumber present ones.
+    Slow: it compares all items. The ancestors of an item have at least its time.
     """
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._heap: list[tuple[tuple[int, ...], Hashable]] = []
-        self._ranks: dict[Hashable, tuple[int, ...]] = {}
-        self._number = count()
+    def __init__(self) -> None:
+        self._ranks: dict[Hashable, tuple[int, int]] = {}
 
-    def add(self, item: Hashable, time: int, depth: int, uses: int) -> None:
-        rank = self._ranks[item] = (*self._rank(time, depth, uses), next(self._number))
-        heappush(self._heap, (rank, item))
+    def add(self, item: Hashable, time: int, depth: int) -> None:
+        self._ranks[item] = (time, -depth)
 
     def remove(self, item: Hashable) -> None:
         del self._ranks[item]
-        if len(self._heap) > 2 * len(self._ranks) + SLACK:
-            self._heap = [(rank, candidate) for candidate, rank in self._ranks.items()]
-            heapify(self._heap)
 
     def pop(self) -> Hashable:
-        while True:
-            rank, item = heappop(self._heap)
-            if self._ranks.get(item) == rank:
-                del self._ranks[item]
-                return item
+        item = next(iter(self))
+        del self._ranks[item]
+        return item
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -85,12 +72,9 @@ class Heap:
         return iter(sorted(self._ranks, key=self._ranks.__getitem__))
 
 
-# The second is the report's heap of heaps. If the ancestors of an item have at least its time and
-# its uses, every order evicts the item before them.
-ORDERS: dict[str, Callable[[], LRU | Heap]] = {
+ORDERS: dict[str, Callable[[], LRU | DeepestFirst]] = {
     "lru": LRU,
-    "lru-deepest-first": lambda: Heap(lambda time, depth, uses: (time, -depth)),
-    "lfu": lambda: Heap(lambda time, depth, uses: (uses, time, -depth)),
+    "lru-deepest-first": DeepestFirst,
 }
 
 
@@ -126,15 +110,14 @@ class Lookups:
 class Block:
     """One block.
 
-    depth: blocks before it in its prompt. refs: tables that contain it. uses: requests that it has
-    served. hashes: its entries in the index; none before publication, two if a prompt's partial
-    tail was filled later. parent: the block before it, or the root hash. tokens: the encoded tokens
-    that a lookup compares.
+    depth: blocks before it in its prompt. refs: tables that contain it. hashes: its
+    entries in the index; none before publication, two if a prompt's partial tail was filled later.
+    parent: the block before it, or the root hash. tokens: the encoded tokens that a lookup
+    compares.
     """
 
     depth: int
     refs: int = 1
-    uses: int = 1
     hashes: tuple[bytes, ...] = ()
     parent: Block | bytes = b""
     tokens: bytes = b""
@@ -290,12 +273,11 @@ class Simulator:
         if not block.refs:
             self.cached.remove(block)
         block.refs += 1
-        block.uses += 1
 
     def _release(self, block: Block, time: int) -> None:
         block.refs -= 1
         if not block.refs and block.hashes:
-            self.cached.add(block, time, block.depth, block.uses)
+            self.cached.add(block, time, block.depth)
 
     def _walk(self, prompt: HashedPrompt) -> tuple[list[Block], bool]:
         """The blocks that hold a prompt's beginning, and whether a hash collision ended them."""
@@ -389,8 +371,6 @@ class Simulator:
         """Replace one of a table's blocks by a published block with the same content."""
         block = table.blocks[number]
         self._hold(present)
-        if number:  # a request uses a block no more often than its ancestors
-            present.uses = min(present.uses, table.blocks[number - 1].uses)
         table.blocks[number] = present
         self.duplicates += 1
         block.refs -= 1

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv.errors import UserError, is_whole
+from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching.simulator import Simulator
 from jaxkv.serve.prefix import PrefixIndex, root_hash
 
 MOONCAKE_BLOCK = 512  # tokens per id of its traces
-IDS = 2**32 // MOONCAKE_BLOCK  # ids whose tokens fit in 32 bits
-LONGEST = 2**24  # maximal tokens of a prompt
 # Block hit rates of the reference with LRU eviction.
 MOONCAKE = {1_000: 0.0445, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
 ENTRIES = (64, 256, 1024, 4096, None)
@@ -62,13 +60,12 @@ class ReplayResult(NamedTuple):
     seconds: float
 
     def rates(self) -> dict[str, Any]:
-        """Hit rates and times of a replay."""
+        """Hit rates of a replay."""
         return {
             "hit_rate_blocks": self.blocks_hit / self.blocks,
             "hit_rate_tokens": self.tokens_hit / self.tokens,
             "hit_rate_requests": self.requests_hit / self.requests,
             "evictions": self.evictions,
-            "microseconds_per_block": 1e6 * self.seconds / self.blocks,
         }
 
 
@@ -86,7 +83,7 @@ def read(path: Path) -> Trace:
             for field, kind, parse in (("hash_ids", "mooncake", _mooncake),
                                        ("messages", "trajectories", _trajectories)):  # fmt: skip
                 if f'"{field}"' in first:
-                    return _nonempty(kind, parse(map(_row, file)))
+                    return _nonempty(kind, parse(map(json.loads, file)))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check it") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -105,23 +102,10 @@ def _nonempty(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
     return trace
 
 
-def _row(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"a row is no object: {line:.60}")
-    return row
-
-
 def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
     for row in rows:
         ids, tokens = row["hash_ids"], row["input_length"]
-        if not isinstance(ids, list) or not all(
-            is_whole(hash_id) and 0 <= hash_id < IDS for hash_id in ids
-        ):
-            raise ValueError(
-                f"hash_ids must be a list of whole numbers below {IDS}, got {ids!r:.60}"
-            )
-        if not is_whole(tokens) or tokens < 1 or -(-tokens // MOONCAKE_BLOCK) != len(ids):
+        if tokens < 1 or -(-tokens // MOONCAKE_BLOCK) != len(ids):
             raise ValueError(
                 f"input_length must have an id for each {MOONCAKE_BLOCK} tokens, got "
                 f"{tokens!r:.60} with {len(ids)}"
@@ -134,8 +118,6 @@ def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
     first = 0
     for row in csv.DictReader(file):
         tokens = int(row["ContextTokens"])
-        if not 0 <= tokens <= LONGEST or first + tokens > IDS * MOONCAKE_BLOCK:
-            raise ValueError(f"ContextTokens must be from 0 to {LONGEST}, got {tokens}")
         if tokens:
             yield RecordedRequest(np.arange(first, first + tokens), tokens)
             first += tokens
@@ -155,8 +137,6 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
         prompt: list[int] = []
         turns = []
         for message in row["messages"]:
-            if not isinstance(message, dict):
-                raise ValueError(f"a message is no object: {message!r:.60}")
             if message["role"] == "assistant" and prompt:
                 turns.append(len(prompt))
             line = f"{message['role']}\n{message['content']}\n"
@@ -185,7 +165,6 @@ def replay(
     capacity: int | None,
     block: int = 1,
     mode: str = "full",
-    order: str = "lru",
     cap: bool = False,
     prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
 ) -> ReplayResult:
@@ -193,7 +172,7 @@ def replay(
 
     block: keys per block. prepare: applied to each request before its look-up, not timed.
     """
-    index = Simulator(block, capacity, mode, order, cap=cap)
+    index = Simulator(block, capacity, mode, cap=cap)
     name, seconds, hit_tokens = root_hash(), 0.0, 0
     for request in trace.requests:
         request = prepare(request)
