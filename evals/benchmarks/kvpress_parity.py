@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv import models
 from jaxkv.evals.benchmarks import kvpress_cases as cases
 from jaxkv.evals.benchmarks.weights import as_folder
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, read, run_command, standard_error
+from jaxkv.evals.lib.record import Record, read, standard_error
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import ask_for_texts, first_tokens
+from jaxkv.evals.lib.text import first_tokens
 from jaxkv.evals.lib.verdict import (
     Comparison,
     Derived,
@@ -50,22 +50,23 @@ SCRIPT = Path(__file__).with_name("kvpress_worker.py")
 Key = tuple[str, float]
 
 
-def main() -> None:
-    parser = ask_for_texts("jaxkv.evals.benchmarks.kvpress_parity", __doc__)
-    parser.add_argument("--peer-python", required=True, help="the Python that has kvpress")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1024], help="tokens of a prompt")
-    parser.add_argument("--scored", type=int, default=128, help="tokens after a prompt")
-    names = (*cases.PRESSES, *cases.HALVED)
-    parser.add_argument("--skip", nargs="*", default=[], choices=names, help="cases")
-    options = parser.parse_args()
-    llm = models.load(options.model)
+FLAGS = (
+    flag("--peer-python", type=str, required=True, about="the Python that has kvpress"),
+    flag("--prompts", (1024,), "tokens of a prompt"),
+    flag("--scored", 128, "tokens after a prompt"),
+    flag("--skip", (), "cases", nargs="*", choices=(*cases.PRESSES, *cases.HALVED)),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The comparison on the beginnings of the texts."""
+    options = run.options
     longest = max(options.prompts) + options.scored + 1
-    texts = first_tokens(llm, options.texts, longest)
-    record = Record("peers", [*llm.files, *options.texts], quick=options.quick)
-    record.finish(run(llm, texts, options, record))
+    texts = first_tokens(run.llm, options.texts, longest)
+    return compare(run.llm, texts, options, run.record)
 
 
-def run(
+def compare(
     llm: Llm, texts: dict[str, Sequence[int]], options: argparse.Namespace, record: Record
 ) -> dict[str, Any]:
     """All prompt lengths, cases and texts."""
@@ -337,5 +338,7 @@ STATEMENTS = (
                               "prompts/{prompt}/cases/snapkv/0.875/over_full/ours/by_text")]),
 )  # fmt: skip
 
+MEASURE = Measure("peers", measure, FLAGS, model=SMOLLM2, texts=1)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -1,9 +1,8 @@
-"""Decoding speed: after a million tokens, against re-computation, by step.
+"""Decoding speed: after a million tokens, and against re-computation.
 
-Every result is a ratio of variants that alternate in one process. Three experiments:
+Every result is a ratio of variants that alternate in one process. Two experiments:
   seen      time per token after 1 K, 32 K and 1 M tokens in one cache
   recompute streaming against a sliding window with re-computation (the paper's Figure 10)
-  loop      the compiled loop against calls of its step, and against a ring without re-rotation
 `benchmarks/rates.py` compares decoding and prefill with transformers, and with the bandwidth.
 """
 
@@ -21,12 +20,10 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, Baseline, random_llama, thread_variants
-from jaxkv.evals.lib.hlo import copies_in_loops
 from jaxkv.evals.lib.measured_on import RANDOM, STORIES
 from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
 from jaxkv.evals.lib.state_sizes import streaming
 from jaxkv.evals.lib.timing import (
-    Variant,
     bar,
     decode_after_prompt,
     decode_variant,
@@ -38,7 +35,7 @@ from jaxkv.evals.lib.timing import (
     timed,
 )
 from jaxkv.evals.lib.verdict import above, below, claim
-from jaxkv.models.generation.decoding import BLOCK, compiled_decode_block
+from jaxkv.models.generation.decoding import BLOCK
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
@@ -97,16 +94,13 @@ def seen(llm: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
     first, *later = seconds
     ratios = {name: ratio(seconds[name], seconds[first]) for name in later}
     return {
-        "microseconds_per_token": per_token(seconds),
+        "microseconds_per_token": {
+            name: spread(1e6 / TOKENS * np.array(taken)) for name, taken in seconds.items()
+        },
         "ratio": ratios,
         "bars": [bar(f"260K: time per token after {int(name):,} tokens over that after 1,000",
                      ratios[name], "<=", 1.05) for name in later],
     }  # fmt: skip
-
-
-def per_token(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Microseconds per token, of calls that generate TOKENS."""
-    return {name: spread(1e6 / TOKENS * np.array(taken)) for name, taken in seconds.items()}
 
 
 def recompute(small: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
@@ -148,43 +142,9 @@ def forward(llm: Llm, ids: list[int]) -> None:
     fresh(llm.config, llm.weights, jnp.asarray([ids], jnp.int32)).block_until_ready()
 
 
-def loop(llm: Llm, large: Pair, scale: Scale) -> dict[str, Any]:
-    """The decode loop with a ring of 256 slots that has wrapped."""
-    stream, steps = models.Stream(llm, POLICY), models.Stream(llm, POLICY)
-    for started in (stream, steps):
-        started.prefill([prompt(llm, 300)])
-    variants: dict[str, Variant] = {
-        "loop": decode_variant(stream, TOKENS),
-        "absolute": decode_after_prompt(llm, f"{POLICY},positions=absolute", 300, TOKENS),
-        "step by step": timed(partial(decode_by_step, steps, TOKENS)),
-    }
-    seconds = time_rounds(variants, scale.rounds, "loop")
-    sizes = {leaf.size for leaf in jax.tree.leaves(stream.decoding.states) if leaf.ndim == 4}
-    arguments = stream.decode_arguments(stream.decoding, models.Sampling(), (), 1)
-    text = compiled_decode_block().lower(*arguments).compile().as_text()
-    copies = copies_in_loops(text, sizes)
-    gain, sinks = (ratio(seconds[name], seconds["loop"]) for name in ("step by step", "absolute"))
-    return {
-        "microseconds_per_token": per_token(seconds),
-        "cache_copies": copies,
-        "bars": [
-            bar("260K: while_loop over a Python loop of its step", gain, ">=", 1.8),
-            bar("260K: wrapped ring over one without sink correction", sinks, ">=", 0.85),
-            bar("copies of the cache in the loop body", len(copies), "<=", 0),
-        ],
-    }
-
-
-def decode_by_step(stream: models.Stream, tokens: int) -> None:
-    """The step of the loop, called from Python for each token."""
-    for _ in range(tokens):
-        stream.decode(models.Sampling(), 1, ())
-
-
 PARTS: dict[str, Callable[[Llm, Pair, Scale], dict[str, Any]]] = {
     "seen": seen,
     "recompute": recompute,
-    "loop": loop,
 }
 
 CLAIMS = (

@@ -10,14 +10,15 @@ from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, mat
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
-    "attention_error", "host_time", "lookup", "operations", "recall", "rehearsal", "remat",
-    "sampled", "sampling", "training_peers", "tree_slots",
+    "agents", "attention_error", "host_time", "lookup", "operations", "recall", "rehearsal",
+    "remat", "sampled", "sampling", "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "cache_int8": "`drift`",
-    "latency": "`bound`, `generate`, `prefill`, and the decoder without nnx in `loop`",
+    "latency": "`bound`, `generate`, `loop` and `prefill`",
     "peers": "`checked`, another way to apply a press",
     "quantised_weights": "the share of the bandwidth",
+    "serving": "`host`",
     "sinks_distilled": "the variant `distilled`",
     "workarounds": "row `tally`",
 }

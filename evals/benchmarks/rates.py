@@ -46,12 +46,12 @@ from jaxkv import models
 from jaxkv.evals.benchmarks.weights import as_folder
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
-from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.models.loading import smollm2
 from jaxkv.models.loading.llm import without_weights
 from jaxkv.models.loading.source import open_source
+from jaxkv.models.tools.passage import PASSAGE, passage
 from jaxkv.state.memory import show
 
 HERE = Path(__file__).parent

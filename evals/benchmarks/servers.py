@@ -51,10 +51,10 @@ from jaxkv.evals.benchmarks.startup import messages
 from jaxkv.evals.benchmarks.weights import add_chat, as_folder
 from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import time_rounds
 from jaxkv.evals.lib.verdict import Statement, above
 from jaxkv.models.loading import smollm2
+from jaxkv.models.tools.passage import PASSAGE
 from jaxkv.state.memory import show
 
 OURS = [sys.executable, "-m", "jaxkv.cli", "serve", "--dtype", "float32"]

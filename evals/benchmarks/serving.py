@@ -3,8 +3,7 @@
 The default model and books; compared variants alternate in one process. `throughput`: answers per
 second with 64 concurrent requests, and one at a time with models.generate, with an engine of
 max_batch=1 and with the same engine. `first`: time to first token of a new prompt of 4,096 tokens
-and of a cached one. `cost`: new prompts only, with and without prefix caching. `host`: steps of an
-engine of 16 sequences, against the calls of its programs.
+and of a cached one. `cost`: new prompts only, with and without prefix caching.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
-from jaxkv.evals.lib.text import passage
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import Llm
@@ -172,56 +169,7 @@ def cost(llm: Llm, texts: Sequence[Sequence[int]], count: int, quick: bool) -> d
     return results
 
 
-class Ignore:
-    """A listener that does nothing."""
-
-    def prompt(self, scored: object) -> None:
-        """Receive the prompt."""
-
-    def token(self, scored: object) -> bool:
-        """Receive a token."""
-        return False
-
-    def done(self, outcome: object) -> None:
-        """Receive the outcome."""
-
-
-def host(llm: Llm, _: Sequence[Sequence[int]], count: int, quick: bool) -> dict[str, Any]:
-    """How much longer steps of the engine take than their programs.
-
-    Steps alternate with as many calls of the decode program, which do not wait for each other. A
-    step is dispatched before the one before is delivered, so the difference is the host time that
-    does not overlap. On a CPU host and device also share the cores.
-    """
-    calls, batch, length = (4 if quick else 32), 16, 64
-    engine, text = make_engine(llm, POLICIES[0], max_batch=batch), passage(llm, batch * length)
-    for start in range(0, len(text), length):
-        engine.submit(Request(tuple(text[start : start + length]), 2**20, seed=start), Ignore())
-    while engine.running < batch or engine.waiting or engine._prefills:
-        engine.step()
-    running, active = engine._running, np.ones(batch, bool)
-
-    def steps() -> None:
-        for _ in range(calls):
-            engine.step()
-        jax.block_until_ready(running._batch)  # the last step is not delivered yet
-
-    def programs() -> None:
-        for _ in range(calls):
-            running._batch, output = engine._programs.decode(running._batch, active, scored=False)
-        jax.block_until_ready((running._batch, output))
-
-    variants = {"engine": timed(steps), "programs": timed(programs)}
-    seconds = time_rounds(variants, 3 * count, "host time")
-    share = spread(1 - np.array(seconds["programs"]) / np.array(seconds["engine"]))
-    return {
-        "milliseconds": {key: spread(1e3 / calls * np.array(x)) for key, x in seconds.items()},
-        "share": share,
-        "bars": [bar("engine of 16 sequences, share of a step outside XLA", share, "<=", 0.1)],
-    }
-
-
-PARTS = {"throughput": throughput, "first": first, "cost": cost, "host": host}
+PARTS = {"throughput": throughput, "first": first, "cost": cost}
 
 STATEMENTS = (
     Statement("evals/NEGATIVE.md", "It is met against an engine with `max_batch=1`", "serving",

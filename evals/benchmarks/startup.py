@@ -32,7 +32,6 @@ import numpy as np
 from jaxkv import defaults, models
 from jaxkv.evals.lib.record import ROOT, Record, make_parser, read, run_command, spread
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
-from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, within
 from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
@@ -40,6 +39,7 @@ from jaxkv.models.loading import smollm2
 from jaxkv.models.loading.llm import Llm, without_weights
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.loading.weight_names import shapes
+from jaxkv.models.tools.passage import PASSAGE
 
 COMMAND = [sys.executable, "-m", "jaxkv.cli"]
 IMPORT = [sys.executable, "-c", "import jax; print()"]

@@ -26,12 +26,12 @@ from jaxkv.evals.lib import timing
 from jaxkv.evals.lib.paired_losses import excess
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.run import DEFAULT, Measure, Run, run
-from jaxkv.evals.lib.text import PASSAGE, passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks import budgets
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
+from jaxkv.models.tools.passage import PASSAGE, passage
 from jaxkv.policies import POLICIES, MagicPIG
 from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Float

@@ -41,6 +41,14 @@ class RecordPlot(NamedTuple):
     columns: int = 1
 
 
+class FinishedPlot(NamedTuple):
+    """A plot of a record that no present command makes, so its picture stays as it is."""
+
+    record: str
+    caption: str
+    title: str
+
+
 def main() -> None:
     make_parser("jaxkv.evals.lib.figures", __doc__).parse_args()
     for name in dict.fromkeys(picture.record for picture in FIGURES.values()):
@@ -67,7 +75,7 @@ def draw(name: str) -> list[str]:
     """Draw the plots of one record; return their names."""
     results, drawn = read(name)["results"], []
     for file, picture in FIGURES.items():
-        if picture.record != name:
+        if picture.record != name or isinstance(picture, FinishedPlot):
             continue
         figure, axes = pictures.begin(6.4, picture.height, picture.columns)
         picture.draw(axes, results)
@@ -75,20 +83,22 @@ def draw(name: str) -> list[str]:
             figure.legend(frameon=False, fontsize=8, loc=OUTSIDE)
         elif picture.columns == 1 and axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc=picture.legend)
-        png = pictures.finish(figure, caption_of(picture.draw), 110, picture.title)
+        png = pictures.finish(figure, caption_of(picture), 110, picture.title)
         drawn.append(f"{file}.png")
         (RESULTS / drawn[-1]).write_bytes(png)
     return drawn
 
 
-def caption_of(fill_in: Callable[[Any, dict], None]) -> str:
-    """The caption of a plot: the docstring of its function.
+def caption_of(picture: RecordPlot | FinishedPlot) -> str:
+    """The caption of a plot; of one that is drawn, the docstring of its function.
 
     Raises ValueError if it has none.
     """
-    if not fill_in.__doc__:
-        raise ValueError(f"{fill_in.__name__} must say in its docstring what it draws")
-    return " ".join(fill_in.__doc__.split())
+    if isinstance(picture, FinishedPlot):
+        return picture.caption
+    if not picture.draw.__doc__:
+        raise ValueError(f"{picture.draw.__name__} must say in its docstring what it draws")
+    return " ".join(picture.draw.__doc__.split())
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
@@ -193,50 +203,6 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def sampling(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a share of the keys, with two standard errors; SmolLM2-135M."""
-    (model,) = results["models"].values()
-    methods = model["captured"]
-    for (name, lines), style in zip(methods.items(), styles(list(methods)), strict=True):
-        read = [100 * line["share"] for line in lines.values()]
-        draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
-    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
-             ylabel="relative error of attention")  # fmt: skip
-    axes.set_xticks(
-        [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
-    )
-
-
-def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
-    """Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of standard
-    deviation σ (MagicPIG, Figures 3 and 5)."""
-    (model,) = results["models"].values()
-    for name in ("topk", "oracle"):
-        by_share = model["budgets"][name]
-        draw_intervals(axes, [100 * float(share) for share in by_share], by_share.values(),
-                       color=COLOURS[name], label=f"{name}, SmolLM2-135M")  # fmt: skip
-    for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
-        for name in ("topk", "oracle"):
-            by_share = results["drawn"][sigma][name]
-            axes.plot([100 * float(share) for share in by_share],
-                      [line["error"]["median"] for line in by_share.values()],
-                      color=COLOURS[name], linestyle=line, linewidth=1,
-                      label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
-        tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
-        axes.plot([100 * point["share"] for point in tables],
-                  [point["error"]["median"] for point in tables], "o", linestyle=line, markersize=3,
-                  color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
-             ylabel="relative error of attention")  # fmt: skip
-
-
-def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
-    """Means with two standard errors."""
-    errors = [line["error"] for line in lines]
-    two = [2 * error["standard_error"] for error in errors]
-    axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
-
-
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
     """Every K and L by share read and error, and the Pareto frontier; the line is the target
     error."""
@@ -252,7 +218,7 @@ def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
              ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
 
 
-CHAPTERS: dict[str, dict[str, RecordPlot]] = {
+CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
     "Attention sinks": {
         "streaming_tables": RecordPlot("streaming_tables", streaming_plots.tables,
                 "Sinks keep the loss level beyond the trained context", "upper left"),
@@ -282,10 +248,15 @@ CHAPTERS: dict[str, dict[str, RecordPlot]] = {
     "Samples of evicted tokens": {
         "stream_losses": RecordPlot("stream_losses", reservoir_plots.stream_losses,
                                  "Loss of samples of the past, over streaming", height=5.4),
-        "recall": RecordPlot("recall", reservoir_plots.recall,
-                          "Bounded caches: which facts are still known", OUTSIDE, height=3.8),
-        "recall_compressed": RecordPlot("recall", reservoir_plots.recall_compressed,
-                                     "Compressed prompts: which facts are still known", OUTSIDE),
+        "recall": FinishedPlot("recall",
+                "A model reads facts among random letters and is then asked for one, whose value "
+                "is one of eight. Mean over trained models, from the lowest to the highest. "
+                "Dotted: tokens in a cache. Dashed: a guess.",
+                "Bounded caches: which facts are still known"),
+        "recall_compressed": FinishedPlot("recall",
+                "The same task; the prompt is compressed before the question. Mean over trained "
+                "models, from the lowest to the highest. Dashed: a guess.",
+                "Compressed prompts: which facts are still known"),
     },
     "Prompt compression": {
         "peers": RecordPlot("peers", kvpress_parity.plot,
@@ -298,10 +269,14 @@ CHAPTERS: dict[str, dict[str, RecordPlot]] = {
     "Sparse attention": {
         "sparse": RecordPlot("sparse_135m", sparse,
                           "Loss by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling": RecordPlot("sampling", sampling,
-                            "Error by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling_budgets": RecordPlot("sampling", sampling_budgets,
-                                    "Where sampling beats top-k: spread-out attention", OUTSIDE),
+        "sampling": FinishedPlot("sampling",
+                "Error of attention to a share of the keys, with two standard errors; "
+                "SmolLM2-135M.",
+                "Error by the share of keys that is read (SmolLM2-135M)"),
+        "sampling_budgets": FinishedPlot("sampling",
+                "Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of "
+                "standard deviation σ (MagicPIG, Figures 3 and 5).",
+                "Where sampling beats top-k: spread-out attention"),
         "tune_lsh": RecordPlot("tune_lsh", tune_lsh, "Error of every K and L of the LSH index"),
     },
     "Prefix caching": {
@@ -311,8 +286,11 @@ CHAPTERS: dict[str, dict[str, RecordPlot]] = {
                                 "Throughput with and without the prefix cache", "lower left"),
         "prefix_snapshots": RecordPlot("prefix_replay", plots.snapshots,
                                     "Where to store states of evicting caches", OUTSIDE),
-        "agents": RecordPlot("agents", plots.agents,
-                "Evicting caches share prefixes in a fraction of the memory", "", 3.6, 2),
+        "agents": FinishedPlot("agents",
+                "Left: prompt tokens of agents' turns that need no prefill, by the number of "
+                "stored states; the evicting policies save the same tokens. Right: memory. A full "
+                "cache stores all its pages.",
+                "Evicting caches share prefixes in a fraction of the memory"),
     },
 }  # fmt: skip
 FIGURES = {name: picture for chapter in CHAPTERS.values() for name, picture in chapter.items()}
@@ -323,13 +301,14 @@ def page() -> str:
     lines = []
     for chapter, pictures_of_chapter in CHAPTERS.items():
         lines += ["", f"## {chapter}"]
-        for name, (record, draw_axes, title, *_) in pictures_of_chapter.items():
+        for name, picture in pictures_of_chapter.items():
+            record, title = picture.record, picture.title
             if not (RESULTS / f"{record}.json").exists():  # it needs an accelerator
                 continue
             lines += [
                 f"\n### {title}\n",
                 f"![{title}](../evals/results/{name}.png)\n",
-                f"{caption_of(draw_axes)} ([record](../evals/results/{record}.json))",
+                f"{caption_of(picture)} ([record](../evals/results/{record}.json))",
             ]
             maps = sorted(RESULTS.glob(f"{name}_*-*.png")) if name == "sink_tables" else ()
             lines += [f"\n![Attention of {m.stem}](../evals/results/{m.name})" for m in maps]

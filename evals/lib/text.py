@@ -1,8 +1,7 @@
-"""Texts to read: the beginning of a novel that is shipped with the models, files, and books."""
+"""Texts to read: files, and books."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,28 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.record import make_parser
-from jaxkv.models.tools.passage import PASSAGE as PASSAGE
-from jaxkv.models.tools.passage import passage as passage
 
 if TYPE_CHECKING:
     from jaxkv.models.loading.llm import Llm
 
 HELD_BACK = ("valid", "test")  # splits of books that the default model has not seen
-
-
-def ask_for_texts(module: str, about: str | None) -> argparse.ArgumentParser:
-    """The arguments of an experiment on text files: --model, --texts and --quick.
-
-    module: its full name. about: the help text.
-    """
-    parser = make_parser(module, about)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
-    )
-    parser.add_argument("--texts", required=True, type=Path, nargs="+", help="text files")
-    parser.add_argument("--quick", action="store_true", help="write to out/, which no claim reads")
-    return parser
 
 
 def tokens_of(

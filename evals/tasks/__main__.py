@@ -18,13 +18,13 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.evals.tasks import budgets, score
 from jaxkv.evals.tasks.budgets import NAMES, RATIOS
 from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools.passage import PASSAGE
 
 FLAGS = (
     flag("--tasks", tuple(TASKS), choices=list(TASKS)),

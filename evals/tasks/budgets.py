@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.text import passage
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.magicpig.heads import capture
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools.passage import passage
 
 SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.text import PASSAGE
 from jaxkv.models.loading.tokenizer import Tokenizer
+from jaxkv.models.tools.passage import PASSAGE
 
 # Repeated over and over, as in RULER's `noise` haystack.
 NOISE = (

@@ -1,9 +1,9 @@
-"""Models trained with and without sinks: StreamingLLM's Tables 3 and 4, Figures 2, 6 and 7.
+"""Models trained with and without sinks: StreamingLLM's Table 3, Figures 2, 6 and 7.
 
 Every run is a folder of `jaxkv pretrain`, one per variant; only `sinks` differs. All variants read
-the same text under caches of equal size. Zero-shot tasks select the choice with the largest mean
-log-likelihood of its tokens. The results of each variant are stored under out/, so an interrupted
-run continues, and processes that measure one variant each leave little to the one that writes all.
+the same text under caches of equal size. The results of each variant are stored under out/, so an
+interrupted run continues, and processes that measure one variant each leave little to the one that
+writes all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import files, models
@@ -32,29 +30,21 @@ from jaxkv.evals.training.plots import KINDS
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
-from jaxkv.models.network.config import Config
-from jaxkv.models.network.cross_entropy import target_losses
-from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.run_metadata import sha256
-from jaxkv.typing import Array, Bool, Float32, Int32
+from jaxkv.typing import Float32, Int32
 
 SINKS = (0, 1, 2, 4)
-TASKS = ("arc_easy", "arc_challenge", "piqa", "openbookqa", "copa", "winogrande",
-         "lambada_openai", "hellaswag")  # fmt: skip
 SPAN = 1_000  # losses per mean for standard errors, because nearby losses are correlated
 SHOWN = 16  # tokens per sample in the attention maps, as in Figure 2
 SAMPLES = 64  # samples per attention map
-ROWS = 32  # choices scored at a time
 
 
 FLAGS = (
     flag("--runs", type=Path, required=True, nargs="+", about="folders of runs"),
     flag("--texts", type=Path, required=True, nargs="+",
          about="held-out text files, or folders of *.txt"),
-    flag("--zeroshot", type=Path, about="a folder of TASK.jsonl (default: no Table 4)"),
     flag("--tokens", 100_000, minimum=2),
-    flag("--rows", 1_000, "maximal rows per task", minimum=1),
 )  # fmt: skip
 
 
@@ -65,10 +55,9 @@ def measure(run: Run) -> dict[str, Any]:
     names = [f"{about['recipe']['sink_variant']}-{about['recipe']['seed']}" for about in runs]
     check(names, runs)
     texts, files_read = texts_of(options.texts, options.tokens, options.runs[0])
-    tasks = read_tasks(options.zeroshot, options.rows) if options.zeroshot else {}
-    record.add([*files_read, *(options.zeroshot / f"{task}.jsonl" for task in tasks)])
+    record.add(files_read)
     variants: dict[str, Any] = {}
-    case = [options.tokens, options.rows, record.about["data"]]
+    case = [options.tokens, record.about["data"]]
     for folder, about, variant in zip(options.runs, runs, names, strict=True):
         llm = models.load(folder / "hf")
         weights = sha256(folder / "hf" / "model.safetensors")
@@ -76,7 +65,7 @@ def measure(run: Run) -> dict[str, Any]:
         stored = TRIALS / "sink_tables.parts" / f"{variant}-{key}.json"
         if not stored.exists():
             stored.parent.mkdir(parents=True, exist_ok=True)
-            files.write({stored: dumps(plain(tables(llm, texts, tasks, variant))).encode()})
+            files.write({stored: dumps(plain(tables(llm, texts, variant))).encode()})
         variants[variant] = trained(folder, about, llm) | json.loads(stored.read_text("utf-8"))
         picture = record.file.with_name(f"sink_tables_{variant}.png")
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -171,18 +160,15 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-def tables(llm: Llm, texts: dict, tasks: dict, variant: str) -> dict[str, Any]:
+def tables(llm: Llm, texts: dict, variant: str) -> dict[str, Any]:
     """All measurements of one variant's model."""
     cache = llm.config.context // 2
-    results: dict[str, Any] = {"cache": cache, "perplexity": {}, "zeroshot": {}}
+    results: dict[str, Any] = {"cache": cache, "perplexity": {}}
     for name, text in texts.items():
         lines = table_3(llm, text, cache)
         shown = ", ".join(f"{key} {line['perplexity']:.3f}" for key, line in lines.items())
         print(f"{variant}: {name}: {shown}", flush=True)
         results["perplexity"][name] = {"predictions": len(text) - 1, **lines}
-    for task, rows in tasks.items():
-        results["zeroshot"][task] = accuracy(llm, rows)
-        print(f"{variant}: {task}: {results['zeroshot'][task]['accuracy']:.3f}", flush=True)
     mass = first_token(llm, texts)
     results["first_token"] = {
         "by_head": mass.tolist(),
@@ -262,83 +248,6 @@ def draw(llm: Llm, texts: dict, variant: str) -> bytes:
     return pictures.finish(figure, caption)
 
 
-def read_tasks(folder: Path, max_rows: int) -> dict[str, list[dict[str, Any]]]:
-    tasks = {}
-    for task in TASKS:
-        texts = (folder / f"{task}.jsonl").read_text("utf-8").splitlines()[:max_rows]
-        tasks[task] = [json.loads(text) for text in texts]
-    return tasks
-
-
-def accuracy(llm: Llm, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How often the right choice has the largest mean log-likelihood per token.
-
-    With a single choice: how often greedy decoding would generate it.
-    """
-    scored = score(llm, [(row["context"], choice) for row in rows for choice in row["choices"]])
-    right, at = [], 0
-    for row in rows:
-        mine = scored[at : at + len(row["choices"])]
-        at += len(mine)
-        if len(mine) == 1:
-            right.append(mine[0][1])
-        else:
-            right.append(int(np.argmax([mean for mean, _ in mine])) == row["answer"])
-    share, choices = float(np.mean(right)), [len(row["choices"]) for row in rows]
-    return {
-        "accuracy": share,
-        "standard_error": (share * (1 - share) / len(right)) ** 0.5,
-        "rows": len(right),
-        "chance": float(np.mean([0 if n == 1 else 1 / n for n in choices])),
-    }
-
-
-def score(llm: Llm, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """By choice after its context: mean log-likelihood, and whether every token is the likeliest.
-
-    A text longer than the model's context is cut at its beginning, after the sink tokens. At least
-    one token before the choice stays.
-    """
-    front, max_context = list(llm.tokenizer.front), llm.config.context
-    texts = []
-    for context, choice in pairs:
-        ids = llm.tokenizer.encode(choice, bos=False, start=False)
-        before = llm.tokenizer.encode(context, bos=False)
-        # A prediction needs a token before it.
-        before = before or [llm.eos[0]]
-        room = max(1, max_context + 1 - len(front) - len(ids))
-        texts.append((front + before[max(0, len(before) - room) :], ids))
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
-    scores: dict[int, tuple[float, bool]] = {}
-    for start in range(0, len(order), ROWS):
-        rows_of_batch = order[start : start + ROWS]
-        longest = max(len(texts[i][0]) + len(texts[i][1]) for i in rows_of_batch)
-        width = -(-longest // 32) * 32
-        ids, asked = np.zeros((ROWS, width + 1), np.int32), np.zeros((ROWS, width), bool)
-        for row, i in enumerate(rows_of_batch):
-            before, choice = texts[i]
-            ids[row, : len(before) + len(choice)] = before + choice
-            asked[row, len(before) - 1 : len(before) + len(choice) - 1] = True
-        losses, likeliest = _score(llm.config, llm.weights, ids, asked)
-        for row, i in enumerate(rows_of_batch):
-            scores[i] = (-float(losses[row]), bool(likeliest[row]))
-    return [scores[i] for i in range(len(texts))]
-
-
-@partial(jax.jit, static_argnums=0)
-def _score(
-    config: Config, weights: Weights, ids: Int32[Array, "B X"], asked: Bool[Array, "B T"]
-) -> tuple[Float32[Array, " B"], Bool[Array, " B"]]:
-    """Mean loss of the tokens after the marked positions, and whether each is the likeliest."""
-    decoder, hidden, _ = uncached.forward(config, weights, ids[:, :-1])
-    logits, targets = decoder.logits(hidden), ids[:, 1:]
-    losses = target_losses(logits, targets)
-    hits = (jnp.argmax(logits, axis=-1) == targets) | ~asked
-    count = jnp.sum(asked, axis=1, dtype=jnp.float32)
-    mean = jnp.sum(jnp.where(asked, losses, 0), axis=1) / jnp.maximum(count, 1)
-    return mean, jnp.all(hits, axis=1)
-
-
 def losses(kind: str, count: int) -> Derived:
     """By model and text, the loss with so many first tokens in the cache minus that with four."""
     return lambda results: {
@@ -380,7 +289,7 @@ CLAIMS = (
     claim("Figure 6", "A sink token in training raises the loss by under 0.02 nats, over seeds",
           "sink_tables", below(raised_loss, SAME), seen=[above(paired_seeds, 1)]),
     claim("Table 4, seven tasks", "A sink token in training does not lower accuracy on tasks",
-          "sink_tables", needs="--zeroshot, and models that are better than chance"),
+          "sink_tables", needs="models that are better than chance"),
 )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shlex
 import socket
@@ -17,7 +16,6 @@ from markdown_it import MarkdownIt
 
 from jaxkv.cli import main
 from jaxkv.evals.lib.run import run
-from jaxkv.evals.training.sink_tables import TASKS
 from tests.models.training_data import write_texts
 from tests.tiny import write_tiny
 
@@ -35,7 +33,7 @@ SOONER = {
     "pretrain --preset": " ".join(f"--set {setting}" for setting in SMALL.split()),
     "pretrain --from": " ".join(f"--set {setting}" for setting in SHORT.split()),
     "evals.training.mfu": "--preset backcopy --rows 1 --rounds 1 --quick",
-    "evals.training.sink_tables": "--tokens 1100 --rows 2 --quick",
+    "evals.training.sink_tables": "--tokens 1100 --quick",
     "evals.training.sinks_in_front": "--tokens 40 --windows 12 --starts 1 --quick",
     "evals.training.default_model": "--tokens 800 --block 200 --quick",
 }
@@ -59,10 +57,6 @@ def workdir(tmp_path, monkeypatch):
     for part in ("train", "train_more", "valid", "test"):
         write_texts(tmp_path / "books" / part, documents=4, words=1200)
     write_tiny(tmp_path / "model")
-    (tmp_path / "zeroshot").mkdir()
-    question = {"context": "the cat", "choices": [" sat", " ran"], "answer": 0}
-    for task in TASKS:
-        (tmp_path / f"zeroshot/{task}.jsonl").write_text(f"{json.dumps(question)}\n" * 3)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -107,12 +107,6 @@ def repetition(text: str) -> float:
     return max(shares)
 
 
-def test_repetition_tells_a_loop_from_a_novel():
-    novel = (ROOT / "models/default/passage.txt").read_text("utf-8")
-    loop = novel[:3000] + "He was a man, and the man was not. " * 20 + novel[3000:6000]
-    assert repetition(novel) < 0.1 and repetition(loop) > 0.9
-
-
 def test_readme_has_the_bytes_of_both_caches():
     """30 layers of SmolLM2-135M in float32."""
     spec = jaxkv.Spec(3, 64, 64**-0.5, NoPosition())

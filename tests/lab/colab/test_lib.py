@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ def llm():
     return models.load()
 
 
-@pytest.mark.slow
 def test_a_window_caches_only_the_end(llm):
     ids = runtime.passage(llm, 20)
     settings = {"window": "window:window=5", "full": "full"}
@@ -33,15 +31,6 @@ def test_a_window_caches_only_the_end(llm):
     window = {"window": coverages["window"]}
     marked = [cached_tokens.highlight(llm, ids[:n], window).data.count("0.38") for n in (15, 20)]
     assert marked == [0, 1]  # one run of five tokens with weight 1 of 4
-
-
-def test_a_phrase_is_located_in_its_tokens(llm):
-    ids = runtime.passage(llm, 200)
-    for words in ("Baskervilles", "who was usually", "Mr."):
-        place = cached_tokens.find_tokens(llm, ids, words)
-        text, fewer = (llm.tokenizer.decode(ids[place.start + n : place.stop]) for n in (0, 1))
-        assert words in text and words not in fewer
-    assert cached_tokens.find_tokens(llm, ids, "nowhere to be found") is None
 
 
 def test_norms_are_those_of_the_signed_sums():
@@ -60,7 +49,6 @@ def test_norms_are_those_of_the_signed_sums():
     np.testing.assert_allclose(balance.norms_of_sums(points, signs), expected, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_prompt_that_is_not_compressed_has_no_error():
     methods = {
         "all": "snapkv:capacity=1056,window=32",
@@ -70,7 +58,6 @@ def test_a_prompt_that_is_not_compressed_has_no_error():
     assert errors["all"] < 1e-5 and 0.1 < errors["half"] < 1
 
 
-@pytest.mark.slow
 def test_recorded_heads_have_the_attention_of_the_model(llm):
     texts = np.array(runtime.passage(llm, 160), np.int32).reshape(2, 80)
     (heads,) = attention.record(llm, texts, [2]).values()
@@ -82,13 +69,6 @@ def test_recorded_heads_have_the_attention_of_the_model(llm):
     assert heads.v.shape == heads.k.shape
 
 
-def test_the_shipped_requests_are_the_first_of_the_published_trace(shared):
-    file = shared / "traces" / "mooncake_conversation_trace.jsonl"
-    with file.open(encoding="utf-8") as published:
-        assert conversations.TRACE.read_text("utf-8") == "".join(islice(published, 400))
-
-
-@pytest.mark.slow
 def test_cached_tokens_are_not_computed_and_answers_do_not_change(llm):
     ids = tuple(runtime.passage(llm, 200))
 
@@ -128,7 +108,6 @@ def trained(tmp_path_factory):
     return models.load(run), tokens, chain.triggers
 
 
-@pytest.mark.slow
 def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained, monkeypatch):
     llm, tokens, _ = trained
     monkeypatch.setattr(letters, "SAMPLES", 1)
@@ -138,7 +117,6 @@ def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained,
     np.testing.assert_allclose(letters.losses_by_position(llm, tokens), losses, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on_sink", [False, True])
 def test_attention_of_triggers_and_of_idle_letters(trained, monkeypatch, on_sink):
     """Triggers attend to the letter before them, others to themselves or to the sink."""

@@ -54,7 +54,6 @@ def test_without_compression_the_output_is_causal_attention(drawn):
     np.testing.assert_allclose(ends, attend(weights), atol=2e-6)
 
 
-@pytest.mark.slow
 def test_more_rounds_err_more_and_weights_help(drawn):
     errors = single_layer.errors(SPEC, *drawn, rounds=[1, 3], seeds=[0, 1, 2], title="test")
     assert set(errors) == {*single_layer.METHODS, "saturated", "ends alone", "snapkv"}
@@ -73,16 +72,6 @@ def test_more_rounds_err_more_and_weights_help(drawn):
     np.testing.assert_allclose(stretches["uniform"]["3"], [np.mean(errors["uniform"]["3"])] * 2)
 
 
-def test_an_error_is_relative_to_each_head():
-    exact = np.zeros((5, 2, 3))
-    exact[:, 0], exact[:, 1] = 1.0, 10.0
-    assert single_layer.relative_error(exact * 1.5, exact) == 0.5
-    off = exact.copy()
-    off[:, 1] = 0
-    assert single_layer.relative_error(off, exact) == 0.5  # one of two heads is wrong
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [300, 700])  # within the context of 512, and beyond it
 def test_captured_keys_and_values_are_those_of_the_first_layer(shared, length):
     """They depend on the embeddings only, so plain numpy computes them."""

@@ -12,15 +12,12 @@ from jaxkv.evals.benchmarks.cpu_forms import FORMS, PROGRAMS, ProgramSizes
 from jaxkv.models.training.recipes import PRESETS
 from jaxkv.pallas_kernels.sampled_attention import reference
 from jaxkv.platform import cpu as xla_cpu
-from tests.seldom import seldom
 
 RECIPE = replace(
     PRESETS["tiny"], layers=1, width=32, heads=2, kv_heads=1, mlp=64, context=32, batch_size=2
 )
 SIZES = ProgramSizes(small=32, large=128, steps=2, keys=512, bits=4, tables=8, sequences=2,
               recipe=RECIPE, vocab=256)  # fmt: skip
-# In the everyday suite. Programs of whole models take long to trace.
-QUICK = ("argmax", "index", "sampled")
 RESULTS = {  # of a program besides its caches, whose form may differ
     "engine": lambda results: results[1],
     "forward": lambda results: results[1],
@@ -58,7 +55,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.parametrize("program", [p if p in QUICK else seldom(p) for p in PROGRAMS])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_plain_form_is_another_program_and_computes_the_same(program, load, low_thresholds):
     built = PROGRAMS[program](load, SIZES)
 

@@ -1,9 +1,7 @@
 """Each benchmark at a tiny size, on a random model: its results, and what must end a run."""
 
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxkv import models
@@ -12,12 +10,10 @@ from jaxkv.evals.benchmarks import (
     latency,
     policy_rates,
     quantisation,
-    serving,
     startup,
-    training,
 )
 from jaxkv.evals.lib import paired_losses, timing
-from jaxkv.evals.lib.text import PASSAGE
+from jaxkv.models.tools.passage import PASSAGE
 from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
 from tests.tiny import write_tiny
 
@@ -47,17 +43,14 @@ def test_each_round_decodes_from_the_same_state(llm):
     assert int(stream.decoding.position[0]) == 300 + 10
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("part", latency.PARTS)
 def test_latency(part, llm):
     shape = {"layers": 1, "width": 32, "heads": 2, "mlp": 48, "vocab": 64}
     scale = latency.Scale(shape, (100, 400), (32,), 1, 1)
     results = latency.PARTS[part](llm, latency.random_llama(shape), scale)
-    names = {"seen": "ratio", "recompute": "most", "loop": "bars"}
+    names = {"seen": "ratio", "recompute": "most"}
     assert results[names[part]]
-    if part == "loop":
-        assert results["cache_copies"] == []
 
 
 def test_kernels_are_timed(monkeypatch):
@@ -87,7 +80,6 @@ def test_losses_and_bytes_of_both_forms_of_a_cache(llm, monkeypatch):
     assert 0.25 < shares["float32"] < 0.6 < shares["bfloat16"] < 1.1  # sinks are a part of so few
 
 
-@pytest.mark.slow
 def test_weights_in_integers(llm):
     llms = quantisation.load(llm.path)
     loss = quantisation.weights_loss(llms, PASSAGE, 300)
@@ -97,16 +89,6 @@ def test_weights_in_integers(llm):
     assert len(speed["tokens_per_second"]) == 6 and len(quantisation.weights_bars(results)) == 5
 
 
-@pytest.mark.slow
-def test_a_slow_listener_is_host_time(llm, monkeypatch):
-    """Sixteen times a millisecond, in a step of a program that takes less."""
-    monkeypatch.setattr(serving.Ignore, "token", lambda *_: time.sleep(1e-3))
-    results = serving.host(llm, (), 2, quick=True)
-    step, program = (results["milliseconds"][name]["min"] for name in ("engine", "programs"))
-    assert step > 16 and results["share"]["median"] == pytest.approx(1 - program / step, abs=0.2)
-
-
-@pytest.mark.slow
 def test_each_message_of_a_chat_has_its_seconds(llm, monkeypatch):
     """The start and the compilation are in those of the first message. Warm: compiled before."""
     folders, measured = [], startup.chat
@@ -127,18 +109,3 @@ def test_each_message_of_a_chat_has_its_seconds(llm, monkeypatch):
 def test_a_chat_that_ends_is_no_measurement(tmp_path):
     with pytest.raises(SystemExit, match="ended in turn 1"):
         startup.chat(str(tmp_path / "absent"), ["Hello"], "off")
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-@pytest.mark.usefixtures("optax_promotes_dtypes")
-def test_training_has_the_losses_of_pytorch_or_ends(llm, monkeypatch):
-    """With decay, clipping and a learning rate that change the losses of the next steps."""
-    strong = ["lr=1e-2", "weight_decay=5", "clip=0.01"]
-    results = training.measure(llm, rows=2, context=24, rounds=3, settings=strong)
-    jaxkv_losses, torch_losses = results["losses"].values()
-    assert len(set(jaxkv_losses)) == 4 and results["speed_over_torch"]["n"] == 3
-    np.testing.assert_allclose(jaxkv_losses, torch_losses, atol=5e-5)
-    monkeypatch.setattr(training, "torch_step", lambda *_: lambda batch: float("nan"))
-    with pytest.raises(SystemExit, match=r"got nan.*do not train the same model"):
-        training.measure(llm, rows=2, context=24, rounds=1)

@@ -20,7 +20,6 @@ from jaxkv.evals.benchmarks import (
     rates_transformers,
 )
 from jaxkv.evals.benchmarks.rates import COMPILED, EAGER, FIRST, RateSizes
-from jaxkv.evals.lib import record
 from jaxkv.evals.lib.baseline import Baseline
 from tests.tiny import write_tiny
 
@@ -131,21 +130,9 @@ def test_all_cases_of_transformers_are_measured(fakes, model):
     assert "`CppError: no compiler`" in rates.rates_table("transformers", results)
 
 
-@pytest.mark.parametrize("peer", rates.PEERS)
-def test_the_table_reads_the_record_of_the_command(fakes, model, peer, monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "TRIALS", tmp_path)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)  # of this process
-    command = ["rates", peer, "--model", str(model), "--threads", "1", "--quick"]
-    monkeypatch.setattr(sys, "argv", command)
-    rates.main()
-    results = record.read(rates.PEERS[peer].record, tmp_path)["results"]
-    assert results["model"] in str(model) and rates.rates_table(peer, results)
-
-
 @pytest.mark.parametrize(
     "peer, change, match",
     [
-        ("transformers", ("[7, 8, 9]", "[7, 8, 1 if policy else 9]"), "streaming .* different tok"),
         ("llama.cpp", ("[7, 1, 2]", "[6, 8, 9]"), r"llama.cpp F16 .* different tokens"),
         ("llama.cpp", ("import os, sys", "raise ValueError"), "quantise failed.*nothing is writte"),
     ],
@@ -195,7 +182,6 @@ def greedy_of_jaxkv(model, new):
     return worker.greedy(2, new)["tokens"]
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 def test_torch_generates_the_tokens_of_jaxkv(torch_worker, model):
     """With both caches, and after a measurement, which leaves more tokens in the cache."""
@@ -212,7 +198,6 @@ def test_torch_generates_the_tokens_of_jaxkv(torch_worker, model):
     assert torch_worker.decodings[2].cache.layers[0].keys.shape[2] == 24 + 6
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")

@@ -41,7 +41,6 @@ def server(folder):
         yield running
 
 
-@pytest.mark.slow
 def test_an_answer_is_that_of_generate(server, folder):
     """It has as many tokens as were asked for, and the times of its chunks are in order."""
     messages = servers.prompt("1", 0, 3)
@@ -67,20 +66,6 @@ def test_all_measurements_in_turn(server, monkeypatch):
     assert len(numbers) == 2 + 3 + 1
     assert all(statistic["n"] == 2 and statistic["min"] > 0 for statistic in numbers)
     assert 0 < case["memory"]["start"]["resident"] <= case["memory"]["end"]["peak"]
-
-
-def test_a_conversation_grows_by_the_answers(server, monkeypatch):
-    sent, ask = [], servers.ask
-
-    async def watched(target, messages, new):
-        sent.append([message["content"] for message in messages])
-        return await ask(target, messages, new)
-
-    monkeypatch.setattr(servers, "ask", watched)
-    assert len(asyncio.run(servers.chat(server.target, "7", ["Hello!", "And?"], 4))) == 2
-    first, second = sent
-    assert first == ["Number 7.", "Hello!"]
-    assert second[:2] == first and second[3] == "And?" and second[2]
 
 
 def test_a_refused_request_is_a_reason(server, capsys):
@@ -119,13 +104,6 @@ def test_a_stream_that_breaks_off_is_a_reason(event, reason):
 
     with pytest.raises(RuntimeError, match=reason):
         asyncio.run(request())
-
-
-def test_gaps_count_while_prompts_are_answered():
-    times = [0.0, 1.0, 3.0, 6.0, 10.0]
-    assert servers.gaps(times) == [1, 2, 3, 4] and servers.gaps(times, 1.5, 5.0) == [2, 3]
-    with pytest.raises(RuntimeError, match="no chunks while the prompts arrive"):
-        servers.percentile(servers.gaps(times, 11.0))
 
 
 def test_servers_get_equal_requests_and_weights(tmp_path):

@@ -5,28 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib.hlo import copies, copies_in_loops, floats_in_loops
-
-TEXT = """
-%inside (p: (f32[4,8])) -> (f32[4,8]) {
-  %a = f32[4,8]{1,0} copy(%p)
-  %b = f32[8]{0} copy(%q)
-}
-
-ENTRY %main (x: f32[4,8]) -> f32[4,8] {
-  %c = f32[4,8]{1,0} copy(%x)
-  %w = (f32[4,8]) while(%t), condition=%inside, body=%inside
-}
-"""
-
-
-def test_only_copies_of_a_size_inside_a_loop_are_found():
-    assert copies_in_loops(TEXT, {32}) == ["%a = f32[4,8]{1,0} copy(%p)"]
-    assert len(copies_in_loops(TEXT, {8, 32})) == 2
-    assert len(copies(TEXT, {32})) == 2
-    with pytest.raises(ValueError, match="no loop"):
-        copies_in_loops(TEXT.replace("body=", ""), {32})
-
+from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
 
 FUSED = """
 %fused (p: s8[4,8]) -> f32[2,3] {

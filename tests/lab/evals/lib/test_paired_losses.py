@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.errors import UserError
-from jaxkv.evals.lib import paired_losses, parts, record, table
+from jaxkv.evals.lib import paired_losses, parts, record
 from jaxkv.evals.lib.paired_losses import BIN, Case
 
 CASES = {"base": Case("streaming:sinks=1,window=15"), "few": Case("recompute:window=16", every=64)}
@@ -114,23 +113,3 @@ def test_rows_compare_the_bins_that_all_cases_have():
     assert alone["rows"]["base"]["perplexity"] == pytest.approx(np.exp(22 / 6))
     first = paired_losses.compare(texts, ["base"], "base", skip=0, end=BIN)
     assert first["rows"]["base"]["perplexity"] == pytest.approx(np.exp(8.5))
-
-
-def test_one_text_has_no_interval():
-    row = paired_losses.compare(by_text([9.0, 2.0]), ["base", "short"], "base", 0)["rows"]["short"]
-    assert row["standard_error"] is None
-    assert table.over_base(row) == "+0.500"
-
-
-def test_texts_that_are_too_short_are_refused():
-    with pytest.raises(UserError, match="more than 1,024 tokens"):
-        paired_losses.compare(by_text([9.0, 2.0]), ["base"], "base", skip=4 * BIN)
-
-
-def test_errors_over_stretches_and_over_seeds():
-    base = np.array([[1.0, 2.0, 3.0]])
-    excess = paired_losses.excess(base + np.array([[0.1, 0.2, 0.3], [0.3, 0.4, 0.5]]), base)
-    assert excess["mean"] == pytest.approx(0.3)
-    assert excess["each"] == pytest.approx([0.2, 0.3, 0.4])
-    assert excess["two_errors"]["stretches"] == pytest.approx(2 * 0.1 / 3**0.5)
-    assert excess["two_errors"]["seeds"] == pytest.approx(0.2)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.lib import memory_maps, parts, record
-from tests.conftest import check_memory_maps
 
 
 def test_a_part_is_computed_once(trials, capsys):
@@ -40,26 +39,3 @@ def test_programs_are_released_before_the_memory_maps_run_out(tmp_path, monkeypa
     for lines in (memory_maps.MOST, memory_maps.MOST + 1):
         (tmp_path / "maps").write_bytes(b"line\n" * lines)
         assert memory_maps.release() == (lines > memory_maps.MOST) == bool(cleared)
-
-
-@pytest.mark.parametrize("maps, tests", [(0, 18), (30_000, 8), (49_999, 1), (60_000, 1)])
-def test_more_memory_maps_are_counted_after_fewer_tests(monkeypatch, maps, tests):
-    counted = []
-    monkeypatch.setattr(memory_maps, "count", lambda: counted.append(1) or maps)
-    monkeypatch.setattr(memory_maps, "release", lambda max_maps: max_maps < maps)
-    checks = check_memory_maps()
-    for _ in range(tests):
-        next(checks)
-    assert len(counted) == 1
-    next(checks)
-    assert len(counted) == 2
-
-
-def test_memory_maps_that_stay_are_not_released_again_and_again(monkeypatch):
-    limits = []
-    monkeypatch.setattr(memory_maps, "count", lambda: 41_000)
-    monkeypatch.setattr(memory_maps, "release", limits.append)
-    checks = check_memory_maps()
-    while len(limits) < 2:
-        next(checks)
-    assert limits == [40_000, 45_000]

@@ -10,7 +10,7 @@ import pytest
 from jaxkv.errors import UserError
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import Record, plain, run_command, spread
-from jaxkv.models.tools.run_metadata import command, portable
+from jaxkv.models.tools.run_metadata import portable
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -77,39 +77,12 @@ def test_no_result_names_a_machine():
         assert not any(name.startswith("/") for name in about["data"]), file.name
 
 
-def test_the_standard_error_of_a_mean():
-    assert record.standard_error([1.0, 2.0, 3.0, 6.0]) == pytest.approx((14 / 3 / 4) ** 0.5)
-    assert record.standard_error([1.0]) is None
-
-
-def test_lists_of_numbers_stand_on_one_line():
-    results = {
-        "a": [1, 2.5, None],
-        "b": ["x, [ y ]  w", "z"],
-        "c": [[1, 2], []],
-        "d": [{"e": [True]}],
-    }
-    text = record.dumps(results)
-    assert json.loads(text) == results
-    assert '"a": [1, 2.5, null]' in text and "[1, 2]" in text and "[true]" in text
-
-
 def test_a_record_is_written_before_its_bars_are_printed(results, monkeypatch, capsys):
     monkeypatch.setattr(record, "TRIALS", results / "trials")
     line = {"bar": "speed", "value": {"median": 2.0}, "ask": ">= 3", "met": False}
     Record("trial", quick=True).finish({"bars": [line]})
     file = results / "trials" / "trial.json"
     assert capsys.readouterr().out == f"wrote {file}\nNOT MET speed: 2 >= 3\n"
-
-
-@pytest.mark.parametrize("script, shown", [
-    ("/far/away/bin/jaxkv", "jaxkv compare --text a.txt"),
-    ("/far/away/run.py", "python away/run.py compare --text a.txt"),
-])  # fmt: skip
-def test_the_command_of_a_run_can_be_typed(script, shown, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [script, "compare", "--text", "a.txt"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert command() == shown
 
 
 def test_an_error_of_the_user_is_one_line_and_a_bug_is_not(capsys, tmp_path):
@@ -131,18 +104,3 @@ def test_an_error_of_the_user_is_one_line_and_a_bug_is_not(capsys, tmp_path):
     for bug, main in ((ConnectionResetError, lose), (ZeroDivisionError, lambda: 1 / 0)):
         with pytest.raises(bug):
             run_command(main)
-
-
-def test_every_experiment_reports_errors_of_the_user():
-    """But for those that are no experiments, and replay, which has a program name of its own."""
-    exceptions = {
-        "kvpress_worker",
-        "rates_llama_cpp",
-        "rates_jaxkv",
-        "rates_transformers",
-        "replay",
-    }
-    for file in (record.ROOT / "evals").rglob("*.py"):
-        text = file.read_text("utf-8")
-        if '__name__ == "__main__"' in text and file.stem not in exceptions:
-            assert text.endswith(("    run_command(main)\n", "    run(MEASURE)\n")), file

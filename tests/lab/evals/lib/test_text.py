@@ -1,12 +1,10 @@
 """Stretches of several texts."""
 
-import json
-
 import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.text import stretches_of, tokens_of
+from jaxkv.evals.lib.text import stretches_of
 from tests.tiny import write_tiny
 
 
@@ -38,18 +36,3 @@ def test_every_text_gives_as_many_stretches_from_its_beginning(llm, texts):
 def test_texts_that_cannot_give_as_many_are_refused(llm, texts, count, length, says):
     with pytest.raises(UserError, match=says):
         stretches_of(llm, texts, count, length)
-
-
-def test_a_text_that_does_not_exist_is_named(llm, texts):
-    with pytest.raises(UserError, match=r"must exist, got .*nowhere"):
-        stretches_of(llm, [texts[0], texts[0].with_name("nowhere")], 2, 7)
-
-
-def test_books_are_read_in_the_order_of_their_manifest(llm, tmp_path):
-    splits = {"b.txt": "train", "a.txt": "train", "c.txt": "valid"}
-    books = [{"file": name, "split": split} for name, split in splits.items()]
-    (tmp_path / "manifest.json").write_text(json.dumps({"books": books}))
-    for name in splits:
-        (tmp_path / name).write_text(name * 9)
-    assert [file.name for file in tokens_of(llm, tmp_path, 20)[1]] == ["b.txt"]
-    assert [file.name for file in tokens_of(llm, tmp_path, 10_000)[1]] == ["b.txt", "a.txt"]

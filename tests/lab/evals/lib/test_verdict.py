@@ -1,7 +1,5 @@
 """Verdicts on claims: values, intervals, cases by name, and the statements of pages."""
 
-import math
-
 import pytest
 
 from jaxkv.evals.lib import verdict
@@ -11,34 +9,14 @@ from jaxkv.evals.lib.verdict import (
     PART,
     UNSEEN,
     Statement,
-    Value,
     above,
     below,
     claim,
     decide,
-    measured,
-    summary,
     within,
 )
 
 ROW = {"loss_over_base": 0.5, "standard_error": 0.1}
-
-
-@pytest.mark.parametrize(
-    "data, value",
-    [
-        (2, Value(2, 2, 2)),
-        ([1.0, 2.0, 3.0], Value(2, 2 - 2 / math.sqrt(3), 2 + 2 / math.sqrt(3), "±")),
-        ([1.0], Value(1, -math.inf, math.inf, "±")),
-        (ROW, Value(0.5, 0.3, 0.7, "±")),
-        ({"mean": 1.0, "standard_error": 0.25}, Value(1, 0.5, 1.5, "±")),
-        ({"mean": 1.0, "two_errors": 0.5}, Value(1, 0.5, 1.5, "±")),
-        ({"mean": 1.0, "two_errors": {"stretches": 0.5}}, Value(1, 0.5, 1.5, "±")),
-        ({"median": 2.0, "min": 1.0, "max": 4.0, "n": 3}, Value(2, 1, 4, "to")),
-    ],
-)
-def test_a_measurement_has_a_middle_and_an_interval(data, value):
-    assert measured(data)[:3] == pytest.approx(value[:3]) and measured(data).by == value.by
 
 
 @pytest.mark.parametrize(
@@ -58,18 +36,6 @@ def test_a_measurement_has_a_middle_and_an_interval(data, value):
 def test_the_whole_interval_decides(comparison, holds):
     (outcome,) = verdict.decisions(comparison, {"row": ROW})
     assert outcome.holds == holds
-
-
-def test_names_in_a_path_stand_for_the_same_keys_on_both_sides():
-    results = {"x": {"a": [1.0, 2.0], "b": [5.0, 5.5]}, "y": {"a": [0.5, 1.5], "b": [6.0, 6.5]}}
-    cases = list(verdict.decisions(above("x/{case}", "y/{case}"), results))
-    assert [(x.case, x.value.middle, x.holds) for x in cases] == [
-        ("a", 0.5, True),
-        ("b", -1, False),
-    ]
-    results = {"size": {"256": {"0+256": 1.0}, "512": {"0+512": 2.0}}}
-    (first, second) = verdict.decisions(above("size/{n}/0+{n}"), results)
-    assert (first.case, second.value.middle) == ("256", 2.0)
 
 
 def test_pairs_are_compared_as_pairs():
@@ -103,10 +69,3 @@ def test_a_path_that_matches_nothing_is_an_error(comparison):
     ):
         with pytest.raises(ValueError, match="matches none"):
             decide(decided, {"x": {"a": 1}})
-
-
-def test_many_cases_are_summarised():
-    (case,) = verdict.decisions(above("row"), {"row": ROW})
-    assert summary([case], "nats") == "+0.500 ± 0.200 nats"
-    many = list(verdict.decisions(above("x/{n}"), {"x": {str(n): n - 1 for n in range(5)}}))
-    assert summary(many, "count") == "as claimed in 3 of 5 cases; -1 to 3"

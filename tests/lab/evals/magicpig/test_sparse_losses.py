@@ -50,7 +50,6 @@ def seen(llm, stretches):
     return [capture(llm, tokens) for tokens in stretches[:3]]
 
 
-@pytest.mark.slow
 def test_chosen_tables_select_the_requested_share(llm, between, seen):
     between = [capture(llm, tokens) for tokens in between]
     angles = matched_budgets.angles(llm.spec, between, PROMPT, SINKS, WINDOW)
@@ -63,7 +62,6 @@ def test_chosen_tables_select_the_requested_share(llm, between, seen):
         assert read["mean"] == pytest.approx(share, rel=0.15)
 
 
-@pytest.mark.slow
 def test_each_method_reads_its_share(llm, seen):
     between = np.arange(CONTEXT - 8, CONTEXT) + 1 - SINKS - WINDOW
     expected = np.mean(np.ceil(0.1 * between) / between)
@@ -75,7 +73,6 @@ def test_each_method_reads_its_share(llm, seen):
     assert share_read(llm, EndsOnly(**ENDS), seen, PROMPT, 8)["mean"] == 0
 
 
-@pytest.mark.slow
 def test_a_shared_prompt_gives_the_losses_of_a_prompt_that_is_read(llm, stretches):
     """Of methods that draw from an index, draw without one, and do not draw."""
     methods = matched_budgets.methods(0.2, (4, 12), SINKS, WINDOW, 0.5)
@@ -91,7 +88,6 @@ def test_a_shared_prompt_gives_the_losses_of_a_prompt_that_is_read(llm, stretche
     assert columns[0, 1:4].tolist() == [pytest.approx(0, abs=1e-6), 1, 1]
 
 
-@pytest.mark.slow
 def test_the_mass_of_top_p_reads_the_requested_share(llm, seen):
     last = CONTEXT - ASKED  # the queries on which shares are measured
     masses = matched_budgets.masses(llm.spec, seen, last, SINKS, WINDOW)
@@ -99,11 +95,3 @@ def test_the_mass_of_top_p_reads_the_requested_share(llm, seen):
         chosen = TopP(masses.reaching(share), **ENDS)
         read = share_read(llm, chosen, seen, PROMPT)["mean"]
         assert read == pytest.approx(share, rel=0.02)
-
-
-def test_a_line_compares_with_full_attention_and_over_texts():
-    full, measured = np.zeros((1, 3, 5)), np.zeros((2, 3, 5))
-    measured[0, :, 0], measured[1, :, 0], measured[..., 3] = 1, 3, [0.1, 0.2, 0.3]
-    entry = sparse_losses.line(FULL, measured, full)
-    assert entry["over_full"]["mean"] == 2 and entry["over_full"]["each"] == [2, 2, 2]
-    assert entry["share_read"] == {"mean": pytest.approx(0.2), "each": [0.1, 0.2, 0.3]}

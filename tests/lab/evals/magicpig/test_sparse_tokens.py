@@ -21,7 +21,6 @@ def llm():
     return replace(model, config=replace(model.config, layers=1, windows=(None,)))
 
 
-@pytest.mark.slow
 def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     monkeypatch.setattr(sparse_tokens, "random_llama", lambda _: (llm, None))
     options = Namespace(written=4, rounds=2)
@@ -32,7 +31,6 @@ def test_a_filled_cache_can_be_decoded_from(llm, monkeypatch):
     assert isotropic(10, 150, 64) < results["share_attended"]["mean"] < isotropic(10, 150, 8)
 
 
-@pytest.mark.slow
 def test_prefilled_bytes_are_those_of_a_stream(llm):
     for text in (
         "magicpig:K=4,L=20,sinks=4,window=8,start=72,tail=1",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from jaxkv.evals.magicpig import heads, tune_lsh
 from jaxkv.evals.magicpig.tune_lsh import SINKS, WINDOW
 from jaxkv.policies import MagicPIG
 from jaxkv.policies.magicpig.lsh import Hashing
-from jaxkv.policy_spec import parse_policy
 from jaxkv.rotary import rotary
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
@@ -28,7 +25,6 @@ def layer():
     return heads.CapturedLayer(*map(jnp.asarray, (q, k[:, :, :2], v[:, :, :2] + 1)))
 
 
-@pytest.mark.slow
 def test_the_largest_l_equals_the_policy(layer):
     """An equal seed gives equal planes, so equal keys and equal attention."""
     how = Hashing(5, 12)
@@ -84,13 +80,3 @@ def test_the_smallest_tables_below_a_target_are_recommended():
         tune_lsh.smallest_tables(SOME, 0.32)["share"] == 0.1
     )  # of equal tables, the smallest share
     assert tune_lsh.smallest_tables(SOME, 0.069) is None  # within two standard errors
-
-
-def test_the_recommendation_is_a_policy_string():
-    chosen = parse_policy(tune_lsh.policy_of(SOME[0]))
-    assert chosen == replace(MagicPIG(), K=4, L=10, sinks=SINKS, window=WINDOW)
-
-
-def test_the_error_at_a_share_is_between_the_points_of_a_frontier():
-    line = [{"share": 0.01, "error": 0.4}, {"share": 0.04, "error": 0.1}]
-    assert tune_lsh.error_at(line, 0.02) == pytest.approx(0.2)

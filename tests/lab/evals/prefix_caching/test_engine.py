@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import types
 from dataclasses import replace
@@ -13,8 +12,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.benchmarks import serving, soak
-from jaxkv.evals.prefix_caching import agents, engine
-from jaxkv.evals.prefix_caching.traces import RecordedRequest
+from jaxkv.evals.prefix_caching import engine
 from jaxkv.serve.engine import Engine, PrefixConfig
 from tests.serve.engine.plain import VOCAB, plain
 from tests.serve.http.conftest import serving as serve
@@ -38,23 +36,6 @@ def test_prompts_of_mooncake_share_prefixes_where_its_ids_do(llm, tmp_path):
     assert first.tokens[:128] == second.tokens and first.tokens[128:160] != first.tokens[:32]
 
 
-def test_prompts_of_azure_share_no_prefix(llm, tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,800,80\n1,800,4\n")
-    (first, second), _ = engine.azure(llm, path, 9, 8)
-    assert len(first.tokens) == len(second.tokens) == 100 and first.tokens[:4] != second.tokens[:4]
-    assert (first.max_new_tokens, second.max_new_tokens) == (10, 1)
-
-
-def test_frequent_prompts_of_the_report_are_ten(llm):
-    load = engine.report_load(llm, 1.0, 200)
-    assert len({request.tokens for request in load.requests}) == 10
-    assert len({request.tokens for request in engine.report_load(llm, 0.0, 50).requests}) == 50
-    assert {len(request.tokens) for request in load.requests} == {15}
-    assert 100 < np.mean([request.max_new_tokens for request in load.requests]) < 124
-
-
-@pytest.mark.slow
 def test_equal_prompts_hit_except_the_first(llm):
     load = engine.report_load(llm, 1.0, 6)
     load = load._replace(requests=[replace(request, max_new_tokens=2) for request in load.requests])
@@ -75,14 +56,6 @@ def test_different_answers_end_the_run(llm, monkeypatch):
         engine.run(llm, load, "full", 2, 4, 1, "title")
 
 
-def test_passages_are_stretches_of_the_texts():
-    for passage in itertools.islice(serving.passages(TEXTS, 3), 20):
-        assert len(passage) == serving.LONG
-        assert list(passage) == list(range(passage[0], passage[0] + serving.LONG))
-    again = itertools.islice(serving.passages(TEXTS, 3), 5)
-    assert list(again) == list(itertools.islice(serving.passages(TEXTS, 3), 5))
-
-
 def test_a_time_to_first_token_requires_the_expected_cached_tokens():
     engine = Engine(plain(), max_batch=1, chunk=16, prefix_cache=PrefixConfig(num_blocks=8))
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 50).tolist())
@@ -90,24 +63,6 @@ def test_a_time_to_first_token_requires_the_expected_cached_tokens():
     assert serving.to_first(engine, prompt, 48) > 0
     with pytest.raises(RuntimeError, match="0 tokens were to be cached, 48 were"):
         serving.to_first(engine, prompt, 0)
-
-
-def test_saved_tokens_of_agents_are_their_repeated_prefixes(llm):
-    """Counted without an index: the longest prefix of each turn that an earlier turn had."""
-    rng = np.random.default_rng(4)
-    said = rng.integers(3, 4000, 2000).tolist()
-    turns = [said[:n] + rng.integers(3, 4000, 40).tolist() for n in (300, 600, 900, 500, 1990)]
-    results = agents.measure(llm, [RecordedRequest(tuple(turn), len(turn)) for turn in turns])
-    saved = 0
-    for n, turn in enumerate(turns):
-        alike = [sum(itertools.takewhile(bool, map(lambda a, b: a == b, turn, old)))
-                 for old in turns[:n]]  # fmt: skip
-        saved += min(max(alike, default=0), len(turn) - 1) // agents.CHUNK * agents.CHUNK
-    assert results["full"]["saved"] == saved > 0
-    for policy in results["policies"].values():
-        shares = [point["of_full"] for point in policy["entries"].values()]
-        assert all(0 < share <= 1 for share in shares)
-        assert all(point["distinct"] <= point["bytes"] for point in policy["entries"].values())
 
 
 def test_the_soak_client_reads_streamed_and_whole_answers():
@@ -149,20 +104,3 @@ def test_the_soak_bars_detect_wrong_answers_and_leaks(wrong, changed, missed):
     assert sum(not line["met"] for line in growing) == missed - wrong
     many = soak.bars("full", "growing", soaked | {"wrong": 10})
     assert sum(not line["met"] for line in many) == missed - wrong + 1
-
-
-def test_unfairness_compares_keys_while_all_have_clients():
-    keys, ends = [], []
-    for key, rate in zip(soak.CLIENTS, (1, 2, 2, 2), strict=True):  # answers a second
-        keys += [key] * 100
-        ends += [n / rate for n in range(1, 101)]
-    assert soak.unfairness(keys, ends) == pytest.approx(2, rel=0.02)  # until the fast keys end
-
-
-def test_clients_disconnect_at_the_configured_rates():
-    rng = np.random.default_rng(0)
-    how = [soak.draw_request(rng) for _ in range(3000)]
-    for when, share in soak.LEAVES.items():
-        assert abs(np.mean([request.leaves == when for request in how]) - share) < 0.03
-    assert all(request.stream for request in how if request.leaves == "amid")
-    assert {request.kind for request in how} == set(range(soak.KINDS))

@@ -19,7 +19,6 @@ from jaxkv.evals.prefix_caching.report import (
     hits,
     measure,
 )
-from tests.seldom import seldom
 
 # Checking types in millions of calls would dominate the time; tests/serve/prefix checks them.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -102,7 +101,7 @@ def mooncake(shared):
 
 @pytest.mark.parametrize(
     "capacity, reference",
-    [case if case[0] == 30_000 else seldom(*case) for case in traces.MOONCAKE.items()],
+    traces.MOONCAKE.items(),
 )
 def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, reference):
     result = traces.replay(mooncake, capacity)

@@ -17,19 +17,6 @@ def test_streaming_has_at_least_the_bytes_of_every_sampled_cache(llm):
     assert max_bytes > state_sizes.sequence_bytes(llm, state_sizes.streaming(window - 1))
 
 
-def test_every_variant_differs_in_its_fields_alone(llm):
-    cases = stream_losses.cases(llm)
-    plain = parse_policy(cases["reservoir"].policy)
-    variant = parse_policy(cases["reservoir, weighted, absolute"].policy)
-    assert (plain.weighted, plain.positions) == (False, "relative")
-    assert (variant.weighted, variant.positions) == (True, "absolute")
-    assert (plain.sinks, plain.window, plain.sample) == (
-        variant.sinks,
-        variant.window,
-        variant.sample,
-    )
-
-
 @pytest.mark.parametrize(
     "policy, expected",
     [

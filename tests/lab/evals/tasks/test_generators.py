@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.errors import UserError
 from jaxkv.evals.tasks import generators, haystack
-from jaxkv.evals.tasks.generators import TASKS, depth_of, samples
+from jaxkv.evals.tasks.generators import TASKS, samples
 
 LENGTH = 2048
 
@@ -35,27 +34,11 @@ def test_a_context_fills_its_length_to_within_a_sentence(tokenizer, samples_by_t
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_neither_question_nor_lead_tells_an_answer(samples_by_task, task):
-    for sample in samples_by_task[task]:
-        for answer in sample.answers:
-            assert answer not in f"{sample.question} {sample.lead}"
-            assert answer in sample.context
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_samples_depend_on_seed_and_number_alone(tokenizer, samples_by_task, task):
     again = samples(task, tokenizer, LENGTH, 2, seed=0)
     assert again == samples_by_task[task][:2]
     assert len({sample.context for sample in samples_by_task[task]}) == 3
     assert samples(task, tokenizer, LENGTH, 1, seed=1)[0].answers != again[0].answers
-
-
-@pytest.mark.parametrize("task, times", [("needle", 1), ("passkey", 2)])
-def test_a_number_is_said_as_often_as_defined(samples_by_task, task, times):
-    for sample in samples_by_task[task]:
-        (number,) = sample.answers
-        assert sample.context.count(number) == times
-        assert re.findall(r"\d+", sample.context) == [number] * times
 
 
 @pytest.mark.parametrize("task", generators.BY_DEPTH)
@@ -64,13 +47,6 @@ def test_a_number_stands_at_its_depth(tokenizer, task, depth):
     sample = TASKS[task].generate(np.random.default_rng(0), tokenizer, LENGTH, depth)
     body = sample.context.split("\n\n", 1)[1]
     assert body.index(sample.answers[0]) / len(body) == pytest.approx(depth, abs=0.08)
-
-
-def test_depths_are_spread_evenly():
-    depths = sorted(depth_of(i) for i in range(20))
-    assert depths[0] >= 0 and depths[-1] < 1
-    assert max(np.diff([0, *depths, 1])) < 0.11  # three times the step of an even grid at most
-    assert set(np.histogram(depths, 4, (0, 1))[0]) <= {4, 5, 6}
 
 
 def test_variables_form_a_chain_from_one_value(samples_by_task):
@@ -106,14 +82,3 @@ def test_frequent_words_follow_the_zeta_distribution(samples_by_task):
         for rank, (_, count) in enumerate(counts[:6], 2):
             assert count == pytest.approx(max_count / rank**2, abs=1)
         assert counts[2][1] > counts[3][1]  # the third is no tie
-
-
-def test_common_words_come_more_often_in_long_contexts(tokenizer):
-    (sample,) = samples("common-words", tokenizer, 4096, 1, seed=0)
-    counts = Counter(re.findall(r"\d+\. (\S+)", sample.context))
-    assert {counts[word] for word in sample.answers} == {30}
-
-
-def test_a_short_length_is_refused(tokenizer):
-    with pytest.raises(UserError, match="more than the 20 tokens left for it"):
-        samples("needle", tokenizer, 20, 1, seed=0)

@@ -11,7 +11,6 @@ import jaxkv
 from jaxkv.contract import Chunk
 from jaxkv.evals.tasks import budgets, score
 from jaxkv.rotary import rotary
-from tests.seldom import seldom
 
 
 def test_a_match_is_the_share_of_answers_in_any_case():
@@ -28,23 +27,6 @@ def test_intervals_are_those_of_wilson(share, count, low, high):
     assert score.wilson(share, count) == pytest.approx((low, high), abs=1e-3)
 
 
-def test_the_gate():
-    assert score.passes(0.9) and score.passes(1.0)
-    assert not score.passes(0.899)
-
-
-def test_scores_by_depth():
-    summary = score.summary(np.array([1.0, 0, 1, 0.5]), [0.9, 0.1, 0.6, 0.3])
-    assert summary["score"] == 0.625 and summary["by_depth"] == [0, 0.5, 1, 1]
-    assert "by_depth" not in score.summary(np.ones(3), [0.1, 0.2, 0.3])
-
-
-def test_means_have_two_standard_errors():
-    mean, error = score.mean_of(np.array([1.0, 2, 3, 6]))
-    assert mean == 3 and error == pytest.approx(2 * np.sqrt(14 / 3) / 2)
-    assert score.mean_of(np.ones(1)) == (1, None)
-
-
 LENGTH = 256
 SPEC = jaxkv.Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 1e4), group=1)
 STORED = ("window", "streaming", "h2o", "reservoir", "uniform", "balance", "snapkv",
@@ -59,7 +41,7 @@ def chunk():
     return Chunk(q, k, v, positions, jnp.ones((1, LENGTH), bool))
 
 
-@pytest.mark.parametrize("ratio", [0.25, seldom(0.5), seldom(0.75)])
+@pytest.mark.parametrize("ratio", [0.25, 0.75])
 @pytest.mark.parametrize("name", STORED)
 def test_policies_cache_their_budget(chunk, name, ratio):
     policy = jaxkv.policy(budgets.settings(LENGTH, ratio, LENGTH)[name])
@@ -86,10 +68,3 @@ def test_evicting_policies_have_equal_bytes_and_sparse_ones_equal_shares(ratio):
     vattention = policies["vattention"]
     drawn = vattention.top + vattention.base * (1 - vattention.top)
     assert drawn == pytest.approx(policies["topk"].share, rel=0.01)
-
-
-def test_the_list_of_policies_is_that_of_the_settings():
-    specs = budgets.settings(1024, 0.25, 1536, budgets.Tuned(8, 60, 0.7))
-    assert tuple(specs) == budgets.NAMES
-    assert set(specs) - set(budgets.settings(1024, 0.25, 1536)) == set(budgets.TUNED)
-    assert specs["magicpig"].startswith("magicpig:K=8,L=60,sinks=4,window=")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.training import emergence, sinks_in_front
+from jaxkv.evals.training import sinks_in_front
 from jaxkv.evals.training.sink_tables import read_losses
 from tests.tiny import write_tiny
 
@@ -41,18 +39,6 @@ def test_stretches_begin_at_different_tokens(llm, tmp_path):
         sinks_in_front.cut(llm, [text], 3, 27)
 
 
-def test_losses_are_compared_with_four_sinks_of_the_plain_model():
-    plain = {"1+7": {"a": np.array([3.0, 5]), "b": np.array([1.0])},
-             "4+4": {"a": np.array([2.0, 4]), "b": np.array([1.0])}}  # fmt: skip
-    constant = {"1+7": {"a": np.array([2.0, 4.002]), "b": np.array([1.003])}}
-    losses = {"plain": plain, "constant": constant}
-    table = sinks_in_front.tables(losses)
-    assert table["plain"]["1+7"]["loss_over_base"] == pytest.approx(2 / 3)
-    assert table["constant"]["1+7"]["over_base_by_stretch"] == pytest.approx({"a": 1e-3, "b": 3e-3})
-    (bar,) = sinks_in_front.bars(losses, [8])
-    assert bar["value"] == pytest.approx(3e-3) and not bar["met"]
-
-
 @pytest.mark.real_model
 def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
     """The record was made on an H100: one stretch, a constant sink over four published ones."""
@@ -66,16 +52,3 @@ def test_the_losses_on_a_gpu_are_those_of_this_machine(smollm2, shared):
     assert one_sink - four_sinks == pytest.approx(
         recorded["over_base_by_stretch"][f"{name} 0"], abs=1e-5
     )
-
-
-def test_the_attention_on_the_first_token_by_step(tmp_path):
-    """A record of emergence has the evaluations of a run's log, by million tokens."""
-    (tmp_path / "run.json").write_text(json.dumps({
-        "recipe": {"batch_size": 50, "context": 2_000}, "data": "d", "dtype": "float32"
-    }))  # fmt: skip
-    look = {"valid_loss": 3.0, "first_token": 0.1, "first_token_most": 0.4, "sink_heads": 0.25,
-            "device": "1 x cpu", "jax": "0"}  # fmt: skip
-    lines = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0} | look]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curve = emergence.curve(tmp_path)
-    assert curve["million_tokens"] == [2.0] and curve["first_token_most"] == [0.4]
