@@ -10,16 +10,16 @@ from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, mat
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
-    "agents", "attention_error", "host_time", "lookup", "operations", "recall", "rehearsal",
-    "remat", "sampled", "sampling", "training_peers", "tree_slots",
+    "agents", "attention_error", "cache_int8", "emergence", "host_time", "lookup", "operations",
+    "quantised_weights", "recall", "rehearsal", "remat", "sampled", "sampling", "training_peers",
+    "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
-    "cache_int8": "`drift`",
     "latency": "`bound`, `generate`, `loop` and `prefill`",
     "peers": "`checked`, another way to apply a press",
-    "quantised_weights": "the share of the bandwidth",
     "serving": "`host`",
     "sinks_distilled": "the variant `distilled`",
+    "task_gates": "`variable-tracking`, `common-words` and `frequent-words`",
     "workarounds": "row `tally`",
 }
 

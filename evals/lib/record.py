@@ -7,7 +7,6 @@ writes the record at the end, in one step. Records contain no paths of a machine
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from jaxkv import files
 from jaxkv.cli import Parser
 from jaxkv.errors import UserError
 from jaxkv.models.tools.run_metadata import ROOT, load, portable, run_metadata, sha256
+from jaxkv.policy_spec import nearest
 
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
@@ -78,15 +78,8 @@ class ChoiceParser(Parser):
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, unknown(value, action.choices))
-
-
-def unknown(name: object, names: Iterable[object]) -> str:
-    """The message for an unknown name: the known ones, and the nearest of them."""
-    known_names = list(map(str, names))
-    nearest = difflib.get_close_matches(str(name), known_names, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]}?" if nearest else "use one of these"
-    return f"must be one of {', '.join(known_names)}, got {name}; {remedy}"
+            known = nearest(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"got {value}{known}")
 
 
 def make_parser(module: str, about: str | None, rounds: int = 0) -> Parser:

@@ -20,7 +20,7 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.tasks import budgets, score
 from jaxkv.evals.tasks.budgets import NAMES, RATIOS
-from jaxkv.evals.tasks.generators import BY_DEPTH, TASKS, depth_of
+from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
 from jaxkv.models.loading.llm import Llm
@@ -115,7 +115,7 @@ def measure_task(
     columns = {policy: columns_of(parts) for policy, parts in parts_by_policy.items()}
     full = columns.pop("full")
     scored = score.passes(float(full["score"].mean()))
-    depths = [depth_of(i) for i in range(len(every))] if task in BY_DEPTH else ()
+    depths = [depth_of(i) for i in range(len(every))]
     return {
         "context_tokens": np.mean([len(prompt.context) for prompt in every]),
         "answer_tokens": full["tokens"].mean(),

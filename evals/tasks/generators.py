@@ -7,14 +7,16 @@ and how it is scored follows the paper. The paper's lengths begin at 4,096 token
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.evals.tasks import haystack
+from jaxkv.errors import UserError
 from jaxkv.models.loading.tokenizer import Tokenizer
+from jaxkv.models.tools.passage import PASSAGE
 
 
 class TaskSample(NamedTuple):
@@ -42,10 +44,71 @@ class Task(NamedTuple):
 
 THINGS = ("bakery", "castle", "garden", "harbor", "library", "museum", "orchard", "station")
 DIGITS, PASSKEY_DIGITS = 7, 5
-HOPS = 4  # assignments after the first one of a chain
-COMMON, TIMES, LONG_TIMES, LONG = 10, (10, 1), (30, 3), 4096
-FREQUENT, ALPHA, CODE = 3, 2.0, 6  # words asked for, exponent of their frequencies, letters
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+# Repeated over and over, as in RULER's `noise` haystack.
+NOISE = (
+    "The river is slow.",
+    "The hill is steep.",
+    "The lamp is warm.",
+    "We walk to the mill.",
+    "Then we turn around.",
+)
+SHORTEST = 5  # words in a sentence of the novel
+
+
+@cache
+def novel() -> tuple[str, ...]:
+    """The sentences of the passage that is shipped with the models, without digits and headings."""
+    text = " ".join(PASSAGE.read_text("utf-8").split())
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
+    return tuple(s for s in sentences if len(s.split()) >= SHORTEST and not re.search(r"\d", s))
+
+
+def cycle(sentences: Sequence[str], first: int, count: int) -> list[str]:
+    """`count` sentences from number `first` on, beginning again at the end."""
+    return [sentences[(first + i) % len(sentences)] for i in range(count)]
+
+
+def spread(
+    rng: np.random.Generator, sentences: list[str], facts: Sequence[str], depth: float | None = None
+) -> str:
+    """The sentences as one text, with the facts among them in their order.
+
+    depth: where the facts stand, as a share of the sentences; None draws a place for each.
+    """
+    count = len(sentences)
+    if depth is None:
+        places = sorted(int(p) for p in rng.choice(count + 1, len(facts), replace=False))
+    else:
+        places = [round(depth * count)] * len(facts)
+    placed = list(sentences)
+    for place, fact in zip(reversed(places), reversed(facts), strict=True):
+        placed.insert(place, fact)
+    return " ".join(placed)
+
+
+def largest(tokenizer: Tokenizer, length: int, build: Callable[[int], str]) -> str:
+    """The longest text `build(n)` of at most `length` tokens.
+
+    build: a text that grows with n, from 1 on. Raises UserError where even the first is too long.
+    """
+
+    def fits(count: int) -> bool:
+        return len(tokenizer.encode(build(count), bos=False)) <= length
+
+    if not fits(1):
+        raise UserError(
+            f"the shortest context of this task has more than the {length} tokens left for it; "
+            "give a larger --lengths"
+        )
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return build(low)
 
 
 def needle(
@@ -53,15 +116,15 @@ def needle(
 ) -> TaskSample:
     """One number in a novel (RULER: single needle in essays), at this share of the sentences."""
     thing, number = rng.choice(THINGS), _number(rng, DIGITS)
-    first = int(rng.integers(len(haystack.novel())))
+    first = int(rng.integers(len(novel())))
     fact = f"The secret number of the {thing} is {number}."
     intro = "A secret number is hidden in the following text. Remember it.\n\n"
 
     def build(count: int) -> str:
-        sentences = haystack.cycle(haystack.novel(), first, count)
-        return intro + haystack.spread(rng, sentences, [fact], depth)
+        sentences = cycle(novel(), first, count)
+        return intro + spread(rng, sentences, [fact], depth)
 
-    context, _ = haystack.largest(tokenizer, length, build)
+    context = largest(tokenizer, length, build)
     question = f"What is the secret number of the {thing} that the text mentions?"
     return TaskSample(context, question, f"The secret number of the {thing} is", (number,))
 
@@ -75,94 +138,17 @@ def passkey(
     intro = "A pass key is hidden in a lot of irrelevant text. Find it and remember it.\n\n"
 
     def build(count: int) -> str:
-        sentences = haystack.cycle(haystack.NOISE, 0, count)
-        return intro + haystack.spread(rng, sentences, [fact], depth)
+        sentences = cycle(NOISE, 0, count)
+        return intro + spread(rng, sentences, [fact], depth)
 
-    context, _ = haystack.largest(tokenizer, length, build)
+    context = largest(tokenizer, length, build)
     return TaskSample(context, "What is the pass key?", "The pass key is", (number,))
-
-
-def variable_tracking(
-    rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> TaskSample:
-    """All names of one value: a chain of assignments, each at a place of its own; no depth."""
-    names, example = _names(rng, 2 * (HOPS + 1)), _number(rng, DIGITS - 2)
-    value = _number(rng, DIGITS - 2)
-    while value == example:
-        value = _number(rng, DIGITS - 2)
-    names, example_names = names[: HOPS + 1], names[HOPS + 1 :]
-    intro = "Remember the assignments of variables in the following text.\n\n"
-    shown = " ".join(_chain(example_names, example))
-    shown = f"{shown}\n{_question(example)}\n{_lead(example)} {', '.join(example_names)}\n\n"
-    placing = int(rng.integers(2**31))
-
-    def build(count: int) -> str:
-        sentences = haystack.cycle(haystack.NOISE, 0, count)
-        places = np.random.default_rng(placing)
-        return intro + shown + intro + haystack.spread(places, sentences, _chain(names, value))
-
-    context, _ = haystack.largest(tokenizer, length, build, minimum=HOPS)
-    return TaskSample(context, _question(value), _lead(value), names)
-
-
-def common_words(
-    rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> TaskSample:
-    """The ten words that a numbered list has most often; no depth.
-
-    They occur 10 times each and all others once; from 4,096 tokens on 30 and 3 times, as in RULER.
-    """
-    often, seldom = LONG_TIMES if length >= LONG - 256 else TIMES
-    intro = f"Below is a numbered list of words. Remember which {COMMON} appear most often.\n\n"
-    question = f"What are the {COMMON} most common words in the list above?"
-    lead = f"The {COMMON} most common words are: 1."
-    said = f"{intro} {question} {lead}".lower()
-    order = [word for word in map(str, rng.permutation(haystack.words())) if word not in said]
-    common, rare = order[:COMMON], order[COMMON:]
-    shuffling = int(rng.integers(2**31))
-
-    def build(count: int) -> str:
-        listed = common * often + _numbered(rare, count) * seldom
-        listed = [str(word) for word in np.random.default_rng(shuffling).permutation(listed)]
-        return intro + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-
-    context, _ = haystack.largest(tokenizer, length, build)
-    return TaskSample(context, question, lead, tuple(common))
-
-
-def frequent_words(
-    rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
-) -> TaskSample:
-    """The three most frequent coded words; no depth.
-
-    Word number k occurs in proportion to k^-2. The most frequent one is dots, which do not count.
-    """
-    codes = ["..."]
-    while len(codes) < 64:
-        code = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=CODE))
-        codes += [code] if code not in codes else []
-    shuffling = int(rng.integers(2**31))
-    intro = "Read the following coded text and count its words. Ignore the dots.\n\n"
-
-    def build(count: int) -> str:
-        times = [round(count * k**-ALPHA * 6 / math.pi**2) for k in range(1, len(codes) + 1)]
-        listed = [code for code, n in zip(codes, times, strict=True) for _ in range(n)]
-        return intro + " ".join(np.random.default_rng(shuffling).permutation(listed))
-
-    context, _ = haystack.largest(tokenizer, length, build, minimum=100)
-    question = f"What are the {FREQUENT} most frequent words in the coded text above?"
-    lead = f"The {FREQUENT} most frequent words are:"
-    return TaskSample(context, question, lead, tuple(codes[1 : FREQUENT + 1]))
 
 
 TASKS = {
     "needle": Task(needle, 16),
     "passkey": Task(passkey, 12),
-    "variable-tracking": Task(variable_tracking, 40),
-    "common-words": Task(common_words, 64),
-    "frequent-words": Task(frequent_words, 32),
 }
-BY_DEPTH = ("needle", "passkey")
 
 
 def samples(
@@ -185,31 +171,3 @@ def depth_of(number: int) -> float:
 
 def _number(rng: np.random.Generator, digits: int) -> str:
     return str(rng.integers(10 ** (digits - 1), 10**digits))
-
-
-def _names(rng: np.random.Generator, count: int) -> tuple[str, ...]:
-    """Different names of five capital letters."""
-    unique: dict[str, None] = {}
-    while len(unique) < count:
-        unique["".join(LETTERS[i].upper() for i in rng.integers(len(LETTERS), size=5))] = None
-    return tuple(unique)
-
-
-def _chain(names: Sequence[str], value: str) -> list[str]:
-    """One sentence per assignment: the value, then name by name."""
-    assigned = [value, *(f"VAR {name}" for name in names)]
-    return [f"VAR {name} = {assigned[i]}." for i, name in enumerate(names)]
-
-
-def _question(value: str) -> str:
-    return f"Which variables have the value {value}?"
-
-
-def _lead(value: str) -> str:
-    return f"The {HOPS + 1} variables with the value {value} are:"
-
-
-def _numbered(words: Sequence[str], count: int) -> list[str]:
-    """The first `count` words; beyond all of them, with a number attached."""
-    rounds = range(-(-count // len(words)))
-    return [f"{word}{n or ''}" for n in rounds for word in words][:count]

@@ -6,36 +6,10 @@ first token, as Gu et al. (2024, arXiv 2410.10781) do for models of 60 million w
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.evals.training.plots import KINDS
-from jaxkv.evals.training.sink_tables import evaluations, settings, variant_of_record
-
-
-def measure(run: Run) -> dict[str, Any]:
-    """The curves of all runs; the record's device is that of the runs."""
-    runs = {f"{folder.parent.name} {folder.name}": curve(folder) for folder in run.options.runs}
-    run.record.about["device"] = ", ".join(sorted({trained["device"] for trained in runs.values()}))
-    return {"runs": runs}
-
-
-def curve(folder: Path) -> dict[str, Any]:
-    """A run's loss and attention on the first token, by million tokens of training."""
-    about, looks = settings(folder), evaluations(folder)
-    recipe = about["recipe"]
-    million = recipe["batch_size"] * recipe["context"] / 1e6
-    measured = ("valid_loss", "first_token", "first_token_most", "sink_heads")
-    return {
-        **{field: about[field] for field in ("recipe", "data", "dtype")},
-        **{field: looks[-1][field] for field in ("device", "jax")},
-        "million_tokens": [million * x["step"] for x in looks],
-        **{field: [x[field] for x in looks] for field in measured},
-    }
 
 
 def sink_token_gains(results: Results) -> dict[str, float]:
@@ -69,11 +43,6 @@ def runs_table() -> str:
     return table(heads, cells, "One run of each, at its end. Attention: on the first token.")
 
 
-MEASURE = Measure(
-    "emergence", measure,
-    [flag("--runs", type=Path, required=True, nargs="+", metavar="SIZE/SINKS",
-          about="folders of runs")],
-)  # fmt: skip
 TABLES = {"emergence": runs_table}
 NEGATIVE = "evals/NEGATIVE.md"
 STATEMENTS = (
@@ -88,6 +57,3 @@ STATEMENTS = (
               [below(largest_attention(*KINDS), 0.1),
                below(largest_attention("none", "zero", "logit"), 0.01)]),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    run(MEASURE)

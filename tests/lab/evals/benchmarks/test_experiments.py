@@ -9,11 +9,9 @@ from jaxkv.evals.benchmarks import (
     kernels,
     latency,
     policy_rates,
-    quantisation,
     startup,
 )
-from jaxkv.evals.lib import paired_losses, timing
-from jaxkv.models.tools.passage import PASSAGE
+from jaxkv.evals.lib import timing
 from jaxkv.pallas_kernels.sign_walk import shapes as walk_shapes
 from tests.tiny import write_tiny
 
@@ -67,26 +65,6 @@ def test_rates_of_each_policy(llm):
     by_policy = policy_rates.measure(llm, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
     assert all(row["prefill"]["median"] > 0 for row in by_policy.values())
     assert by_policy["snapkv"]["step_milliseconds"]["n"] == 1
-
-
-def test_losses_and_bytes_of_both_forms_of_a_cache(llm, monkeypatch):
-    monkeypatch.setitem(quantisation.POLICIES, "streaming", "sinks=4,window=28")
-    monkeypatch.setattr(paired_losses, "BIN", 64)
-    ids = timing.prompt(llm, 400)
-    results = quantisation.cache_losses(llm, "streaming", ids)
-    assert results["tokens"] == len(ids) - 1
-    assert 0 < abs(results["difference"]) < 0.05 and results["standard_error"] > 0
-    shares = quantisation.cache_shares(llm, "streaming")
-    assert 0.25 < shares["float32"] < 0.6 < shares["bfloat16"] < 1.1  # sinks are a part of so few
-
-
-def test_weights_in_integers(llm):
-    llms = quantisation.load(llm.path)
-    loss = quantisation.weights_loss(llms, PASSAGE, 300)
-    assert set(loss["difference"]) == {"int8", "int4"} and loss["tokens"] == 300
-    speed = quantisation.weights_speed(llms, 2, new=2)
-    results = loss | speed | {"bytes": {name: quantisation.nbytes(x) for name, x in llms.items()}}
-    assert len(speed["tokens_per_second"]) == 6 and len(quantisation.weights_bars(results)) == 5
 
 
 def test_each_message_of_a_chat_has_its_seconds(llm, monkeypatch):
