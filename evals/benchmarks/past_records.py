@@ -10,9 +10,9 @@ from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, mat
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
-    "agents", "attention_error", "cache_int8", "emergence", "host_time", "lookup", "operations",
-    "quantised_weights", "recall", "rehearsal", "remat", "sampled", "sampling", "training_peers",
-    "tree_slots",
+    "agents", "attention_error", "backcopy", "cache_int8", "emergence", "host_time", "lookup",
+    "operations", "quantised_weights", "recall", "rehearsal", "remat", "sampled", "sampling",
+    "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "latency": "`bound`, `generate`, `loop` and `prefill`",

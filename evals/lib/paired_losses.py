@@ -2,8 +2,7 @@
 
 A case is a cache policy, or re-computation of a window. All cases read the same texts, so the
 difference from one of them, the base, has a far smaller spread than the losses. Intervals are over
-texts. A record holds means over bins of tokens, by text, and a later run measures only what the
-record lacks: the experiments take hours.
+texts. A record holds means over bins of tokens, by text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import Record, plain, read, standard_error
+from jaxkv.evals.lib.record import Record, standard_error
 from jaxkv.evals.lib.run import Run, flag
 from jaxkv.evals.lib.text import beginnings
 from jaxkv.models.generation.score import gather
@@ -59,30 +57,20 @@ def measure_cases(
     base: str,
     record: Record,
 ) -> ByText:
-    """By text and case, the mean loss of each bin of tokens.
+    """By text and case, the mean loss of each bin of tokens, with the commit that measured it.
 
-    texts: token ids by name, the stem of their file. Texts and cases that the record has already
-    are taken from it, with the commit that measured them.
+    texts: token ids by name, the stem of their file. The parts of an interrupted run are kept.
     """
-    recorded = known_bins(llm, texts, cases, base, record)
-    missing = {text: [name for name in cases if name not in recorded[text]] for text in texts}
-    # The base is read again for the tokens of cases that predict only some.
-    again = [
-        text for text, names in missing.items()
-        if base not in names and any(cases[name].every > 1 for name in names)
-    ]  # fmt: skip
-    parts = Parts(record, sum(map(len, missing.values())) + len(again))
-    by_text: ByText = {}
+    parts, by_text = Parts(record, len(texts) * len(cases)), {}
     for text, ids in texts.items():
-        bins = recorded[text]
-        for name in missing[text]:
-            losses, commit = part_of(parts, llm, text, ids, cases[name])
-            bins[name] = {"commit": commit, "loss": bin_means(losses)}
-            if cases[name].every > 1:
-                of_base, _ = part_of(parts, llm, text, ids, cases[base])
-                base_losses = np.where(np.isnan(losses), np.nan, of_base[: len(losses)])
-                bins[name]["base"] = bin_means(base_losses)
-        by_text[text] = {"tokens": len(ids) - 1, "bins": {name: bins[name] for name in cases}}
+        losses = {name: part_of(parts, llm, text, ids, case) for name, case in cases.items()}
+        bins: dict[str, Any] = {}
+        for name, (case_losses, commit) in losses.items():
+            bins[name] = {"commit": commit, "loss": bin_means(case_losses)}
+            if cases[name].every > 1:  # the losses of the base at the predicted tokens
+                of_base = losses[base][0][: len(case_losses)]
+                bins[name]["base"] = bin_means(np.where(np.isnan(case_losses), np.nan, of_base))
+        by_text[text] = {"tokens": len(ids) - 1, "bins": bins}
     return by_text
 
 
@@ -94,39 +82,6 @@ def part_of(
     hash_ = zlib.crc32(np.asarray(ids, np.int32).tobytes())
     key = f"{llm.name}, {text}, {hash_:x}, {case.policy}, {case.prefix!r}, every {case.every}"
     return parts.part(key, lambda: losses_of(llm, ids, case)), parts.commit_of[key]
-
-
-def known_bins(
-    llm: Llm,
-    texts: Mapping[str, Sequence[int]],
-    cases: Mapping[str, Case],
-    base: str,
-    record: Record,
-) -> dict[str, dict[str, Any]]:
-    """By text and case, what the record of that name has of the same model, texts and cases."""
-    recorded: dict[str, dict[str, Any]] = {text: {} for text in texts}
-    if not record.file.exists():
-        return recorded
-    earlier_record = read(record.file.stem, record.file.parent)
-    results, now = earlier_record["results"], record.about["data"]
-    unchanged = {
-        Path(path).stem for path, hash_ in earlier_record["data"].items() if hash_ == now.get(path)
-    }
-    if llm.name not in unchanged:
-        return recorded
-    unchanged_cases = {
-        n for n, case in cases.items() if results["cases"].get(n) == plain(asdict(case))
-    }
-    if base not in unchanged_cases:
-        # The losses of the base at the tokens of these cases are stored with them.
-        unchanged_cases -= {name for name, case in cases.items() if case.every > 1}
-    for text in texts.keys() & unchanged & results["by_text"].keys():
-        earlier = results["by_text"][text]
-        if earlier["tokens"] == len(texts[text]) - 1:
-            recorded[text] = {
-                name: earlier["bins"][name] for name in unchanged_cases & earlier["bins"].keys()
-            }
-    return recorded
 
 
 def losses_of(llm: Llm, ids: Sequence[int], case: Case) -> np.ndarray:

@@ -26,7 +26,6 @@ from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.tables import SAME
-from jaxkv.evals.training.plots import KINDS
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
@@ -35,6 +34,13 @@ from jaxkv.models.tools.run_metadata import sha256
 from jaxkv.typing import Float32, Int32
 
 SINKS = (0, 1, 2, 4)
+KINDS = {  # variants of training, as tables name them
+    "none": "plain softmax",
+    "zero": "zero sink",
+    "logit": "sink logits",
+    "token": "sink token",
+    "two_tokens": "two sink tokens",
+}
 SPAN = 1_000  # losses per mean for standard errors, because nearby losses are correlated
 SHOWN = 16  # tokens per sample in the attention maps, as in Figure 2
 SAMPLES = 64  # samples per attention map

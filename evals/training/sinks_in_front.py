@@ -23,12 +23,12 @@ from jaxkv import models
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.plots import SIZE
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
-from jaxkv.evals.training.plots import SIZE
 from jaxkv.evals.training.sink_tables import (
     SINKS,
     evaluations,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +25,6 @@ from markdown_it import MarkdownIt
 
 import jaxkv
 from jaxkv.contract import Chunk
-from jaxkv.errors import UserError
-from jaxkv.policies.prompt_compression.base import CompressionPolicy
 from jaxkv.rotary import NoPosition
 from jaxkv.state.batch import nbytes
 from jaxkv.testing import LawError, check_policy
@@ -310,25 +308,6 @@ def test_the_loop_of_the_integration_page_runs_under_every_policy(name, page):
         tokens = Chunk(*map(np.asarray, (q, k, v)), positions, np.ones((1, 60), bool))
         np.testing.assert_allclose(out, dense(page["spec"], tokens), rtol=2e-5, atol=2e-5)
     assert nbytes(state) == policy.bytes_after_prefill(page["spec"], 40, 20)
-
-
-@pytest.mark.parametrize("name", [name for name, p in jaxkv.POLICIES.items() if p.grows])
-def test_a_loop_without_a_second_reserve_is_refused_or_has_room(name, page):
-    """Before, keydiff and the other policies that compress gave NaN."""
-    policy, page["spec"] = with_small_caches(name, page["spec"])
-    q, k, v = (page[f"tokens_{letter}"] for letter in "qkv")
-    once = type("Once", (type(policy),), {"reserve": reserve_before_prefill})(**vars(policy))
-    compresses = isinstance(policy, CompressionPolicy)
-    refused = pytest.raises(UserError, match="reserve must be called after finish_prefill, got")
-    with refused if compresses else nullcontext():
-        out, _ = page["prefill_and_decode"](once, q, k, v, 40)
-        assert bool(jnp.isfinite(out).all())
-
-
-def reserve_before_prefill(policy, spec, state, tokens):
-    """All 60 tokens are reserved before the prompt, and none after it."""
-    finished = getattr(getattr(state, "prompt", state), "prompt_slots", 0) > 0
-    return state if finished else super(type(policy), policy).reserve(spec, state, 60)
 
 
 def test_the_integration_page_runs_and_its_policies_keep_the_laws(folder, monkeypatch):

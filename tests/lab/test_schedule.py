@@ -62,17 +62,6 @@ def pytest_xdist_make_scheduler(config, log):
     assert "crashed while running 'test_2.py::test_b'" in run.stdout
 
 
-def test_durations_of_several_runs_are_kept(tmp_path):
-    file = tmp_path / "new" / "seconds.json"
-    assert schedule.read_durations(file) == {}
-    schedule.write_durations(file, {"a": 1.0, "b": 2.0})
-    schedule.write_durations(file, {"b": 3.0})
-    assert schedule.read_durations(file) == {"a": 1.0, "b": 3.0}
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-    file.write_text("{")
-    assert schedule.read_durations(file) == {}
-
-
 def test_the_oldest_compiled_programs_are_deleted(tmp_path):
     for age in range(6):
         file = tmp_path / f"{age}-cache"

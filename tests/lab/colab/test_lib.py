@@ -115,19 +115,3 @@ def test_the_loss_by_position_is_that_of_one_sample_with_its_sink_token(trained,
     ids = [sample[0], *sample[2:]]  # the sink token replaces the first letter
     losses = np.concatenate([*models.losses(llm, ids, "full")])
     np.testing.assert_allclose(letters.losses_by_position(llm, tokens), losses, atol=1e-4)
-
-
-@pytest.mark.parametrize("on_sink", [False, True])
-def test_attention_of_triggers_and_of_idle_letters(trained, monkeypatch, on_sink):
-    """Triggers attend to the letter before them, others to themselves or to the sink."""
-    llm, tokens, triggers = trained
-    monkeypatch.setattr(letters, "SAMPLES", 50)
-
-    def attend(llm, ids):
-        at = np.arange(ids.shape[1])
-        places = np.where(np.isin(ids, triggers), np.maximum(at - 1, 0), 0 if on_sink else at)
-        return np.eye(len(at))[places]
-
-    monkeypatch.setattr(letters, "attention", attend)
-    assert letters.attention_by_role(llm, tokens, triggers) == (1, 1)
-    assert set(letters.attention_on_first(llm, tokens, triggers)) == {on_sink}

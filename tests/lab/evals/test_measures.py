@@ -93,7 +93,6 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
         ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 200 --block 200 "
          "--policy streaminn:sinks=4", "did you mean"),
         ("magicpig.sparse_tokens", "--written 400", "must be at most 1024 tokens, got 2800"),
-        ("training.backcopy", "--variants zeros", "got zeros; did you mean 'zero'?"),
         ("tasks.__main__", "--policies windw", "got windw; did you mean 'window'?"),
         ("tasks.__main__", "--polices window", "did you mean --policies?"),
     ],

@@ -8,7 +8,6 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.benchmarks import kvpress_cases as cases
 from jaxkv.evals.benchmarks import kvpress_parity as compare
-from jaxkv.policies import SnapKV
 from tests.tiny import write_tiny
 
 PROMPT, SCORED = 160, 8
@@ -36,22 +35,6 @@ def test_budgets_are_those_of_kvpress():
     assert cases.pyramid_budgets(1024, 0.75, 30) == [256] * 30
     long = cases.pyramid_budgets(32_768, 0.875, 30)  # the first layer is below its cap
     assert (long[0], long[-1]) == (round(2 * 4096 - 204.8), 205)
-
-
-def test_every_case_has_a_press_and_its_budget():
-    for prompt in (1024, 2048):
-        keys = cases.keys(prompt, 30)
-        assert {name for name, _ in keys} == {*cases.PRESSES, *cases.HALVED}
-        assert {name for name, _ in cases.with_press(keys)} == set(cases.PRESSES)
-    assert ("streaming", 0.5) not in cases.keys(1024, 30, ["streaming"])
-    policies = cases.policies(1024, 0.75, 30)
-    assert cases.BUDGETS not in policies  # kvpress then has no pyramid
-    for name in cases.HALVED:  # 146 + (1024 - 146) / 2^3 tokens
-        ends = policies[name].sinks + policies[name].window
-        assert (policies[name].rounds, ends) == (3, 146)
-    assert policies["snapkv"] == SnapKV(256, 64, 5, "mean", 1024)
-    assert policies["streaming"].window == policies[cases.ENDS].window == 252
-    assert cases.press("keydiff", 0.5)["fields"] == {"compression_ratio": 0.5}
 
 
 def test_the_ends_of_a_prompt_are_kept(llm, ids):

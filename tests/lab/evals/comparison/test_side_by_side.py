@@ -90,14 +90,6 @@ def test_reading_all_keys_is_full_attention(small, text):
         np.testing.assert_allclose(by_seed, losses["full"], rtol=1e-5, err_msg=name)
 
 
-def test_methods_that_draw_have_losses_by_seed_and_stretch(small, text):
-    methods = matched_budgets.methods(0.2, (4, 12), **ENDS)
-    losses = side_by_side.after_prompts(small, text, methods, 2)
-    for name, by_seed in losses.items():
-        assert by_seed.shape == (2 if name in matched_budgets.DRAWING else 1, 3), name
-        assert len(set(by_seed.ravel())) == by_seed.size, name
-
-
 def test_blocks_are_means_of_one_stream(small, text, monkeypatch):
     monkeypatch.setattr(side_by_side, "BLOCK", 20)
     tokens = text.tokens.ravel().tolist()

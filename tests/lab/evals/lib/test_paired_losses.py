@@ -1,10 +1,10 @@
-"""Paired losses: means over bins, differences of the same tokens, and records that grow."""
+"""Paired losses: means over bins, differences of the same tokens."""
 
 import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.evals.lib import paired_losses, parts, record
+from jaxkv.evals.lib import paired_losses, record
 from jaxkv.evals.lib.paired_losses import BIN, Case
 
 CASES = {"base": Case("streaming:sinks=1,window=15"), "few": Case("recompute:window=16", every=64)}
@@ -16,25 +16,10 @@ def texts():
     return {name: random.integers(2, 250, 2 * BIN + 40).tolist() for name in "ab"}
 
 
-@pytest.fixture
-def trial(tmp_path, monkeypatch, llm):
-    """Opens the record of a run on texts whose files have these contents."""
-    monkeypatch.setattr(parts, "TRIALS", tmp_path / "trials")
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv("JAXKV_COMMIT", "0123456789")
-
-    def begin(**contents):
-        for name, content in contents.items():
-            (tmp_path / f"{name}.txt").write_text(content)
-        started = record.Record("paired", [tmp_path / f"{name}.txt" for name in contents])
-        started.about["data"][f"{llm.name}.gguf"] = "0"
-        return started
-
-    return begin
-
-
-def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, texts, trial):
-    by_text = paired_losses.measure_cases(llm, texts, CASES, "base", trial(a="a", b="b"))
+def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, texts, trials):
+    by_text = paired_losses.measure_cases(
+        llm, texts, CASES, "base", record.Record("paired", quick=True)
+    )
     base = paired_losses.losses_of(llm, texts["a"], CASES["base"])
     losses = paired_losses.losses_of(llm, texts["a"], CASES["few"])
     assert np.isnan(losses).sum() > len(losses) / 2
@@ -46,38 +31,6 @@ def test_few_predictions_are_compared_with_the_base_at_the_same_tokens(llm, text
     gaps = paired_losses.loss_over_base(by_text["a"], "few", "base")
     np.testing.assert_allclose(gaps, expected, rtol=1e-5)
     assert len(by_text["a"]["bins"]["base"]["loss"]) == 2  # whole bins
-
-
-def test_a_later_run_measures_only_what_the_record_lacks(llm, texts, trial, monkeypatch):
-    first = trial(a="a")
-    by_text = paired_losses.measure_cases(llm, {"a": texts["a"]}, CASES, "base", first)
-    first.save(paired_losses.record_header(llm, CASES, by_text))
-    monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "elsewhere")  # the parts are lost
-    measured = []
-    losses_of = paired_losses.losses_of
-    monkeypatch.setattr(
-        paired_losses,
-        "losses_of",
-        lambda *arguments: measured.append(arguments[1:]) or losses_of(*arguments),
-    )
-    extended = paired_losses.measure_cases(llm, texts, CASES, "base", trial(a="a", b="b"))
-    assert [text for text, _ in measured] == [texts["b"]] * len(CASES)
-    np.testing.assert_allclose(
-        extended["a"]["bins"]["few"]["loss"], by_text["a"]["bins"]["few"]["loss"]
-    )
-
-    def cases_again(cases, content):
-        measured.clear()
-        paired_losses.measure_cases(llm, {"a": texts["a"]}, cases, "base", trial(a=content))
-        return [case for _, case in measured]
-
-    # A case that predicts few tokens stores the losses of the base at them.
-    with_base = CASES | {"base": Case("streaming:sinks=2,window=14")}
-    assert cases_again(with_base, "a") == [*with_base.values()]
-    with_few = CASES | {"few": Case("recompute:window=16", every=32)}
-    assert cases_again(with_few, "a") == [with_few["few"], with_few["base"]]
-    monkeypatch.setattr(parts, "TRIALS", parts.TRIALS / "again")
-    assert cases_again(CASES, "another text") == [*CASES.values()]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(llm, texts, monkeypatch):

@@ -46,11 +46,6 @@ def test_an_alias_hits_almost_always(block):
     assert hits(replace(ONE_PROMPT, mode="alias", block=block), 0) >= 99.8
 
 
-@pytest.mark.parametrize("block", [16, 32])
-def test_full_blocks_never_hit_for_shorter_prompts(block):
-    assert hits(replace(ONE_PROMPT, mode="full", block=block), 0) == 0
-
-
 @pytest.mark.parametrize(
     "mode, block, reference",
     [("rekey", 8, 54.1), ("rekey", 4, 77.0), ("full", 8, 50), ("full", 4, 75)],
@@ -66,10 +61,6 @@ def test_equal_answers_do_not_help():
 
 def test_answers_of_equal_length_admit_requests_together():
     assert abs(hits(replace(ONE_PROMPT, outputs=(112, 112)), 0) - 93.7) < 0.1
-
-
-def test_blocks_of_one_token_find_the_whole_prompt():
-    assert hits(replace(ONE_PROMPT, block=1, outputs=(2, 12)), 0) >= 99.8
 
 
 @pytest.mark.record

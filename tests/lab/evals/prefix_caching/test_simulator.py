@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.errors import UserError
 from jaxkv.evals.prefix_caching.simulator import HASHINGS, MODES, ORDERS, Simulator
 from jaxkv.serve.prefix import PrefixIndex
 from tests.serve.prefix.naive import Naive
@@ -129,39 +128,6 @@ def test_04_a_shared_tail_is_copied():
     assert third.blocks[2] is first.blocks[2] and index.duplicates == 1
 
 
-def test_05_growth_changes_the_hash():
-    index = Simulator(4, mode="rekey")
-    table, grown = admit(index, P), [*P, 1, 2, 3]
-    for size in (15, 16, 17):
-        append(index, table, grown[size - 1])
-        assert len(index.entries) == -(-size // 4)
-        assert matched(index, P) == 12  # the hash of 14 tokens is gone
-        assert matched(index, grown[:size]) == size
-
-
-def test_05_an_alias_keeps_the_hash_of_the_prompt():
-    index = Simulator(4)
-    table = admit(index, P)
-    for size in (15, 16, 17):
-        append(index, table, size)
-        assert matched(index, P) == 14
-    assert matched(index, [*P, 15, 16, 17]) == 16  # what the next chat turn sends
-    index.release(table)
-    assert len(index.entries) == 5 and len(index.cached) == 4
-
-
-def test_06_a_shared_tail_is_copied_before_a_write():
-    index = Simulator(4, mode="rekey", cap=False)
-    first, second = admit(index, P), admit(index, P)
-    assert first.blocks == second.blocks and refs(first) == [2, 2, 2, 2]
-    append(index, second, 1)
-    assert second.blocks[3] is not first.blocks[3] and refs(first) == [2, 2, 2, 1]
-    assert matched(index, P) == 14 and matched(index, [*P, 1]) == 15
-    before = list(first.blocks)
-    append(index, first, 2)  # no other request uses the tail now
-    assert first.blocks == before
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hashing", HASHINGS)
 def test_21_equal_hashes_are_not_equal_tokens(mode, hashing):
@@ -172,34 +138,6 @@ def test_21_equal_hashes_are_not_equal_tokens(mode, hashing):
     assert second.cached == 0 and len(index.entries) == 1  # the first entry stays
     index.release(second)
     assert not index.cached  # blocks that no lookup finds are not cached
-
-
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("mode", ["alias", "rekey"])
-def test_23_lookups_find_one_of_two_equal_tails(mode, later):
-    index = Simulator(4, mode=mode)
-    prompt = index.hash_prompt(P, ROOT)
-    first, second = index.admit(prompt), index.admit(prompt)
-    for table in (first, second):
-        index.publish(table)
-    assert second.blocks[:3] == first.blocks[:3] and second.blocks[3] is not first.blocks[3]
-    for table in (second, first) if later else (first, second):
-        append(index, table, 7, 8, 9)  # until the tails are full, and equal again
-    assert second.blocks[:4] == first.blocks[:4]
-    assert matched(index, P) == (14 if mode == "alias" else 12)
-    index.release(first)
-    index.release(second)
-    assert len(index.cached) == len(index.entries) - (mode == "alias")  # two hashes of one block
-
-
-def test_26_counts_of_two_equal_requests():
-    index = Simulator(4, mode="full")
-    serve(index, P, new=range(30))  # only the first lookup counts
-    serve(index, P)
-    lookups = index.lookups
-    assert (lookups.tokens_hit, lookups.tokens) == (12, 28)
-    assert (lookups.blocks_hit, lookups.blocks) == (3, 8)
-    assert (lookups.requests_hit, lookups.requests) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -222,26 +160,6 @@ def test_28_every_missed_token_has_one_reason(mode, tokens, reasons):
         index.evict()
     serve(index, P)
     assert missed(index, tokens) == reasons
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_copying_a_tail_counts_as_use(order):
-    index = Simulator(4, order=order)
-    first = admit(index, P)
-    index.release(first)
-    reader = admit(index, range(12))
-    index.release(reader)
-    serve(index, P)
-    assert list(index.cached) == reader.blocks[::-1] + first.blocks[::-1]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "half"}, {"order": "random"}, {"hashing": "crc"}, {"capacity": -1},
-              {"block_size": 0}],
-)  # fmt: skip
-def test_settings_are_checked(wrong):
-    with pytest.raises(UserError, match="got"):
-        Simulator(**{"block_size": 4} | wrong)
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)

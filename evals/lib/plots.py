@@ -1,0 +1,250 @@
+"""Plots of records: each function fills in axes from results, and its docstring is the caption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.models.tools import pictures
+from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
+
+
+def latency(axes: Any, results: dict[str, Any]) -> None:
+    """Time per token by cache size, and the ratio of re-computation to streaming (StreamingLLM,
+    Figure 10)."""
+    table = results["recompute"]["table"]
+    caches = [row["cache"] for row in table]
+    for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
+        times = [row["milliseconds"][name]["median"] for row in table]
+        axes.plot(caches, times, "o-", color=COLOURS[name], label=label)
+    for row in table:
+        at = (row["cache"], row["milliseconds"]["recompute"]["median"])
+        axes.annotate(f"{row['times_faster']['median']:.0f}x", at, (0, 5), ha="center",
+                      fontsize=8, textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
+    axes.set_xticks(caches, caches, minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(axes.get_ylim()[0] / 4, axes.get_ylim()[1] * 2)
+
+
+def sink_tables(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of every variant during training (StreamingLLM, Figure 6)."""
+    for variant in results["variants"].values():
+        steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
+        million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
+        sinks = variant["recipe"]["sinks"]
+        axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
+    axes.set(xlabel="million tokens of training", ylabel="validation loss (nats per token)")
+
+
+def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
+    """Medians over the seeds, with minimum and maximum."""
+    mid = np.array([line["median"] for line in lines.values()])
+    ends = [[line[end] for line in lines.values()] for end in ("min", "max")]
+    axes.errorbar(at, mid, np.abs(ends - mid), capsize=2, **style)
+
+
+def single_layer(axes: Any, results: dict[str, Any]) -> None:
+    """Error of attention to a compressed prompt; median, minimum and maximum of seeds (BalanceKV,
+    Figure 3)."""
+    for name, by_rounds in results["summary"].items():
+        kept = [100 / 2 ** int(number) for number in by_rounds]
+        draw_spreads(axes, kept, by_rounds, label=name, **COMPRESSION[name])
+    axes.set(xscale="log", xlabel="kept, of the tokens between the ends of the prompt (%)",
+             ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
+    axes.set_xticks(kept, [f"{share:g}" for share in kept])
+    axes.set_xticks([], minor=True)
+
+
+def sparse(axes: Any, results: dict[str, Any]) -> None:
+    """Loss after a prompt minus full attention's, with two standard errors over texts, by the
+    share of the keys between the ends that is read."""
+    perplexity = next(iter(results["perplexity"].values()))
+    by_share = list(perplexity["shares"].values())
+    names = [name for name in by_share[0] if ", " not in name]
+    for name, style in zip(names, styles(names), strict=True):
+        lines = [share[name] for share in by_share]
+        at = [100 * line["share_read"]["mean"] for line in lines]
+        errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
+        losses = [line["over_full"]["mean"] for line in lines]
+        axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
+    ends, full = perplexity["ends alone"]["over_full"]["mean"], COLOURS["full"]
+    axes.axhline(ends, color=full, linestyle="dotted", label="ends alone")
+    axes.axhline(0, color=full, linewidth=0.8)
+    axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)",
+             ylabel="loss over full (nats per token)")  # fmt: skip
+    ticks = [100 * float(share) for share in perplexity["shares"]]
+    axes.set_xticks(ticks, [f"{share:g}" for share in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
+    """Every K and L by share read and error, and the Pareto frontier; the line is the target
+    error."""
+    for colour, (name, model) in zip(OTHERS, results["models"].items(), strict=False):
+        at = [100 * point["share"] for point in model["points"]]
+        off = [point["error"]["mean"] for point in model["points"]]
+        axes.scatter(at, off, s=6, alpha=0.3, linewidth=0, color=colour)
+        for line, (kind, best) in zip(LINES, model["frontier"].items(), strict=False):
+            axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
+                      linestyle=line, label=f"{name}, {kind}")  # fmt: skip
+    axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
+             ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
+
+
+def endless(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of blocks of a long text: one cache from position 0, one cache across position 2^32, and
+    a new cache per block. The three lines coincide."""
+    at = [block["tokens"] / 1e6 for block in results["endless"]]
+
+    def losses(stream: str) -> list[float]:
+        return [block["loss"] for block in results[stream]]
+
+    shown = (
+        ("fresh", "each block from position 0", {"color": COLOURS["full"], "lw": 4}),
+        ("endless", "one cache from position 0 on", {"color": COLOURS["streaming"], "lw": 1.5}),
+        ("wrapped", "across position 2^32", {"color": OTHERS[1], "lw": 1.5, "ls": ":"}),
+    )
+    for stream, label, style in shown:
+        axes.plot(at, losses(stream), label=label, **style)
+    axes.set(xlabel="million tokens through one cache", ylabel="loss (nats per token)")
+    axes.set_ylim(0, 1.1 * max(losses("fresh")))
+
+
+def streaming_tables(axes: Any, results: dict[str, Any]) -> None:
+    """Loss by position, mean over novels. Re-computation predicts few tokens: its line is that of 4
+    sinks + 252 plus the mean difference at these tokens."""
+    at = results["curve"]["tokens"]
+    for name, (label, style) in SINK_LINES.items():
+        axes.plot(at, results["curve"][name], label=label, **{"lw": 1.2} | style)
+    pictures.mark(axes, results["context"], "trained context")
+    axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)", xlim=(0, at[-1]))
+
+
+SINK_LINES = {
+    "full": ("full attention", {"color": COLOURS["full"]}),
+    "0+256": ("window of 256, no sink", {"color": COLOURS["window"]}),
+    "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"], "lw": 4, "alpha": 0.5}),
+    "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"]}),
+}
+
+
+def attention_maps(axes: Any, results: dict[str, Any]) -> None:
+    """Attention of 16 queries (down) to 16 keys (across), mean over heads and stretches of text
+    (StreamingLLM, Figure 2)."""
+    maps = {layer: np.array(seen) for layer, seen in results["maps"].items()}
+    size = len(next(iter(maps.values())))
+    gap = np.full((size, 1), np.nan)
+    hidden = np.triu(np.ones((size, size), bool), 1)
+    shown = [np.hstack([np.where(hidden, np.nan, seen), gap]) for seen in maps.values()]
+    picture = axes.imshow(np.hstack(shown), vmin=0, vmax=1, cmap="viridis")
+    middles = [(size + 1) * number + size / 2 for number in range(len(maps))]
+    axes.set_xticks(middles, [f"layer {layer}" for layer in maps], fontsize=8)
+    axes.set_yticks([])
+    axes.set_ylabel("queries", fontsize=8)
+    axes.grid(visible=False)
+    axes.figure.colorbar(picture, ax=axes, shrink=0.5, label="attention")
+
+
+def first_token(axes: Any, results: dict[str, Any]) -> None:
+    """Mean attention on the first token, of queries beyond the first 64 of 512 tokens, by layer.
+    Dots: heads. Dotted: attention spread evenly."""
+    heads = np.array(results["first_token"]["by_head"])
+    layers = np.arange(len(heads))
+    for head in heads.T:
+        axes.plot(layers, head, ".", color=COLOURS["balance-stream"], markersize=4)
+    axes.plot(layers, heads.mean(1), "-", color=COLOURS["streaming"], label="mean over heads")
+    axes.axhline(results["even_attention"], color=COLOURS["full"], ls="dotted", label="even")
+    axes.set(xlabel="layer", ylabel="share of attention on first token", ylim=(0, 1))
+
+
+def stream_losses(axes: Any, results: dict[str, Any]) -> None:
+    """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
+    Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.
+    Absolute: positions are those of the text."""
+    rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
+    for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
+        axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",
+                      markersize=4, capsize=2, color=style["color"])  # fmt: skip
+    axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
+    axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)
+    axes.set(xlabel="loss over streaming (nats per token)")
+
+
+MODES = {"rekey": COLOURS["window"], "alias": COLOURS["streaming"], "full": COLOURS["full"]}
+RULES = (
+    "streaming",
+    "recompute",
+    "reservoir",
+    "stratified",
+)  # policies whose colours the rules get
+
+
+def prefix_report(axes: Any, results: dict[str, Any]) -> None:
+    """Hit rate by the share of frequent prompts, for several modes, blocks and numbers of
+    concurrent requests; minimum to maximum of seeds (the report's Figure 1)."""
+    curves = results["report"]["curves"]
+    drawn = [name.split(", ")[0] for name in curves]
+    for number, (name, curve) in enumerate(curves.items()):
+        mode = drawn[number]
+        at = [100 * float(p) for p in curve]
+        rates = {end: np.array([point[end] for point in curve.values()])
+                 for end in ("mean", "min", "max")}  # fmt: skip
+        line = LINES[drawn[:number].count(mode)]
+        axes.plot(at, rates["mean"], color=MODES[mode], linestyle=line, label=name)
+        axes.fill_between(at, rates["min"], rates["max"], color=MODES[mode], alpha=0.15, lw=0)
+    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="blocks found (%)",
+             ylim=(0, 100))  # fmt: skip
+
+
+def prefix_snapshots(axes: Any, results: dict[str, Any]) -> None:
+    """Cached tokens of Mooncake's conversations, by the number of stored states and by the rule for
+    storing them."""
+    for colour, (where, row) in zip(RULES, results["snapshots"].items(), strict=True):
+        shares = [100 * point["share"] for point in row.values()]
+        axes.plot(range(len(row)), shares, "o-", markersize=3, color=COLOURS[colour], label=where)
+    axes.set_xticks(range(len(row)), row)
+    axes.set(
+        xlabel="stored states (inf: all)", ylabel="prompt tokens not computed (%)", ylim=(0, None)
+    )
+
+
+def prefix_items(axes: Any, results: dict[str, Any]) -> None:
+    """Answers per second of the engine, minimum to maximum of the rounds (the report's Figure
+    2)."""
+    shares = results["report"]["shares"]
+    at = [100 * float(p) for p in shares]
+    for name, label, colour in (("none", "no prefix caching", COLOURS["full"]),
+                                ("cached", "prefix caching", COLOURS["streaming"])):  # fmt: skip
+        rates = {end: np.array([share["items_per_second"][name][end] for share in shares.values()])
+                 for end in ("median", "min", "max")}  # fmt: skip
+        axes.plot(at, rates["median"], "o-", markersize=3, color=colour, label=label)
+        axes.fill_between(at, rates["min"], rates["max"], color=colour, alpha=0.15, lw=0)
+    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers per second",
+             ylim=(0, None))  # fmt: skip
+
+
+SIZE = 256  # of a cache
+SHOWN = {  # variants of evals.training.sinks_in_front: label, colour, line
+    "plain": ("as published", COLOURS["full"], "solid"),
+    "constant": ("constant token", VARIANTS["none"], "dotted"),
+    "zero": ("zero sink, untrained", VARIANTS["zero"], "dotted"),
+    "frozen_logit-0": ("sink logits, weights frozen", VARIANTS["logit"], "dashed"),
+    "frozen_token-0": ("sink token, weights frozen", VARIANTS["token"], "dashed"),
+    "all_none-0": ("all weights, no sink", VARIANTS["none"], "solid"),
+    "all_logit-0": ("all weights, sink logits", VARIANTS["logit"], "solid"),
+    "all_token-0": ("all weights, sink token", VARIANTS["token"], "solid"),
+}
+
+
+def sinks_in_front(axes: Any, results: dict[str, Any]) -> None:
+    """Loss of SmolLM2-135M in a cache of 256 tokens, minus that of the published model with four
+    sinks, by the number of first tokens that stay in the cache."""
+    for name, (label, colour, line) in SHOWN.items():
+        sizes = [s for s in results["variants"][name] if sum(map(int, s.split("+"))) == SIZE]
+        gaps = [results["variants"][name][size]["loss_over_base"] for size in sizes]
+        axes.plot(range(len(sizes)), gaps, color=colour, linestyle=line, marker="o", label=label)
+    axes.set_xticks(range(len(sizes)), [size.split("+")[0] for size in sizes])
+    axes.set(xlabel="first tokens in the cache", ylabel="loss over 4 sinks (nats)")
