@@ -24,8 +24,10 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Partial
 from jaxkv.driver import step
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import hlo
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, prompt, ratio, time_rounds
 from jaxkv.models.generation.decoding import decode_block
@@ -356,15 +358,19 @@ FORMS: dict[str, PlainForm] = {
 }
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.cpu_forms", __doc__, rounds=9)
-    parser.add_argument("--only", nargs="+", choices=FORMS, metavar="NAME",
-                        help=f"some rows, into out/: {', '.join(FORMS)}")  # fmt: skip
-    options = parser.parse_args()
+FLAGS = (
+    flag("--rounds", 9, "of each measurement", minimum=1),
+    flag("--only", tuple(FORMS), "some rows, with --quick", choices=FORMS),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The rows of all forms, which are printed."""
+    options = run.options
     if jax.default_backend() != "cpu":
-        parser.error("these are forms for XLA:CPU: set JAX_PLATFORMS=cpu")
-    quick = options.quick or options.only is not None
-    record = Record("workarounds", [smollm2.fetch()], [0], quick=quick)
+        raise UserError("forms are for XLA:CPU, got another backend; set JAX_PLATFORMS=cpu")
+    if len(options.only) < len(FORMS) and not options.quick:
+        raise UserError("--only must stand with --quick: a record has all rows; give both")
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
 
     @functools.cache
@@ -372,24 +378,27 @@ def main() -> None:
         quantised = None if weights == "float32" else weights
         return models.load(smollm2.NAME, "float32", weights=quantised)
 
-    rounds = 3 if options.quick else options.rounds
-    results = run(load, ProgramSizes(), options.only or list(FORMS), rounds)
-    record.finish(results)
+    results = rows_of(load, ProgramSizes(), options.only, 3 if options.quick else options.rounds)
     print(table_of(results))
+    return results
 
 
-def run(load: LoadModel, sizes: ProgramSizes, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def rows_of(
+    load: LoadModel, sizes: ProgramSizes, names: Sequence[str], rounds: int
+) -> dict[str, Any]:
     """The rows of these forms, by program."""
     described: dict[str, str] = {}
     rows: dict[str, dict[str, Any]] = {}
     for program in dict.fromkeys(FORMS[name].program for name in names):
         built = PROGRAMS[program](load, sizes)
         described[program] = built.about
-        rows |= measure(built, program, [x for x in names if FORMS[x].program == program], rounds)
+        rows |= measure_forms(
+            built, program, [x for x in names if FORMS[x].program == program], rounds
+        )
     return {"programs": described, "rows": rows}
 
 
-def measure(
+def measure_forms(
     program: Program, title: str, names: Sequence[str], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """The rows of the forms of one program."""
@@ -495,5 +504,7 @@ def table_of(results: dict[str, Any]) -> str:
 
 TABLES = {"workarounds": lambda: table_of(read("workarounds")["results"])}
 
+MEASURE = Measure("workarounds", measure, FLAGS, data=lambda _: [smollm2.fetch()])
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.pallas_kernels.sampled_attention import bench as attention
@@ -22,18 +24,15 @@ WALK_FASTER, ATTENTION_FASTER = 10, 2  # bars on an NVIDIA GPU, the second at th
 DTYPES = "float32", "bfloat16"
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.kernels", __doc__, rounds=20)
-    options = parser.parse_args()
-    platform = jax.default_backend()
-    if platform == "cpu" and not options.quick:
-        parser.error("no accelerator: the kernels run on a GPU or TPU; --quick tries the program")
-    record = Record(f"kernels_{platform}", quick=options.quick)
-    results = run(2 if options.quick else options.rounds, options.quick)
-    record.finish(results)
+def measure(run: Run) -> dict[str, Any]:
+    """Both kernels."""
+    quick = run.options.quick
+    if jax.default_backend() == "cpu" and not quick:
+        raise UserError("kernels run on a GPU or TPU, got a CPU; --quick tries the program")
+    return time_kernels(2 if quick else run.options.rounds, quick)
 
 
-def run(rounds: int, quick: bool = False) -> dict[str, Any]:
+def time_kernels(rounds: int, quick: bool = False) -> dict[str, Any]:
     """Rows of both kernels, and the bars where there is a kernel."""
     bars, signs, attended = [], {}, {}
     for title, row in walks.measure(rounds, 16 if quick else None):
@@ -79,5 +78,10 @@ STATEMENTS = (
 )  # fmt: skip
 
 
+MEASURE = Measure(
+    lambda _: f"kernels_{jax.default_backend()}", measure,
+    [flag("--rounds", 20, "of each measurement", minimum=1)],
+)  # fmt: skip
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -21,7 +21,8 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.lib.baseline import LARGE, SMALL, Baseline, random_llama, thread_variants
 from jaxkv.evals.lib.measured_on import RANDOM, STORIES
-from jaxkv.evals.lib.record import Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import streaming
 from jaxkv.evals.lib.timing import (
     bar,
@@ -61,22 +62,15 @@ FULL = Scale(LARGE, (1_000, 32_000, 1_000_000), (256, 512, 1024, 2048, 4096), 15
 QUICK = Scale(SMALL, (1_000, 4_000, 16_000), (256, 512), 3, 2)
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.latency", __doc__)
-    parser.add_argument("--model", type=Path, required=True, help="the folder of stories260K")
-    parser.add_argument("--quick", action="store_true", help="small sizes, into out/")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args()
-    quick = options.quick or set(options.only) != set(PARTS)  # a part is not the record
-    scale = QUICK if options.quick else FULL
-    weights = options.model / "model.safetensors"
-    record = Record("latency", [weights], seeds=[0], quick=quick)
-    small, large = models.load(options.model), random_llama(scale.shape)
+def measure(run: Run) -> dict[str, Any]:
+    """Both experiments, with their bars."""
+    scale = QUICK if run.options.quick else FULL
+    small, large = models.load(run.options.model), random_llama(scale.shape)
     results: dict[str, Any] = {"shape": scale.shape, "bars": []}
-    for part in options.only:
-        results[part] = PARTS[part](small, large, scale)
-        results["bars"] += results[part].pop("bars", [])
-    record.finish(results)
+    for name, part in PARTS.items():
+        results[name] = part(small, large, scale)
+        results["bars"] += results[name].pop("bars", [])
+    return results
 
 
 Pair = tuple[Llm, Baseline]
@@ -158,5 +152,11 @@ CLAIMS = (
 )  # fmt: skip
 
 
+MEASURE = Measure(
+    "latency", measure,
+    [flag("--model", type=Path, required=True, about="the folder of stories260K")],
+    data=lambda options: [options.model / "model.safetensors"],
+)  # fmt: skip
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

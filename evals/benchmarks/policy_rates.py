@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from jaxkv import models
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import decode_after_prompt, prompt, rate, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, below
@@ -31,28 +32,31 @@ POLICIES = {
 BATCHES, PROMPT, NEW = (1, 32), 2_048, 128
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.policy_rates", __doc__, rounds=7)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a model folder, GGUF file or Hub id"
-    )
-    parser.add_argument("--dtype", help="default: by device and file")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
-    options = parser.parse_args()
+FLAGS = (
+    flag("--model", "smollm2-135m", "a model folder, GGUF file or Hub id"),
+    flag("--dtype", about="default: by device and file"),
+    flag("--policies", tuple(POLICIES), choices=POLICIES),
+    flag("--batches", BATCHES, minimum=1),
+    flag("--prompt", PROMPT, "tokens", minimum=1),
+    flag("--rounds", 7, "of each measurement", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The rates by batch size."""
+    options = run.options
     llm = models.load(options.model, options.dtype)
-    record = Record(f"rates_{jax.default_backend()}", llm.files, [0], quick=options.quick)
+    run.record.add(llm.files)
     if options.quick:
         options.prompt, options.batches, options.rounds = 300, (1, 2), 1
     by_batch = {
-        f"batch {batch}": measure(llm, options.policies, batch, options.prompt, options.rounds)
+        f"batch {batch}": rates(llm, options.policies, batch, options.prompt, options.rounds)
         for batch in options.batches
     }
-    record.finish({"model": llm.name, "dtype": llm.dtype} | by_batch)
+    return {"model": llm.name, "dtype": llm.dtype} | by_batch
 
 
-def measure(
+def rates(
     llm: Llm, policies: Sequence[str], batch: int, length: int, rounds: int, new: int = NEW
 ) -> dict[str, Any]:
     """Tokens a second of all sequences together, by policy."""
@@ -93,15 +97,15 @@ def table() -> str:
     """Tokens a second on a GPU by policy: medians."""
     record = read("rates_gpu")
     results, gpu = record["results"], record["device"].partition(": ")[2]
-    rates = results["batch 1"]
-    rounds = rates["policies"]["full"]["decoding"]["n"]
+    single = results["batch 1"]
+    rounds = single["policies"]["full"]["decoding"]["n"]
     lines = [
         f"{results['model']} in {results['dtype']} on {gpu}, one sequence, a prompt of "
-        f"{rates['prompt']:,} tokens, tokens a second (medians of {rounds} rounds):",
+        f"{single['prompt']:,} tokens, tokens a second (medians of {rounds} rounds):",
         "",
         *table_head("policy", "prefill", "decoding"),
     ]
-    for name, row in rates["policies"].items():
+    for name, row in single["policies"].items():
         cells = (f"{row[phase]['median']:,.0f}" for phase in ("prefill", "decoding"))
         lines.append(table_row(f"`{name}`", *cells))
     return page_table(lines)
@@ -116,5 +120,7 @@ STATEMENTS = (
 )  # fmt: skip
 
 
+MEASURE = Measure(lambda _: f"rates_{jax.default_backend()}", measure, FLAGS)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

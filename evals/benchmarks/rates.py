@@ -43,8 +43,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks.weights import as_folder
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
@@ -162,27 +164,28 @@ class Peer(NamedTuple):
     columns: dict[str, Callable[[dict[str, Any]], str]]
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.rates", __doc__)
-    parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("--model", default=smollm2.NAME, help="a model folder or GGUF file")
-    parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp")
-    parser.add_argument("--threads", type=int, help="default: one per core")
-    parser.add_argument("--quick", action="store_true", help="few rounds, short prompts, into out/")
-    options = parser.parse_args()
-    peer = PEERS[options.peer]
+RATE_FLAGS = (
+    flag("peer", choices=("llama.cpp", "transformers")),
+    flag("--model", smollm2.NAME, "a model folder or GGUF file"),
+    flag("--peer-python", sys.executable, "the Python of llama.cpp"),
+    flag("--threads", type=int, about="default: one per core", minimum=1),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """All cases of a peer, on some cores."""
+    options = run.options
     cores = sorted(os.sched_getaffinity(0))
-    threads = len(cores) if options.threads is None else options.threads
-    if not 1 <= threads <= len(cores):
-        parser.error(f"--threads must be 1 to {len(cores)}, as there are cores, got {threads}")
+    threads = options.threads or len(cores)
+    if threads > len(cores):
+        raise UserError(f"--threads must be at most {len(cores)}, got {threads}; give fewer")
     os.sched_setaffinity(0, cores[:threads])  # processes started from here inherit it
-    sizes = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16) if options.quick else peer.sizes
-    llm = without_weights(open_source(options.model))
-    record = Record(peer.record, [*llm.files, PASSAGE], quick=options.quick)
-    record.finish(run(options.peer, options.model, options.peer_python, sizes, threads))
+    small = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16)
+    sizes = small if options.quick else PEERS[options.peer].sizes
+    return measure_peer(options.peer, options.model, options.peer_python, sizes, threads)
 
 
-def run(
+def measure_peer(
     name: str, model: str | Path, python: str, sizes: RateSizes, threads: int
 ) -> dict[str, Any]:
     """Start all cases of a peer and measure them."""
@@ -213,7 +216,9 @@ def run(
         }  # fmt: skip
         meter = stack.enter_context(PeerProcess("bandwidth", OURS))
         decodes_only = {title for title, case in cases.items() if case.compiles is not None}
-        results |= measure(name, processes, about, requests_of(text, sizes), decodes_only, meter)
+        results |= measure_cases(
+            name, processes, about, requests_of(text, sizes), decodes_only, meter
+        )
     results["bars"] = bars(peer, results["ratio"])
     print(rates_table(name, results))
     return results
@@ -262,7 +267,7 @@ def requests_of(text: Sequence[int], sizes: RateSizes) -> list[RateRequest]:
     return [single, *prefills, *batched]
 
 
-def measure(
+def measure_cases(
     name: str,
     processes: Mapping[str, PeerProcess],
     about: Mapping[str, dict[str, Any]],
@@ -500,5 +505,10 @@ STATEMENTS = (
               "transformers_rates", [above("ratio/prefill, 4096/{case}/{peer}", 1)]),
 )  # fmt: skip
 
+MEASURE = Measure(
+    lambda options: PEERS[options.peer].record, measure, RATE_FLAGS,
+    data=lambda options: [*without_weights(open_source(options.model)).files, PASSAGE],
+)  # fmt: skip
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

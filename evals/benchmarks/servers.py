@@ -49,7 +49,8 @@ from jaxkv import defaults, models
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
 from jaxkv.evals.benchmarks.startup import messages
 from jaxkv.evals.benchmarks.weights import add_chat, as_folder
-from jaxkv.evals.lib.record import Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import time_rounds
 from jaxkv.evals.lib.verdict import Statement, above
@@ -118,27 +119,19 @@ class RunningServer(NamedTuple):
     memory: dict[str, int]  # when it was loaded
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.servers", __doc__, rounds=3)
-    parser.add_argument("--peer-python", required=True, help="the Python that has transformers")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument(
-        "--cb-memory", type=float, default=0.2, help="share of the machine's memory"
-    )
-    options = parser.parse_args()
-    if options.rounds < 1 or min(options.clients) < 1 or not 0 < options.cb_memory < 1:
-        parser.error(
-            "--rounds and --clients must be 1 or more and --cb-memory between 0 and 1, got "
-            f"{options.rounds}, {options.clients} and {options.cb_memory}"
-        )
+SERVER_FLAGS = (
+    flag("--rounds", 3, "of each measurement", minimum=1),
+    flag("--peer-python", type=str, required=True, about="the Python that has transformers"),
+    flag("--clients", (1, 4, 16, 64), "that ask at once", minimum=1),
+    flag("--cb-memory", 0.2, "share of the machine's memory", minimum=1e-9),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Start all servers, measure and end them."""
+    options = run.options
     if options.quick:
         options.rounds, options.clients = 1, [1, 4]
-    record = Record("servers", [smollm2.fetch(), PASSAGE], quick=options.quick)
-    record.finish(run(options))
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start all servers, measure and end them."""
     sizes = QUICK if options.quick else RequestSizes()
     versions = subprocess.run([options.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
     if versions.returncode:
@@ -155,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 cases[name] = stack.enter_context(started(command, fields))
             except FAILURES as error:
                 cases[name] = failed(error)
-        results = measure(cases, measurements(options.clients, sizes), options.rounds)
+        results = measure_servers(cases, measurements(options.clients, sizes), options.rounds)
     named = dict(zip(("transformers", "torch"), json.loads(versions.stdout), strict=True))
     return {
         "model": smollm2.NAME, "jaxkv": CASES, "rounds": options.rounds,
@@ -223,7 +216,7 @@ def is_healthy(port: int) -> bool:
     return False
 
 
-def measure(
+def measure_servers(
     cases: Mapping[str, RunningServer | Failed], work: Mapping[str, Measurement], rounds: int
 ) -> dict[str, Any]:
     """All measurements of all servers in turn, after a warm-up request to each."""
@@ -469,5 +462,7 @@ STATEMENTS = (
               [above("cases/transformers, continuous batching/gap/with_prompts", 30)]),
 )  # fmt: skip
 
+MEASURE = Measure("servers", measure, SERVER_FLAGS, data=lambda _: [smollm2.fetch(), PASSAGE])
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -9,6 +9,7 @@ and of a cached one. `cost`: new prompts only, with and without prefix caching.
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.record import ROOT, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds, timed
 from jaxkv.evals.lib.verdict import Statement, above, below
 from jaxkv.models import Llm
@@ -30,23 +33,30 @@ AT_ONCE, LONG = 64, 4096
 FASTER, SOONER, DEARER = 3.0, 0.25, 1.03  # bars: minimum, maximum, maximum
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.serving", __doc__, rounds=5)
-    parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args()
+FLAGS = (
+    flag("--texts", BOOKS, "a folder of books"),
+    flag("--rounds", 5, "of each measurement", minimum=1),
+)
+
+
+def books_of(options: Namespace) -> list[Path]:
+    """The books of --texts; raises UserError where it has none."""
     files = sorted(options.texts.glob("*.txt"))
-    if not files or options.rounds < 1:
-        parser.error(f"--texts must hold books and --rounds be at least 1, got {options.rounds}")
+    if not files:
+        raise UserError(f"--texts must hold books, got {options.texts}; name another folder")
+    return files
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """All parts on the default model, with their bars."""
     llm = models.load()
-    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("serving", [*llm.files, *files], [0], options.quick)
+    run.record.add(llm.files)
+    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in books_of(run.options)]
     results: dict[str, Any] = {"bars": []}
-    for part in options.only:
-        part_results = PARTS[part](llm, texts, options.rounds, options.quick)
-        results[part] = part_results
-        results["bars"] += part_results.pop("bars", [])
-    record.finish(results)
+    for name, part in PARTS.items():
+        results[name] = part(llm, texts, run.options.rounds, run.options.quick)
+        results["bars"] += results[name].pop("bars", [])
+    return results
 
 
 def passages(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[tuple[int, ...]]:
@@ -178,5 +188,7 @@ STATEMENTS = (
               [below("throughput/times/alone, models.generate", FASTER)]),
 )  # fmt: skip
 
+MEASURE = Measure("serving", measure, FLAGS, data=books_of)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -31,8 +31,8 @@ from jaxkv import models
 from jaxkv.evals.benchmarks import servers
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
 from jaxkv.evals.benchmarks.servers import RunningServer
-from jaxkv.evals.benchmarks.serving import BOOKS, passages
-from jaxkv.evals.lib.record import Record, make_parser, run_command
+from jaxkv.evals.benchmarks.serving import BOOKS, books_of, passages
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.lib.verdict import claim, within
 
@@ -59,27 +59,24 @@ class SoakRequest(NamedTuple):
     slow: bool = False
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.soak", __doc__)
-    parser.add_argument(
-        "--requests", type=int, default=10_000, help="of each policy and kind of batch"
-    )
-    parser.add_argument("--texts", type=Path, default=BOOKS, help="a folder of books")
-    parser.add_argument("--quick", action="store_true", help="600 requests, into out/")
-    options = parser.parse_args()
-    files = sorted(options.texts.glob("*.txt"))
-    if not files or options.requests < 1:
-        parser.error(f"--texts must hold books and --requests be 1 or more, got {options.requests}")
+FLAGS = (
+    flag("--requests", 10_000, "of each policy and kind of batch", minimum=1),
+    flag("--texts", BOOKS, "a folder of books"),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Both policies with both kinds of batch, and their bars."""
     llm = models.load()
-    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in files]
-    record = Record("soak", [*llm.files, *files], [0], options.quick)
+    run.record.add(llm.files)
+    texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in books_of(run.options)]
     results: dict[str, Any] = {"policies": {}, "bars": []}
-    count = 600 if options.quick else options.requests
+    count = 600 if run.options.quick else run.options.requests
     for policy, batch in product(POLICIES, BATCHES):
         results_of_case = asyncio.run(soak(policy, BATCHES[batch], bodies(texts), count))
         results["policies"].setdefault(policy, {})[batch] = results_of_case
         results["bars"] += bars(policy, batch, results_of_case)
-    record.finish(results)
+    return results
 
 
 def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
@@ -321,5 +318,7 @@ CLAIMS = (
           "soak", within("policies/{policy}/{batch}/wrong"), within(missed_bars), unit="count"),
 )  # fmt: skip
 
+MEASURE = Measure("soak", measure, FLAGS, data=books_of)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -30,7 +30,8 @@ import jax
 import numpy as np
 
 from jaxkv import defaults, models
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, read, run_command, spread
+from jaxkv.evals.lib.record import ROOT, read, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
 from jaxkv.evals.lib.timing import bar, compile_timed, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, within
@@ -58,22 +59,17 @@ PAGE = 2_000  # letters of the long message
 END = "tokens/s"  # the line after an answer, on standard error
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.benchmarks.startup", __doc__, rounds=3)
-    parser.add_argument("subject", choices=("starts", "chat"))
-    options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
-    if options.subject == "chat":
-        record = Record("chat", [smollm2.fetch(), PASSAGE], quick=options.quick)
-        record.finish(chats(smollm2.NAME, messages(), rounds))
-        return
-    record = Record("startup", [smollm2.fetch()], quick=options.quick)
+def measure(run: Run) -> dict[str, Any]:
+    """The starts of many commands, or the messages of a chat."""
+    rounds = 1 if run.options.quick else run.options.rounds
+    if run.options.subject == "chat":
+        return chats(smollm2.NAME, messages(), rounds)
     jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
-    depths = by_depth(DEPTHS[:2] if options.quick else DEPTHS, rounds)
+    depths = by_depth(DEPTHS[:2] if run.options.quick else DEPTHS, rounds)
     with tempfile.TemporaryDirectory() as folder:
         seconds = time_rounds(variants(folder), rounds, "startup")
     spreads = {name: spread(values) for name, values in seconds.items()}
-    record.finish({"seconds": spreads, "depths": depths, "bars": bars(seconds, depths)})
+    return {"seconds": spreads, "depths": depths, "bars": bars(seconds, depths)}
 
 
 def variants(folder: str) -> dict[str, Callable[[], float]]:
@@ -267,5 +263,12 @@ STATEMENTS = (
                for turn in range(1, 6)]),
 )  # fmt: skip
 
+RECORDS = {"starts": "startup", "chat": "chat"}  # by subject
+MEASURE = Measure(
+    lambda options: RECORDS[options.subject], measure,
+    [flag("subject", choices=RECORDS), flag("--rounds", 3, "of each measurement", minimum=1)],
+    data=lambda options: [smollm2.fetch(), *([PASSAGE] if options.subject == "chat" else [])],
+)  # fmt: skip
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

@@ -82,21 +82,13 @@ class ChoiceParser(Parser):
             raise argparse.ArgumentError(action, f"got {value}{known}")
 
 
-def make_parser(module: str, about: str | None, rounds: int = 0) -> Parser:
-    """The parser of an experiment's command line.
-
-    module: its full name. about: the help text, which keeps its line breaks. rounds: the default of
-    --rounds, for an experiment that has this argument and --quick.
-    """
-    parser = ChoiceParser(
+def make_parser(module: str, about: str | None) -> Parser:
+    """The parser of a command. module: its full name. about: its help, which keeps its lines."""
+    return ChoiceParser(
         prog=f"python -m {module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if rounds:
-        parser.add_argument("--rounds", type=int, default=rounds, help="of each measurement")
-        parser.add_argument("--quick", action="store_true", help="small numbers, into out/")
-    return parser
 
 
 def run_command(main: Callable[[], None]) -> None:

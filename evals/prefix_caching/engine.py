@@ -7,9 +7,9 @@ is never idle; time to first token starts when a request leaves the queue.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import models
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, run_command, spread
+from jaxkv.evals.lib.record import ROOT, spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import ratio, time_rounds
 from jaxkv.evals.prefix_caching import report, traces
 from jaxkv.evals.prefix_caching.traces import MOONCAKE_BLOCK, Trace
@@ -48,46 +49,38 @@ class Load(NamedTuple):
     chunk: int
 
 
-def main() -> None:
-    parser = make_parser("jaxkv.evals.prefix_caching.engine", __doc__)
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of the traces")
-    parser.add_argument("--rounds", type=int, default=3, help="of each time")
-    parser.add_argument("--only", nargs="+", choices=("report", *FILES), default=("report", *FILES))
-    parser.add_argument("--quick", action="store_true", help="few requests, into out/")
-    options = parser.parse_args()
-    files = {name: options.traces / FILES[name] for name in options.only if name in FILES}
-    missing = [str(file) for file in files.values() if not file.is_file()]
-    if missing or options.rounds < 1:
-        parser.error(f"--traces must hold {', '.join(FILES.values())} and --rounds be 1 or more, "
-                     f"got {options.traces} and {options.rounds}")  # fmt: skip
-    llm = models.load()
-    quick = options.quick or set(options.only) != {"report", *FILES}  # a part is not the record
-    record = Record("prefix_engine", [*llm.files, *files.values()], [0], quick)
-    results = measure(llm, files, options)
-    record.finish(results)
+FLAGS = (
+    flag("--traces", TRACES, "the folder of the traces"),
+    flag("--rounds", 3, "of each time", minimum=1),
+)
 
 
-def measure(llm: Llm, files: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
-    """Every load of the record."""
-    quick, results = options.quick, {}
-    if "report" in options.only:
-        shares = (0.5, 1.0) if quick else report.SHARES
-        results["report"] = {"paper": REPORTED, "shares": {
-            f"{share:g}": run(llm, report_load(llm, share, 60 if quick else 1000), "full", 16, 4096,
-                              1 if quick else options.rounds, f"the report, p = {share:g}")
-            for share in shares
-        }}  # fmt: skip
+def files_of(options: Namespace) -> list[Path]:
+    return [options.traces / name for name in FILES.values()]
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Every load, on the default model."""
+    quick, llm = run.options.quick, models.load()
+    run.record.add(llm.files)
+    shares, count = ((0.5, 1.0), 60) if quick else (report.SHARES, 1000)
+    rounds = 1 if quick else run.options.rounds
+    results: dict[str, Any] = {"report": {"paper": REPORTED, "shares": {
+        f"{share:g}": time_load(llm, report_load(llm, share, count), "full", 16, 4096, rounds,
+                                f"the report, p = {share:g}")
+        for share in shares
+    }}}  # fmt: skip
     loads: dict[str, Callable[[Path], Load]] = {
         "mooncake": lambda file: mooncake(llm, file, 30 if quick else 500, 8),
         "azure": lambda file: azure(llm, file, 30 if quick else 500, 8),
         "sessions": lambda file: sessions(traces.read(file), 20 if quick else 100),
     }
-    for name, file in files.items():
+    for name, file in zip(FILES, files_of(run.options), strict=True):
         load = loads[name](file)
-        for policy in (STREAMING, BALANCED):
-            results.setdefault(name, {})[policy] = run(
-                llm, load, policy, 16, 512, 1 if quick else options.rounds, f"{name}, {policy}"
-            )
+        results[name] = {
+            policy: time_load(llm, load, policy, 16, 512, rounds, f"{name}, {policy}")
+            for policy in (STREAMING, BALANCED)
+        }
     return results
 
 
@@ -138,7 +131,7 @@ def report_load(llm: Llm, share: float, count: int, block: int = 8) -> Load:
     )
 
 
-def run(
+def time_load(
     llm: Llm, load: Load, policy: str, max_batch: int, num_blocks: int, count: int, title: str
 ) -> dict[str, Any]:
     """Items per second and seconds to the first token, with and without this many cached prefixes.
@@ -193,5 +186,7 @@ def first_tokens(answers: Iterable) -> dict[str, float]:
     return {"median": float(np.median(seconds)), "p90": float(np.quantile(seconds, 0.9))}
 
 
+MEASURE = Measure("prefix_engine", measure, FLAGS, data=files_of)
+
 if __name__ == "__main__":
-    run_command(main)
+    run(MEASURE)

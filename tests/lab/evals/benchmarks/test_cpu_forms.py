@@ -81,7 +81,7 @@ def test_a_plain_form_is_another_program_and_computes_the_same(program, load, lo
 
 def test_rows_are_measured_and_shown(load):
     names = ["argmax", "carry"]
-    results = cpu_forms.run(load, SIZES, names, rounds=2)
+    results = cpu_forms.rows_of(load, SIZES, names, rounds=2)
     rows = results["rows"]
     assert list(rows) == names and set(results["programs"]) == {"argmax", "engine"}
     assert rows["argmax"]["ratio"]["n"] == 2 and rows["argmax"]["copies"]["with"] is None

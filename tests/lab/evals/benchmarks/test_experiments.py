@@ -56,13 +56,13 @@ def test_kernels_are_timed(monkeypatch):
     tiny = [walk_shapes.WalkBenchShape(2, 16, 1, 8), walk_shapes.WalkBenchShape(2, 16, 2, 8)]
     monkeypatch.setattr(walk_shapes, "PROMPT", dict(zip(("tokens", "pairs"), tiny, strict=True)))
     monkeypatch.setattr(kernels, "LENGTHS", (256,))
-    results = kernels.run(2, quick=True)
+    results = kernels.time_kernels(2, quick=True)
     assert set(results["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
     assert results["sign_walk"]["tokens, walk"]["xla"]["n"] == 2 and results["bars"] == []
 
 
 def test_rates_of_each_policy(llm):
-    by_policy = policy_rates.measure(llm, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
+    by_policy = policy_rates.rates(llm, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
     assert all(row["prefill"]["median"] > 0 for row in by_policy.values())
     assert by_policy["snapkv"]["step_milliseconds"]["n"] == 1
 

@@ -82,7 +82,7 @@ def fakes(tmp_path, monkeypatch):
 
 
 def run(peer, model, sizes=SIZES):
-    return rates.run(peer, model, sys.executable, sizes, 1)
+    return rates.measure_peer(peer, model, sys.executable, sizes, 1)
 
 
 TITLES = ["decode, batch 1", FIRST, "prefill, 32", "prefill, 1024", "decode, batch 8"]

@@ -57,7 +57,9 @@ def test_all_measurements_in_turn(server, monkeypatch):
     """A server that did not start keeps its place, with the reason."""
     monkeypatch.setattr(servers, "messages", lambda: ["Hello!", "And?"])
     work = servers.measurements([1, 3], SIZES)
-    results = servers.measure({"ours": server, "other": Failed("no module")}, work, rounds=2)
+    results = servers.measure_servers(
+        {"ours": server, "other": Failed("no module")}, work, rounds=2
+    )
     assert results["other"] == {"failed": "no module"}
     case = results["ours"]
     assert set(case) == {"answer", *work, "memory"} and case["answer"]

@@ -39,7 +39,7 @@ def test_prompts_of_mooncake_share_prefixes_where_its_ids_do(llm, tmp_path):
 def test_equal_prompts_hit_except_the_first(llm):
     load = engine.report_load(llm, 1.0, 6)
     load = load._replace(requests=[replace(request, max_new_tokens=2) for request in load.requests])
-    results = engine.run(llm, load, "full", 2, 64, 1, "title")
+    results = engine.time_load(llm, load, "full", 2, 64, 1, "title")
     assert (results["requests"], results["prompt_tokens"], results["new_tokens"]) == (6, 90, 12)
     assert 0 < results["hit_rate_tokens"] < 8 / 15 and results["times_faster"]["n"] == 1
 
@@ -53,7 +53,7 @@ def test_different_answers_end_the_run(llm, monkeypatch):
         engine, "answer", lambda *_: [types.SimpleNamespace(tokens=[next(reported)])]
     )
     with pytest.raises(RuntimeError, match="changes answers"):
-        engine.run(llm, load, "full", 2, 4, 1, "title")
+        engine.time_load(llm, load, "full", 2, 4, 1, "title")
 
 
 def test_a_time_to_first_token_requires_the_expected_cached_tokens():
