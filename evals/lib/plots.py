@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.evals.training.sink_tables import variant_of_record
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
 
@@ -33,7 +34,7 @@ def sink_tables(axes: Any, results: dict[str, Any]) -> None:
     for variant in results["variants"].values():
         steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
         million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
-        sinks = variant["recipe"]["sinks"]
+        sinks = variant_of_record(variant)
         axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
     axes.set(xlabel="million tokens of training", ylabel="validation loss (nats per token)")
 

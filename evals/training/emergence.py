@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
-from jaxkv.evals.training.sink_tables import KINDS
+from jaxkv.evals.training.sink_tables import KINDS, variant_of_record
 
 
 def sink_token_gains(results: Results) -> dict[str, float]:
