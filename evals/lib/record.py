@@ -25,9 +25,7 @@ from jaxkv.policy_spec import nearest
 
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
-CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "colab/lib/*.py", "pyproject.toml")
 NUMBERS = re.compile(r'\[\n([^\[\]{}"]+)\n\s*\]')  # a list without strings, lists and objects
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
 class Record:
