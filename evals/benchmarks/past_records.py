@@ -6,13 +6,12 @@ from typing import Any
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Results, Statement, above, below, claim, matches, within
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches, within
 
 COMMIT = "ebae2f4"
-GONE = (  # records that only the command at their commit makes
-    "agents", "attention_error", "backcopy", "cache_int8", "emergence", "host_time", "lookup",
-    "operations", "quantised_weights", "recall", "rehearsal", "remat", "sampled", "sampling",
-    "training_peers", "tree_slots",
+GONE = (  # records that only the command at their commit makes; no claim of a paper rests on them
+    "agents", "attention_error", "backcopy", "cache_int8", "emergence", "host_time", "operations",
+    "quantised_weights", "recall", "rehearsal", "remat", "sampled", "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "latency": "`bound`, `generate`, `loop` and `prefill`",
@@ -91,12 +90,6 @@ TABLES = {"operations": operations_table}
 PAGE, ROW = "docs/results/speed.md", "cases/{}/rows/{}/{}"
 CHUNK = "prefill, float32, chunk of 1,024"
 LESS_TIME = [above(int8_over_float32, 0.75), below(int8_over_float32, 1)]
-LOOKUP = (
-    claim("1.5 to 5 times the throughput, caches on a CPU",
-          "Attention of one KV head by hash tables is over 1.5 times as fast as the best dense "
-          "form on a CPU, by tokens", "lookup",
-          above("sizes/{tokens}/times_faster", 1.5), unit="times"),
-)  # fmt: skip
 STATEMENTS = (
     Statement("docs/training.md", "A step of `tiny` on a CPU then has about a third of the "
               "temporaries, at about the same speed", "remat",

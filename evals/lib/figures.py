@@ -151,14 +151,10 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
     "Sparse attention": {
         "sparse": RecordPlot("sparse_135m", plots.sparse,
                           "Loss by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling": FinishedPlot("sampling",
-                "Error of attention to a share of the keys, with two standard errors; "
-                "SmolLM2-135M.",
-                "Error by the share of keys that is read (SmolLM2-135M)"),
-        "sampling_budgets": FinishedPlot("sampling",
-                "Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of "
-                "standard deviation σ (MagicPIG, Figures 3 and 5).",
-                "Where sampling beats top-k: spread-out attention"),
+        "sampling": RecordPlot("sampling", plots.sampling,
+                            "Error by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
+        "sampling_budgets": RecordPlot("sampling", plots.sampling_budgets,
+                                    "Where sampling beats top-k: spread-out attention", OUTSIDE),
         "tune_lsh": RecordPlot("tune_lsh", plots.tune_lsh,
                             "Error of every K and L of the LSH index"),
     },

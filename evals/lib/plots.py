@@ -80,6 +80,50 @@ def sparse(axes: Any, results: dict[str, Any]) -> None:
     axes.set_xticks([], minor=True)
 
 
+def sampling(axes: Any, results: dict[str, Any]) -> None:
+    """Error of attention to a share of the keys, with two standard errors; SmolLM2-135M."""
+    (model,) = results["models"].values()
+    methods = model["captured"]
+    for (name, lines), style in zip(methods.items(), styles(list(methods)), strict=True):
+        read = [100 * line["share"] for line in lines.values()]
+        draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
+    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
+             ylabel="relative error of attention")  # fmt: skip
+    axes.set_xticks(
+        [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
+    )
+
+
+def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
+    """Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of standard
+    deviation σ (MagicPIG, Figures 3 and 5)."""
+    (model,) = results["models"].values()
+    for name in ("topk", "oracle"):
+        by_share = model["budgets"][name]
+        draw_intervals(axes, [100 * float(share) for share in by_share], by_share.values(),
+                       color=COLOURS[name], label=f"{name}, SmolLM2-135M")  # fmt: skip
+    for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
+        for name in ("topk", "oracle"):
+            by_share = results["drawn"][sigma][name]
+            axes.plot([100 * float(share) for share in by_share],
+                      [line["error"]["median"] for line in by_share.values()],
+                      color=COLOURS[name], linestyle=line, linewidth=1,
+                      label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
+        tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
+        axes.plot([100 * point["share"] for point in tables],
+                  [point["error"]["median"] for point in tables], "o", linestyle=line, markersize=3,
+                  color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
+             ylabel="relative error of attention")  # fmt: skip
+
+
+def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
+    """Means with two standard errors."""
+    errors = [line["error"] for line in lines]
+    two = [2 * error["standard_error"] for error in errors]
+    axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
+
+
 def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
     """Every K and L by share read and error, and the Pareto frontier; the line is the target
     error."""

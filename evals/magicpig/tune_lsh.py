@@ -27,6 +27,8 @@ from jaxkv.evals.lib.verdict import Results, below, claim
 from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import (
     QUERIES,
+    SINKS,
+    WINDOW,
     CapturedLayer,
     Estimate,
     attend,
@@ -43,7 +45,6 @@ from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.policies.sparse_attention.base import Candidates
 from jaxkv.policy_spec import format_policy
 
-SINKS, WINDOW = 4, 64  # ends that every query attends to
 SIMHASH = "simhash"
 BITS = tuple(range(4, 13))
 COUNTS = (10, 20, 40, 75, 100, 150, 200, 300)
