@@ -130,15 +130,10 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
     "Samples of evicted tokens": {
         "stream_losses": RecordPlot("stream_losses", plots.stream_losses,
                                  "Loss of samples of the past, over streaming", height=5.4),
-        "recall": FinishedPlot("recall",
-                "A model reads facts among random letters and is then asked for one, whose value "
-                "is one of eight. Mean over trained models, from the lowest to the highest. "
-                "Dotted: tokens in a cache. Dashed: a guess.",
-                "Bounded caches: which facts are still known"),
-        "recall_compressed": FinishedPlot("recall",
-                "The same task; the prompt is compressed before the question. Mean over trained "
-                "models, from the lowest to the highest. Dashed: a guess.",
-                "Compressed prompts: which facts are still known"),
+        "recall": RecordPlot("recall", plots.recall,
+                          "Bounded caches: which facts are still known", OUTSIDE, height=3.8),
+        "recall_compressed": RecordPlot("recall", plots.recall_compressed,
+                                     "Compressed prompts: which facts are still known", OUTSIDE),
     },
     "Prompt compression": {
         "peers": RecordPlot("peers", kvpress_parity.plot,
