@@ -118,14 +118,10 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
                 "Small models grow no attention sink"),
         "sink_tables": RecordPlot("sink_tables", plots.sink_tables,
                                "Loss in training, by sink variant", "upper right"),
-        "backcopy": FinishedPlot("backcopy",
-                "Loss over a cache with the first four tokens; median, minimum and maximum of "
-                "seeds. Only models with a trained sink lose when it is evicted. In the band the "
-                "loss is the same to rounding (StreamingLLM, Table 3, at small scale).",
-                "A trained sink must stay in the cache"),
-        "backcopy_curves": FinishedPlot("backcopy",
-                "Attention on the first token during training of each model.",
-                "Only trained sink tokens attract attention in this task"),
+        "backcopy": RecordPlot("backcopy", plots.backcopy,
+                            "A trained sink must stay in the cache", "upper right"),
+        "backcopy_curves": RecordPlot("backcopy", plots.backcopy_curves,
+                "Only trained sink tokens attract attention in this task", "center right"),
     },
     "Samples of evicted tokens": {
         "stream_losses": RecordPlot("stream_losses", plots.stream_losses,

@@ -48,6 +48,39 @@ def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> Non
     axes.errorbar(at, mid, np.abs(ends - mid), capsize=2, **style)
 
 
+def backcopy(axes: Any, results: dict[str, Any]) -> None:
+    """Loss over a cache with the first four tokens; median, minimum and maximum of seeds. Only
+    models with a trained sink lose when it is evicted. In the band the loss is the same to
+    rounding (StreamingLLM, Table 3, at small scale)."""
+    rounding = 1e-4  # nats; rounding gives 1e-5
+    for number, (variant, variant_results) in enumerate(results["variants"].items()):
+        over = variant_results["summary"]["loss_over_base"]
+        at = np.arange(len(over)) + 0.15 * (number - (len(results["variants"]) - 1) / 2)
+        draw_spreads(axes, at, over, fmt="o", markersize=5, color=VARIANTS[variant], label=variant)
+    axes.axhspan(-rounding, rounding, color=COLOURS["full"], alpha=0.2, lw=0)
+    for boundary in range(1, len(over)):
+        axes.axvline(boundary - 0.5, color=COLOURS["full"], lw=0.4)
+    axes.set_yscale("symlog", linthresh=rounding, linscale=0.5)
+    axes.set_yticks([0, 1e-3, 1e-2, 1e-1, 1], ["0", "0.001", "0.01", "0.1", "1"])
+    axes.set_xticks(range(len(over)), over)
+    axes.set(xlabel="first + newest tokens in the cache", ylabel="loss over 4+20 (nats per token)",
+             xlim=(-0.5, len(over) - 0.5), ylim=(-2 * rounding, 4))  # fmt: skip
+
+
+def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
+    """Attention on the first token during training of each model."""
+    runs = [
+        (variant, trained["seeds"][0], VARIANTS[variant], "solid")
+        for variant, trained in results["variants"].items()
+    ]
+    tries = zip(results["tries"].items(), OTHERS, strict=True)
+    runs += [(f"none, {name}", trial, colour, "dashed") for (name, trial), colour in tries]
+    for label, trained, colour, line in runs:
+        steps, _, attention = zip(*trained["curve"], strict=True)
+        axes.plot(steps, attention, color=colour, linestyle=line, label=label)
+    axes.set(xlabel="steps of training", ylabel="share of attention on first token", ylim=(0, None))
+
+
 def single_layer(axes: Any, results: dict[str, Any]) -> None:
     """Error of attention to a compressed prompt; median, minimum and maximum of seeds (BalanceKV,
     Figure 3)."""
