@@ -10,8 +10,8 @@ from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches, w
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes; no claim of a paper rests on them
-    "agents", "cache_int8", "emergence", "host_time", "operations", "quantised_weights",
-    "rehearsal", "remat", "training_peers",
+    "cache_int8", "emergence", "host_time", "operations", "quantised_weights", "rehearsal", "remat",
+    "training_peers",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "latency": "`bound`, `generate`, `loop` and `prefill`",

@@ -341,6 +341,52 @@ def prefix_items(axes: Any, results: dict[str, Any]) -> None:
              ylim=(0, None))  # fmt: skip
 
 
+def agents(panels: Any, results: dict[str, Any]) -> None:
+    """Left: prompt tokens of agents' turns that need no prefill, by the number of stored states;
+    the evicting policies save the same tokens. Right: memory. A full cache stores all its pages."""
+    saved_panel, memory_panel = panels
+    saved = {
+        name.split(":")[0]: [
+            100 * at["saved"] / results["tokens"] for at in policy_results["entries"].values()
+        ]
+        for name, policy_results in results["policies"].items()
+    }
+    groups: dict[tuple, list[str]] = {}  # policies that save the same tokens share a line
+    for policy, shares in saved.items():
+        groups.setdefault(tuple(shares), []).append(policy)
+    entries = list(next(iter(results["policies"].values()))["entries"])
+    for shares, policies in groups.items():
+        saved_panel.plot(
+            range(len(entries)), shares, "o-", color=COLOURS[policies[0]], markersize=4
+        )
+        saved_panel.annotate(
+            "\n".join(policies), (len(entries) - 1, shares[-1]), (0, -8),
+            fontsize=8, textcoords="offset points", ha="right", va="top",
+        )  # fmt: skip
+    saved_panel.axhline(100 * results["full"]["share"], color=COLOURS["full"], ls="dashed", lw=1)
+    saved_panel.annotate("full", (0, 100 * results["full"]["share"]), (0, 4), fontsize=8,
+                         textcoords="offset points")  # fmt: skip
+    saved_panel.set_xticks(range(len(entries)), entries)
+    saved_panel.set(xlabel="stored states", ylabel="tokens without prefill (%)", ylim=(0, 100))
+    largest = 0.99 * max(max(shares) for shares in saved.values())
+    # The fewest states that save nearly as much as the most.
+    fewest = next(n for i, n in enumerate(entries) if all(s[i] >= largest for s in saved.values()))
+    states = {
+        name.split(":")[0]: policy_results["entries"][fewest]
+        for name, policy_results in results["policies"].items()
+    }
+    states["full"] = results["full"]
+    for row, (policy, state) in enumerate(states.items()):
+        size = state["bytes"] / 2**20
+        memory_panel.barh(-row, size, color=COLOURS[policy])
+        memory_panel.annotate(f"{size:,.0f}", (size, -row), (3, 0), fontsize=8, va="center",
+                       textcoords="offset points")  # fmt: skip
+    memory_panel.set_yticks([-row for row in range(len(states))], states, fontsize=8)
+    memory_panel.grid(visible=False)
+    memory_panel.margins(x=0.2)
+    memory_panel.set(xlabel=f"memory of {fewest} states (MiB)")
+
+
 SIZE = 256  # of a cache
 SHOWN = {  # variants of evals.training.sinks_in_front: label, colour, line
     "plain": ("as published", COLOURS["full"], "solid"),
