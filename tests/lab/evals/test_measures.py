@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 
 import numpy as np
 import pytest
 
+from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.streaming import tables
+from jaxkv.models.training.recipes import PRESETS
 from jaxkv.policies import POLICIES
+from tests.seldom import seldom
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
@@ -25,7 +29,20 @@ SMALLER = {
         "OTHERS": {name: tables.OTHERS[name] for name in ("re-computation", "full")},
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
+    "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
     "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
+    "reservoir.recall": {"LEARNT": 0.0, "POLICIES": {"full": "full", "window": "window:window=8"},
+                         "COMPRESSED": {}, "FAR": (64,), "facts.DOCUMENTS": 4,
+                         "facts.LENGTH": 6_000},
+    "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
+    "balancekv.tree_slots": {"cached_tokens": NO_TOKENS, "TREES": (tree_slots.FIRST,),
+                             "AT_EQUAL_TOKENS": ()},
+    "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),), "SHARES": (0.1,),
+                          "BUDGETS": (0.1,) * 3, "synthetic.TABLES": ((8, 75),)},
+    "training.backcopy": {
+        "FLOOR": (1_000, 99), "letters.LENGTH": 2_000,
+        "PRESETS": {"backcopy": dataclasses.replace(PRESETS["backcopy"], steps=2)},
+    },
     "comparison.side_by_side": {
         "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
     },
@@ -45,16 +62,25 @@ WORDS = {
     "streaming.questions": f"{MODEL} --questions {{questions}}",
     "streaming.stream_eval": f"{TEXTS} --tokens 1800",
     "streaming.tables": f"{TEXTS} --tokens 4000",
+    "reservoir.attention_error": f"{TEXTS} --tokens 600 --layers 0 --seeds 1",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
+    "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
+    "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
+    "balancekv.tree_slots": f"{TEXTS} --tokens 900 --captured 600 --layers 0 --seeds 1",
+    "magicpig.sampling": f"{TEXT} --tokens 300 --seeds 1",
+    "magicpig.lookup": "--rounds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
     "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
+    "prefix_caching.agents": f"{MODEL} --trace {{turns}}",
+    "training.backcopy": "--seeds 0 --variants token --tokens 500 --tries",
     "training.sinks_in_front": f"{TEXTS} --variants zero --tokens 40 --windows 12 --starts 1",
     "training.mfu": "--preset backcopy --rows 1 --rounds 1",
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",
     "comparison.side_by_side": "",
 }
+SLOW = ("magicpig.sampling", "reservoir.recall", "reservoir.sampled")  # over ten seconds
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +91,8 @@ def files(tmp_path_factory):
     (model / "chat_template.jinja").write_text(TEMPLATE)
     question = {"context": "the cat", "choices": [" sat", " ran"], "answer": 0}
     (folder / "questions").write_text(f"{json.dumps(question)}\n" * 3)
+    turns = [{"role": role, "content": role * 600} for role in ("user", "assistant") * 2]
+    (folder / "turns").write_text(json.dumps({"messages": turns}))
     random = np.random.default_rng(0)
     for name in ("text", "more"):
         (folder / name).write_text("".join(map(chr, random.integers(97, 122, 9_000))))
@@ -72,11 +100,11 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("optax_promotes_dtypes")
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", [seldom(name) if name in SLOW else name for name in WORDS])
 def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
     module = importlib.import_module(f"jaxkv.evals.{name}")
     for constant, value in SMALLER.get(name, {}).items():
-        monkeypatch.setattr(module, constant, value)
+        monkeypatch.setattr(f"{module.__name__}.{constant}", value)
     run(module.MEASURE, [*WORDS[name].format(**files).split(), "--quick"])
     (file,) = trials.glob("*.json")
     about = json.loads(file.read_text())
