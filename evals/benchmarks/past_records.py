@@ -21,6 +21,8 @@ PAST = {  # what the commit measures and the present code does not, by record
     "task_gates": "`variable-tracking`, `common-words` and `frequent-words`",
     "workarounds": "row `tally`",
 }
+# Words that a module no longer takes: it always writes a record, and scores no tasks.
+FORMER_WORDS = {"prefix_replay": " --record", "sink_tables": " --rows 1000"}
 
 PRODUCTS = ("q, k, v", "attention output", "gate, up", "down")
 ALL_PRODUCTS = (*PRODUCTS, "head")
@@ -35,6 +37,7 @@ def command(name: str, module: str, words: str) -> str:
     if name in GONE:
         module = words.removeprefix("python -m ")  # which is no module now
         return f"`{module}` at its commit"
+    module = module.replace(FORMER_WORDS.get(name, ""), "")
     gone = f", and commit {COMMIT} for {PAST[name]}" if name in PAST else ""
     return f"`python -m {module}`{gone}"
 

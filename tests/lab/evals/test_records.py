@@ -1,12 +1,15 @@
 """Every record has what the tables, claims, statements and pictures of its experiment read, and the
 pages are those of the records."""
 
+import importlib
 import inspect
 import re
+import shlex
 
 import pytest
 
 from jaxkv.evals.lib import claims, experiments, figures, record, table
+from jaxkv.evals.lib.run import parser_of
 from jaxkv.evals.lib.verdict import HOLDS, decide
 from jaxkv.models.tools import pictures
 from jaxkv.policies import POLICIES
@@ -14,6 +17,7 @@ from jaxkv.policies import POLICIES
 MODULES = [module for module in vars(experiments).values() if inspect.ismodule(module)]
 RECORDS = {path.stem for path in record.RESULTS.glob("*.json")}
 WORDS = 60  # of a row of CLAIMS.md
+COMMANDS = re.findall(r"json\): `python -m (jaxkv.evals[^`]+)`", claims.RECORDS.read_text("utf-8"))
 UPDATE = "run python -m jaxkv.evals.lib.claims and jaxkv.evals.lib.figures"
 
 
@@ -46,6 +50,13 @@ def test_a_page_of_claims_is_current(page, text):
     assert page.read_text("utf-8") == text, UPDATE
     rows = [line for line in text.replace(table.BAR, "").splitlines() if line.startswith("| ")]
     assert all(row.count("|") == 7 and len(row.split()) - 7 <= WORDS for row in rows)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_a_command_of_a_record_is_one_of_the_present_code(command):
+    name, *words = shlex.split(command)
+    name += ".__main__" if name.endswith("tasks") else ""
+    assert parser_of(importlib.import_module(name).MEASURE).parse_args(words)
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
