@@ -13,7 +13,6 @@ from jaxkv.evals.lib.run import run
 from jaxkv.evals.training import default_model
 from jaxkv.evals.training.sink_tables import recipe_of_record
 from jaxkv.models.loading.llm import DEFAULT
-from jaxkv.models.tools.passage import PASSAGE
 from jaxkv.models.tools.run_metadata import sha256
 from jaxkv.models.training.pretrain import pretrain
 from jaxkv.models.training.recipes import PRESETS
