@@ -48,11 +48,13 @@ Law 15 needs the argument `cached_tokens`. tests/core/laws checks every policy o
 13 Sinks and window tokens stay cached whatever the keys are.
 14 `finish_prefill` treats the sequences of a batch independently.
 15 A plain-numpy oracle agrees at one to three times the capacity.
-16 `update` has finite gradients in q, k and v; the choice of tokens and rows in int8 have none.
+16 `update` has finite gradients in q, k and v. The choice of tokens has none, and int8 rows pass
+   none on.
 17 A key or value that is stored in int8 differs from the exact one by at most half of its row's
    scale, also after the row was moved to other slots.
-18 The output does not depend on where positions begin, also where they wrap at 2^32, unless the
-   policy draws by the position or rounds rotated keys.
+18 The output does not depend on where positions begin, also where they wrap at 2^32. Policies whose
+   draws depend on positions, or that round rotated keys, are exempt.
+19 No two arrays of a state share a buffer, so every state can be donated.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ class Cached(NamedTuple):
 class Pages:
     """Slots that are rewritten seldom, in pages of `size` slots from slot `first` on.
 
-    last_write: number of tokens seen -> for each page, after how many of them it was last written.
+    last_write: maps a number of tokens seen to the number after which each page was last written.
     """
 
     first: int
@@ -219,8 +221,8 @@ class Policy:
     def bytes_after_prefill(self, spec: Spec, prompt: int, tokens: int = 0) -> int:
         """Bytes of one sequence in one layer after `finish_prefill`, on the device and the host.
 
-        prompt: tokens that `reserve` made room for before it. tokens: those after it. From the
-        shapes that the policy makes, without computing or allocating them.
+        prompt, tokens: those that `reserve` made room for before and after `finish_prefill`.
+        Computed from shapes; nothing is allocated.
         """
         if self.min_prompt is None:
             return self.bytes_per_sequence(spec, prompt + tokens)
@@ -267,8 +269,8 @@ def prefill_finished(state: State) -> bool:
     return state.prompt_slots > 0
 
 
-def check_prefill(state: State) -> None:
-    """Raise UserError where prefill is finished already: a second end would lose tokens."""
+def check_prefill_unfinished(state: State) -> None:
+    """Raise UserError if prefill is finished: finishing it twice would lose tokens."""
     if prefill_finished(state):
         raise UserError(
             "this state's prefill is finished already; call finish_prefill once per state"

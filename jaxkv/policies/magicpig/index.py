@@ -25,7 +25,15 @@ import numpy as np
 from jaxkv import draws, rows
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Spec, State, check_prefill, prefill_finished
+from jaxkv.contract import (
+    Cached,
+    Chunk,
+    Leaf,
+    Spec,
+    State,
+    check_prefill_unfinished,
+    prefill_finished,
+)
 from jaxkv.defaults import POLICY
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import host_memory
@@ -142,7 +150,7 @@ def finish_prefill(state: IndexState, settings: IndexSettings) -> IndexState:
 
     Raises UserError for a state whose prefill is finished: its tables would be lost.
     """
-    check_prefill(state)
+    check_prefill_unfinished(state)
     ends = settings.ends
     size = max(ends + 1, state.dense.positions.shape[1])
     prompt = ring.grow(state.dense, size)

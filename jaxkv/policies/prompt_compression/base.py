@@ -225,7 +225,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
 
     Raises UserError for a state whose prefill is finished.
     """
-    contract.check_prefill(state)
+    contract.check_prefill_unfinished(state)
     prompt = state.dense
     batch, kv_heads, size, _ = prompt.k.shape
     count = jnp.maximum(0, jnp.minimum(prompt.count, size) - ends.sinks - ends.window)

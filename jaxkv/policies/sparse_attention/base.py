@@ -119,7 +119,7 @@ class SparsePolicy(Policy):
 
         Raises UserError for a state whose prefill is finished.
         """
-        contract.check_prefill(state)
+        contract.check_prefill_unfinished(state)
         slots = state.dense.positions.shape
         return state._replace(finished=jnp.zeros((*slots, 0), jnp.int32))
 
