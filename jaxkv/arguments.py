@@ -14,7 +14,7 @@ from jaxkv.typing import Array
 
 
 def check_is_policy(policy: object) -> None:
-    """Raise UserError for what is no policy, or follows an older contract."""
+    """Raise UserError unless this is a `Policy`."""
     if isinstance(policy, Policy):
         return
     raise UserError(
@@ -88,7 +88,7 @@ def _check_arrays(
             raise UserError(f"{name} must be floating point, got {array.dtype}; convert it")
     for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
         if array.dtype != kind:
-            raise UserError(f"{name} must be {kind}, got {array.dtype}; convert them")
+            raise UserError(f"{name} must be {kind}, got {array.dtype}; convert it")
 
 
 def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: int) -> None:

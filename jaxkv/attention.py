@@ -24,9 +24,9 @@ Bias = Float32[Array, "#B #K #G #T #S"] | Callable[[Array | int, int], Array] | 
 Carry = TypeVar("Carry")
 Update = Callable[[Carry, Chunk], tuple[Partial, Carry]]
 
-_BLOCK_SLOTS = 1024  # slots per block, where there are more than twice as many
+_BLOCK_SLOTS = 1024  # slots per block; up to twice as many are read at once
 _BLOCK_QUERIES = 512
-_UNROLLED = 1024  # queries of a chunk up to which its blocks are unrolled
+_MAX_UNROLLED = 1024  # queries; the blocks of a longer chunk are scanned, not unrolled
 
 
 def slot_attention(
@@ -47,14 +47,14 @@ def slot_attention(
     slots are read in blocks.
 
     return_weights: also return the softmax weights [B,K,G,T,S], in memory at once, for policies
-    that score keys by attention. Beside other parts, a slot has exp(lse - lse of all parts) of its
-    weight.
+    that score keys by attention. They sum to 1 over these slots. After a merge with other parts, a
+    weight is exp(lse of these slots - lse of the merge) times as large.
     """
     queries, slots = q.shape[1], k.shape[2]
     if return_weights:
         logits = _logits(q, k, _cut_bias(bias, 0, slots), scale, softcap)
-        partial_ = blend(logits, v)
-        return partial_, _softmax_weights(logits, partial_)
+        attended = blend(logits, v)
+        return attended, _softmax_weights(logits, attended)
     blocks_end = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     attend = partial(xla_cpu.attend_by_head, partial(_attend, scale=scale, softcap=softcap))
     if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
@@ -71,11 +71,11 @@ def slot_attention(
         # A block that no query sees is skipped: beyond the causal mask, or empty slots.
         return jax.lax.cond(jnp.any(block_bias > -jnp.inf), with_block, lambda: so_far), None
 
-    none = Partial(
+    nothing = Partial(
         jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32),
         jnp.full(q.shape[:3], -jnp.inf, jnp.float32),
     )
-    blocks, _ = jax.lax.scan(attend_block, none, jnp.arange(0, blocks_end, _BLOCK_SLOTS))
+    blocks, _ = jax.lax.scan(attend_block, nothing, jnp.arange(0, blocks_end, _BLOCK_SLOTS))
     if blocks_end == slots:
         return blocks
     rest = _cut_bias(bias, blocks_end, slots - blocks_end)
@@ -101,7 +101,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Partial:
-    """`slot_attention` to the slots start .. start+size-1; bias is theirs."""
+    """`slot_attention` to the slots start .. start+size-1. bias: of these slots only."""
     if size < k.shape[2]:
         k, v = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, 2), (k, v))
     return blend(_logits(q, k, bias, scale, softcap), v)
@@ -168,7 +168,7 @@ def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
     logits = logits.reshape(batch * kv_heads, group * queries, slots)
     # Any maximum gives the same result, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
-    # With no key in view it is -inf; a finite value keeps the exponentials at 0, not NaN.
+    # A query that sees no key has the maximum -inf; with 0 its exponentials are 0, not NaN.
     top = jnp.where(top == -jnp.inf, np.float32(0), top)
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -235,7 +235,7 @@ def local_attention(
     query's view are skipped, so memory is linear in T.
     """
     tokens = chunk.valid.shape[1]
-    if tokens > _UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
+    if tokens > _MAX_UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
         pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
         unseen = None if hidden is None else pad(hidden)
         padded = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
@@ -264,7 +264,7 @@ def local_attention(
             queries, rows.cut(k, 0, keys), rows.cut(v, 0, keys), bias, spec.scale, spec.softcap
         )
 
-    if tokens <= _UNROLLED:
+    if tokens <= _MAX_UNROLLED:
         starts = range(0, tokens, _BLOCK_QUERIES)
         sizes = [min(_BLOCK_QUERIES, tokens - start) for start in starts]
         parts = [attend_block(a, n, a + n) for a, n in zip(starts, sizes, strict=True)]

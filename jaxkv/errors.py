@@ -1,6 +1,6 @@
-"""UserError, the exception for errors that a user can fix, checks that raise it, and warnings.
+"""UserError, the exception for errors that a user can fix; checks that raise it; warnings.
 
-Its message states the rule, the value received and the remedy.
+The message of a UserError states the rule, the value received and the remedy.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+MAX_LISTED = 3  # items of a list in a message
+
 
 class UserError(ValueError):
     """An error that the user can fix; the command line prints it as one line, exit code 2."""
 
 
 def warn(message: str) -> None:
-    """Warn at the line outside jaxkv that called it, and not at a line of jaxkv's source."""
+    """Warn at the line outside jaxkv that called jaxkv: the line that the user can change."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "jaxkv":
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
-def first_few(items: Iterable[str], limit: int = 3) -> str:
-    """The first items as a list for a message, and how many more there are."""
+def first_few(items: Iterable[str]) -> str:
+    """The first MAX_LISTED items as a list for a message, and how many more there are."""
     items = list(items)
-    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + rest
+    rest = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(items[:MAX_LISTED]) + rest
 
 
 def is_whole(value: object) -> bool:

@@ -57,7 +57,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def stats(folder: Path, pattern: str) -> dict[Path, os.stat_result]:
-    """The status of the files that match, without those that other processes delete meanwhile."""
+    """The status of every matching file, without those that other processes delete meanwhile."""
     states = {}
     for path in folder.glob(pattern):
         with contextlib.suppress(FileNotFoundError):
@@ -66,17 +66,17 @@ def stats(folder: Path, pattern: str) -> dict[Path, os.stat_result]:
 
 
 def write(files: Mapping[Path, bytes]) -> None:
-    """Write all files or none: they get their names after the last one is complete."""
+    """Write all files or none: they get their names once the last one is complete."""
     with contextlib.ExitStack() as unfinished:
         for path, content in files.items():
-            file = unfinished.enter_context(whole_file(path))
+            file = unfinished.enter_context(atomic_file(path))
             file.write(content)
             file.flush()  # a full disk fails here, before any file has its name
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to, which gets its name on a clean exit, after it is on the disk.
+def atomic_file(path: str | os.PathLike, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to, which gets its name only after a clean exit, once it is on the disk.
 
     After an exception an existing file of that name is unchanged. private: only its user can access
     the file.

@@ -85,47 +85,47 @@ def format_policy(policies: Policy | Sequence[Policy]) -> str:
 
 
 def by_layer(
-    chosen: str | Policy | Sequence[Policy | str], layers: int, windows: Sequence[int | None] = ()
+    policy: str | Policy | Sequence[Policy | str], layers: int, windows: Sequence[int | None] = ()
 ) -> tuple[Policy, ...]:
     """One policy per layer.
 
-    chosen: one for all layers, or one per layer, each as a string or a value. windows: the model's
-    own sliding window of each layer, None where it has none. Such a layer keeps its window, which
-    is all it was trained to see, unless the chosen policy looks back less, or the layers are named,
-    in the string or as a sequence.
+    policy: one for all layers, or one per layer, each as a string or a value. windows: the model's
+    own sliding window of each layer, None for full attention. A layer with a window was trained to
+    see no more, so it keeps its window unless the policy looks back less. Layers that are named, in
+    the string or by a sequence, get the policy that is named.
     """
     check_int("layers", layers)
-    if isinstance(chosen, str):
-        chosen = parse_policy(chosen, layers)
-    if isinstance(chosen, (tuple, list)):
-        chosen = [_parse_one(choice) if isinstance(choice, str) else choice for choice in chosen]
-        if len(chosen) != layers:
-            raise UserError(f"give one policy per layer: got {len(chosen)} for {layers} layers")
-        return tuple(policy.for_layer(layer, layers) for layer, policy in enumerate(chosen))
+    if isinstance(policy, str):
+        policy = parse_policy(policy, layers)
+    if isinstance(policy, (tuple, list)):
+        policies = [_parse_one(entry) if isinstance(entry, str) else entry for entry in policy]
+        if len(policies) != layers:
+            raise UserError(f"give one policy per layer: got {len(policies)} for {layers} layers")
+        return tuple(entry.for_layer(layer, layers) for layer, entry in enumerate(policies))
     layer_windows = [*windows, *[None] * (layers - len(windows))]
-    lookback = max_lookback(chosen)
+    lookback = max_lookback(policy)
     too_far = [i for i, width in enumerate(layer_windows) if width is not None and lookback > width]
-    if too_far and not isinstance(chosen, Full):
-        name = format_policy(chosen)
+    if too_far and not isinstance(policy, Full):
+        name = format_policy(policy)
         warn(
             f"{len(too_far)} layer(s) keep the model's own window of {layer_windows[too_far[0]]} "
             f"tokens, as {name} looks back further; name layers, as in *={name}, to force it"
         )
     return tuple(
-        Window(w) if i in too_far else chosen.for_layer(i, layers)
-        for i, w in enumerate(layer_windows)
+        Window(width) if i in too_far else policy.for_layer(i, layers)
+        for i, width in enumerate(layer_windows)
     )
 
 
-def max_lookback(chosen: Policy, tokens: int | None = None) -> int | float:
+def max_lookback(policy: Policy, tokens: int | None = None) -> int | float:
     """The most tokens back that a query may look, in a text of `tokens` tokens (None: endless)."""
-    return min(math.inf if tokens is None else tokens, chosen.max_lookback)
+    return min(math.inf if tokens is None else tokens, policy.max_lookback)
 
 
 def state_bytes(policies: Iterable[Policy], spec: Spec, batch: int, tokens: int = 0) -> int:
     """Bytes of all layers of `batch` sequences with room for `tokens` tokens; nothing is allocated.
 
-    It counts the prompt before or after `finish_prefill`, whichever is larger, and all memories.
+    Counts the state before or after `finish_prefill`, whichever is larger, on device and host.
     Raises UserError where a policy refuses that many tokens.
     """
     check_int("batch", batch)
@@ -144,23 +144,23 @@ def bytes_by_memory(
     return tuple(map(sum, zip(*policy_bytes, strict=True))) if policy_bytes else (0, 0)
 
 
-def host_bytes(chosen: Policy, state: State) -> int:
+def host_bytes(policy: Policy, state: State) -> int:
     """Bytes of the arrays that the policy keeps in host memory."""
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(chosen.leaves), strict=True)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True)
     return nbytes([array for array, leaf in pairs if leaf.location == "host"])
 
 
 @functools.lru_cache(maxsize=256)
-def _bytes_of(chosen: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int, int]:
+def _bytes_of(policy: Policy, spec: Spec, batch: int, tokens: int) -> tuple[int, int]:
     def build() -> State:
-        state = chosen.init(spec, batch, jax.random.key(0))
-        return chosen.reserve(spec, state, tokens)
+        state = policy.init(spec, batch, jax.random.key(0))
+        return policy.reserve(spec, state, tokens)
 
     before = jax.eval_shape(build)
-    if chosen.min_prompt is None:
+    if policy.min_prompt is None:
         return nbytes(before), 0
-    after = jax.eval_shape(lambda state: chosen.finish_prefill(spec, state), before)
-    host = host_bytes(chosen, after)
+    after = jax.eval_shape(lambda state: policy.finish_prefill(spec, state), before)
+    host = host_bytes(policy, after)
     return max(nbytes(before), nbytes(after) - host), host
 
 
@@ -244,12 +244,12 @@ def _read_value(name: str, field: str, hint: object, value: str) -> object:
         raise UserError(f"{name}: {field} must be {expected}, got {value!r}{example}") from None
 
 
-def _format_one(chosen: Policy) -> str:
+def _format_one(policy: Policy) -> str:
     names = {kind: name for name, kind in POLICIES.items()}
-    if type(chosen) not in names:
-        return repr(chosen)  # a policy of one's own has no name in the table
-    fields = [f"{f.name}={_written(getattr(chosen, f.name))}" for f in _fields(chosen)]
-    return f"{names[type(chosen)]}:{','.join(fields)}"
+    if type(policy) not in names:
+        return repr(policy)  # a user's own policy has no name in the table
+    fields = [f"{f.name}={_written(getattr(policy, f.name))}" for f in _fields(policy)]
+    return f"{names[type(policy)]}:{','.join(fields)}"
 
 
 def _written(value: object) -> object:

@@ -113,10 +113,10 @@ def store(rows: Float[Array, "B K S H"], like: Rows) -> Rows:
 
 
 def wrong_scales(rows: Int8Rows) -> Float32[np.ndarray, " X"]:
-    """The scales, of numpy, that are negative or not finite, or 0 in an occupied slot.
+    """The scales, as a numpy array, that are negative, not finite, or 0 in an occupied slot.
 
-    `quantise` gives a row of zeros the scale _SMALLEST, so the scale 0 means an empty slot, which
-    has no other value than 0. With such values a row of the scale 0 reads as a row of zeros does.
+    The scale 0 means an empty slot, whose values are all 0: `quantise` gives a row of zeros the
+    scale _SMALLEST.
     """
     scale = np.asarray(rows.scale, np.float32)[..., 0]
     occupied = np.asarray(rows.values).any(axis=-1)
@@ -130,14 +130,17 @@ def cut(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def times(rows: Rows, by: Float[Array, "B K S 1"]) -> Rows:
-    """Each row times a number; one in int8 is not rounded again if that is a power of two."""
+    """Each row times a number. A power of two does not round a row in int8 again."""
     if not isinstance(rows, Int8Rows):
         return (rows.astype(jnp.float32) * by).astype(rows.dtype)
     return rows._replace(scale=(rows.scale.astype(jnp.float32) * by).astype(jnp.bfloat16))
 
 
 def check_sizes(sinks: int, window: int, start: int, example: str) -> None:
-    """Raise UserError for impossible sinks, window or first slots; example: ones that would do."""
+    """Raise UserError for impossible sinks, window or first slots.
+
+    example: valid settings, for the message.
+    """
     if sinks < 0 or window < 1 or start < 1 or max(sinks, window, start) > MAX_SLOTS:
         raise UserError(
             f"sinks must be 0 or more, window and start at least 1, all {MAX_SLOTS} at most, got "
@@ -146,7 +149,7 @@ def check_sizes(sinks: int, window: int, start: int, example: str) -> None:
 
 
 def slots_for(tokens: int, start: int, max_slots: int = MAX_SLOTS) -> int:
-    """The number of slots for `tokens` tokens, doubled from `start`, or 1, as often as needed.
+    """The number of slots for `tokens` tokens: `start`, or 1, doubled as often as needed.
 
     Raises UserError for more tokens than `max_slots`.
     """
@@ -165,7 +168,7 @@ def slots_for(tokens: int, start: int, max_slots: int = MAX_SLOTS) -> int:
 
 
 def check_room(count: Int32[Array, " B"], valid: Bool[Array, "B T"], slots: int) -> None:
-    """Raise UserError for tokens that do not fit, where arrays have values to look at."""
+    """Raise UserError for tokens that do not fit. Does nothing in a trace: counts are unknown."""
     if isinstance(count, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
         return
     # In numpy: inside a trace JAX would stage the sum, whatever the arrays are.

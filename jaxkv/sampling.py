@@ -115,9 +115,10 @@ def draw(
     rng: UInt32[Array, "B 2"],
     positions: UInt32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """One token per sequence, and the value it was chosen by, finite if all logits are finite.
+    """One token per sequence, and the largest logit, noise included, by which it was chosen.
 
-    rng: PRNG key data, one key per sequence. A draw is a function of (rng, position).
+    That logit is finite if all logits are. rng: PRNG key data, one key per sequence. A draw is a
+    function of (rng, position).
     """
     logits = filter_logits(filters, knobs, logits, seen)
 
@@ -199,16 +200,16 @@ def filter_logits(
 
 
 def _top_k_top_p(filters: Filters, knobs: Knobs, logits: Array) -> Array:
-    """Top-k, then top-p of the remaining tokens; ties with the last of them stay.
+    """Top-k, then top-p of the remaining tokens. Tokens that tie with the last one stay.
 
-    logits: at most 0. Nothing is sorted, because a sort of the vocabulary takes ten times as long.
-    A bisection over the bits of floats finds the last token's logit exactly.
+    logits: at most 0. A sort of the vocabulary would take ten times as long. So a bisection over
+    the bits of -logit, which order non-negative floats, finds the logit of the last token exactly.
     """
-    size, weights = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32), jnp.exp(logits)
+    magnitude, weights = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32), jnp.exp(logits)
     total, last = jnp.sum(weights, axis=-1, keepdims=True), jnp.int32(2**31 - 1)
     if filters.top_k:
-        last = _bisect(logits, lambda limit: _count(size < limit) < knobs.top_k)
-        before = size < last
+        last = _bisect(logits, lambda limit: _count(magnitude < limit) < knobs.top_k)
+        before = magnitude < last
         ties = jnp.exp(-jax.lax.bitcast_convert_type(last, jnp.float32))
         best = jnp.sum(jnp.where(before, weights, 0), axis=-1, keepdims=True)
         best += (knobs.top_k - _count(before)).astype(jnp.float32) * ties
@@ -218,10 +219,13 @@ def _top_k_top_p(filters: Filters, knobs: Knobs, logits: Array) -> Array:
         mass_limit = knobs.top_p * total
 
         def stays(limit: Array) -> Array:
-            return jnp.sum(jnp.where(size < limit, weights, 0), axis=-1, keepdims=True) < mass_limit
+            return (
+                jnp.sum(jnp.where(magnitude < limit, weights, 0), axis=-1, keepdims=True)
+                < mass_limit
+            )
 
         last = jnp.minimum(last, _bisect(logits, stays))
-    return jnp.where(size <= last, logits, -jnp.inf)
+    return jnp.where(magnitude <= last, logits, -jnp.inf)
 
 
 def _count(chosen: Bool[Array, "B V"]) -> Int32[Array, "B 1"]:

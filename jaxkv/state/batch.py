@@ -23,7 +23,7 @@ import numpy as np
 from jaxkv import rows
 from jaxkv.contract import State
 from jaxkv.errors import UserError, first_few
-from jaxkv.files import open_regular, whole_file
+from jaxkv.files import atomic_file, open_regular
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.typing import Array
 
@@ -133,7 +133,7 @@ def save(
     # Raw bytes: npz drops the name of every dtype that is not numpy's own, such as bfloat16.
     raw = {name: np.frombuffer(leaf.tobytes(), np.uint8) for name, leaf in leaves.items()}
     try:
-        with whole_file(path, private) as file:
+        with atomic_file(path, private) as file:
             np.savez(file, header=np.array(json.dumps(header)), **raw)
     except OSError as error:
         raise UserError(

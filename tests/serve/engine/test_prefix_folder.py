@@ -199,14 +199,14 @@ def test_a_read_only_folder_is_read(tmp_path, caplog, monkeypatch, policy):
 @pytest.mark.parametrize("policy", BOTH)
 def test_a_full_disk_is_reported_once(tmp_path, caplog, monkeypatch, policy):
     """Writing goes on when the disk has room again, with everything that memory still has."""
-    real, full = batch.whole_file, True
+    real, full = batch.atomic_file, True
 
     def refuse(*arguments):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*arguments)
 
-    monkeypatch.setattr(batch, "whole_file", refuse)
+    monkeypatch.setattr(batch, "atomic_file", refuse)
     monkeypatch.setattr(disk_tier, "PAUSE", 0.2)
     engine = stored(tmp_path, policy)
     engine.start()
@@ -229,7 +229,7 @@ def test_a_full_disk_is_reported_once(tmp_path, caplog, monkeypatch, policy):
 @pytest.mark.parametrize("policy", BOTH)
 def test_a_slow_disk_delays_no_answer(tmp_path, monkeypatch, policy):
     """The engine answers while the first write hangs; all prefixes are written afterwards."""
-    released, real, began = threading.Event(), batch.whole_file, threading.Event()
+    released, real, began = threading.Event(), batch.atomic_file, threading.Event()
 
     def hang(*arguments):
         assert threading.current_thread().name == "jaxkv-prefix-writer"
@@ -237,7 +237,7 @@ def test_a_slow_disk_delays_no_answer(tmp_path, monkeypatch, policy):
         released.wait(60)
         return real(*arguments)
 
-    monkeypatch.setattr(batch, "whole_file", hang)
+    monkeypatch.setattr(batch, "atomic_file", hang)
     engine = stored(tmp_path, policy)
     engine.start()
     listeners = [Recorder() for _ in ASKED]
@@ -274,7 +274,7 @@ def test_a_slow_disk_is_not_read_for_long(tmp_path, monkeypatch):
 
 def test_the_end_waits_so_long_and_no_longer(tmp_path, monkeypatch, caplog):
     released = threading.Event()
-    monkeypatch.setattr(batch, "whole_file", lambda *_: released.wait(60))
+    monkeypatch.setattr(batch, "atomic_file", lambda *_: released.wait(60))
     engine = stored(tmp_path, "full")
     engine.start()
     done = Recorder()
