@@ -37,7 +37,8 @@ class PerHeadTokens(NamedTuple):
 class Evicted(NamedTuple):
     """The ring and the chunk, and which token each new token evicts.
 
-    index [B,T]: of the evicted token in `tokens`. valid [B,T]: whether a token is evicted.
+    index [B,T]: the place in `tokens` of the token that each new token evicts. valid [B,T]: whether
+    it evicts one.
     """
 
     tokens: PerHeadTokens
@@ -86,16 +87,16 @@ def join(*parts: PerHeadTokens) -> PerHeadTokens:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
 
 
-def put(sample: PerHeadTokens, at: Array, takes: Array, token: PerHeadTokens) -> PerHeadTokens:
-    """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head where `takes`."""
+def put(sample: PerHeadTokens, at: Array, mask: Array, token: PerHeadTokens) -> PerHeadTokens:
+    """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head, where mask [B,K]."""
 
-    def write_slot(old: Array, new: Array, at: Array, takes: Array) -> Array:
+    def write_slot(old: Array, new: Array, at: Array, mask: Array) -> Array:
         before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
-        new = jnp.where(takes, new[0].astype(old.dtype), before)
+        new = jnp.where(mask, new[0].astype(old.dtype), before)
         return jax.lax.dynamic_update_index_in_dim(old, new, at, 0)
 
     write_heads = jax.vmap(jax.vmap(write_slot))
-    return jax.tree.map(lambda old, new: write_heads(old, new, at, takes), sample, token)
+    return jax.tree.map(lambda old, new: write_heads(old, new, at, mask), sample, token)
 
 
 def ranks(sample: PerHeadTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "B K S"]:

@@ -35,8 +35,8 @@ class RingSettings(NamedTuple):
     """How a ring stores and shows tokens.
 
     sinks: first tokens that are never overwritten. window: a query sees tokens fewer than this many
-    positions back, and sinks; None: all that are stored. cache_relative: sinks are at the position
-    of their slot, and not at theirs in the text. evict: tokens beyond the last slot overwrite the
+    positions back, and sinks; None: all that are stored. cache_relative: a sink's position is its
+    slot, and not its index in the text. evict: tokens beyond the last slot overwrite the
     oldest; otherwise they are lost and `count` becomes OVERFULL.
     """
 
@@ -66,7 +66,7 @@ class Ring(NamedTuple):
     exact_sinks: ExactSinks | None = None
 
 
-# Tokens that the cache stores between the sinks and the ring.
+# The number of tokens that the cache stores between the sinks and the ring, if it has a sample.
 NumSampled = Int32[Array, "#B #T"] | int
 PLAIN = RingSettings()  # no sinks
 LEAVES = Ring(Leaf("B K S H"), Leaf("B K S H"), Leaf("B S", shared=True), Leaf("B", shared=True))
@@ -124,8 +124,8 @@ def grow(ring: Ring, size: int) -> Ring:
     return ring._replace(k=k, v=v, positions=jnp.pad(ring.positions, (padding[0], padding[2])))
 
 
-def dense(ring: Ring) -> RingSettings:
-    """The settings of a dense cache. Its sinks are the tokens in full precision."""
+def dense_settings(ring: Ring) -> RingSettings:
+    """The settings of a dense cache. Its sinks are the tokens stored in full precision too."""
     sinks = 0 if ring.exact_sinks is None else ring.exact_sinks.k.shape[2]
     return RingSettings(sinks, None, False, False)
 
@@ -180,7 +180,7 @@ def refuse_overfull(partial: Partial, after: Ring) -> Partial:
 
 
 def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) -> Ring:
-    """Absorb a chunk of any length; of several tokens for one slot the newest stays."""
+    """Absorb a chunk of any length. If several tokens belong in one slot, the newest stays."""
     if not settings.evict:
         rows.check_room(ring.count, chunk.valid, ring.positions.shape[1])
     numbers = token_numbers(ring, chunk.valid)
@@ -197,7 +197,7 @@ def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) 
 def _write_many(
     ring: Ring, chunk: Chunk, stored: tuple[Rows, Rows], settings: RingSettings
 ) -> Ring:
-    """Write several tokens, of which some may compete for a slot; stored: their rows."""
+    """Write several tokens, some of which may belong in one slot. stored: their rows."""
     sinks, evict = settings.sinks, settings.evict
     tokens, size = chunk.valid.shape[1], ring.positions.shape[1]
     new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
@@ -367,9 +367,9 @@ def decode(
 ) -> tuple[Partial, Ring]:
     """Attention of one token, and the ring with it. Read this before `attend`.
 
-    The token is written first, so a window as large as the ring needs no distance mask. One softmax
-    covers sinks and ring: the logits of the sinks are computed again, where the query has another
-    position for them, and replace those of their slots.
+    The token is written first, so a window as large as the ring needs no distance mask. The query
+    has another position for the sinks: their logits are computed again and replace those of their
+    slots. Then one softmax covers sinks and ring.
     """
     sinks, cache_relative = settings.sinks, settings.cache_relative
     numbers = token_numbers(ring, chunk.valid)
@@ -380,24 +380,24 @@ def decode(
     if settings.window is not None and settings.window < size - sinks:
         distance = (chunk.positions - ring.positions).astype(jnp.int32)
         visible &= (distance < settings.window) | (slot < sinks)
-    q, view = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
-    bias = masked_bias(spec, visible[:, None], view, ring.positions, kv_heads)
+    q, query_positions = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
+    bias = masked_bias(spec, visible[:, None], query_positions, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if not sinks or (ring.exact_sinks is None and not cache_relative):
         return blend(logits, ring.v), ring
-    first, places = sink_rows(ring, sinks), ring.positions[:, :sinks]
+    first, sink_positions = sink_rows(ring, sinks), ring.positions[:, :sinks]
     if cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.
-        view = cache_relative_positions(ring, numbers, num_sampled)
-        places = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), places.shape)
-        q = spec.encoding.rotate(chunk.q, view)
-    bias = masked_bias(spec, visible[:, None, :sinks], view, places, kv_heads)
-    of_sinks = scores(q, first.k, spec.scale, spec.softcap) + bias
-    apart = ring.exact_sinks is not None  # then the rows of the sinks are masked
-    in_ring = jnp.full_like(of_sinks, -jnp.inf) if apart else of_sinks
-    logits = jax.lax.dynamic_update_slice(logits, in_ring, (0, 0, 0, 0, 0))
+        query_positions = cache_relative_positions(ring, numbers, num_sampled)
+        sink_positions = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.uint32), sink_positions.shape)
+        q = spec.encoding.rotate(chunk.q, query_positions)
+    bias = masked_bias(spec, visible[:, None, :sinks], query_positions, sink_positions, kv_heads)
+    sink_scores = scores(q, first.k, spec.scale, spec.softcap) + bias
+    exact = ring.exact_sinks is not None  # then a part of their own; their slots are masked
+    slot_scores = jnp.full_like(sink_scores, -jnp.inf) if exact else sink_scores
+    logits = jax.lax.dynamic_update_slice(logits, slot_scores, (0, 0, 0, 0, 0))
     partial = blend(logits, ring.v)
-    return merge(partial, blend(of_sinks, first.v)) if apart else partial, ring
+    return merge(partial, blend(sink_scores, first.v)) if exact else partial, ring
 
 
 def cached(ring: Ring) -> Cached:

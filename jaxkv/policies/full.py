@@ -54,7 +54,7 @@ class Full(Policy):
         return ring.init(spec, batch, min(self.start, self.max), self.storage)
 
     def update(self, spec: Spec, state: Ring, chunk: Chunk) -> tuple[Partial, Ring]:
-        return ring.update(spec, state, chunk, ring.dense(state))
+        return ring.update(spec, state, chunk, ring.dense_settings(state))
 
     def cached(self, spec: Spec, state: Ring) -> Cached:
         return ring.cached(state)

@@ -22,7 +22,7 @@ from jaxkv.platform import cpu as xla_cpu
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
-_MOST = np.int32(2**31 - 1)
+_MAX_COUNT = np.int32(2**31 - 1)
 _SCAN = 128  # tokens of a chunk whose masks over ring, sample and chunk are in memory at a time
 _SCAN_CACHE_RELATIVE = 16  # the same where each query has a rotated sample of its own
 
@@ -135,9 +135,9 @@ class Reservoir(Policy):
         tokens = per_head.join(state.sample, evicted.tokens)
         if self.cache_relative:
             numbers = ring.token_numbers(state.recent, chunk.valid)
-            view = ring.cache_relative_positions(state.recent, numbers, num_sampled)
+            query_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
             sample = self._attend_cache_relative(
-                spec, chunk.q, view, tokens, stored, num_evicted, weight
+                spec, chunk.q, query_positions, tokens, stored, num_evicted, weight
             )
         else:
             seen = jnp.where(self._filled(num_evicted), weight[:, None, :, None], -jnp.inf)
@@ -156,7 +156,7 @@ class Reservoir(Policy):
         self,
         spec: Spec,
         q: Array,
-        view: UInt32[Array, "B T"],
+        query_positions: UInt32[Array, "B T"],
         tokens: PerHeadTokens,
         stored: Int32[Array, "B K T S"],
         num_evicted: Int32[Array, "B T"],
@@ -182,7 +182,7 @@ class Reservoir(Policy):
             self._filled(per_query(num_evicted)), per_query(weight)[:, :, None, None], -jnp.inf
         )
         bias = jnp.broadcast_to(bias, (batch * queries, kv_heads, 1, size))
-        partial = per_head.attend(spec, per_query(q), per_query(view), sample, bias)
+        partial = per_head.attend(spec, per_query(q), per_query(query_positions), sample, bias)
         return Partial(*(leaf.reshape(batch, queries, *leaf.shape[2:]) for leaf in partial))
 
     def _update_one(
@@ -192,15 +192,19 @@ class Reservoir(Policy):
         chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
         num_sampled = jnp.minimum(after.num_evicted, self.sample)[:, None]
         seen, recent = ring.decode(spec, state.recent, chunk, self._recent, num_sampled)
-        num_evicted, view, sample = after.num_evicted[:, None], chunk.positions, after.sample
+        num_evicted, query_positions, sample = (
+            after.num_evicted[:, None],
+            chunk.positions,
+            after.sample,
+        )
         weight = jnp.where(chunk.valid, self._log_weight(num_evicted), -jnp.inf)
         bias = jnp.where(self._filled(num_evicted), weight[:, None, :, None], -jnp.inf)
         bias = jnp.broadcast_to(bias, (*state.rng.shape[:2], 1, self.sample))
         if self.cache_relative:
             numbers = ring.token_numbers(state.recent, chunk.valid)
-            view = ring.cache_relative_positions(state.recent, numbers, num_sampled)
+            query_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
             sample = self._at_cache_positions(spec, sample, num_evicted)
-        partial = merge(seen, per_head.attend(spec, chunk.q, view, sample, bias))
+        partial = merge(seen, per_head.attend(spec, chunk.q, query_positions, sample, bias))
         return partial, after._replace(recent=recent)
 
     def _evict_one(self, state: ReservoirState, chunk: Chunk) -> ReservoirState:
@@ -286,4 +290,4 @@ class Reservoir(Policy):
 def _add(count: Int32[Array, "..."], new: Array) -> Int32[Array, "..."]:
     """A sum that saturates at the largest int32."""
     new = new.astype(jnp.int32)
-    return jnp.minimum(count, _MOST - new) + new
+    return jnp.minimum(count, _MAX_COUNT - new) + new

@@ -317,7 +317,9 @@ def _codes(
 
 def append(spec: Spec, state: IndexState, chunk: Chunk, settings: IndexSettings) -> IndexState:
     """Append a chunk; after prefill its codes join the unindexed tail."""
-    after = state._replace(dense=ring.write(spec, state.dense, chunk, ring.dense(state.dense)))
+    after = state._replace(
+        dense=ring.write(spec, state.dense, chunk, ring.dense_settings(state.dense))
+    )
     if not prefill_finished(state) or not settings.hash_generated:
         return after
     batch, tokens, kv_heads, head_dim = chunk.k.shape

@@ -136,8 +136,10 @@ class MagicPIG(Policy):
 
     def update(self, spec: Spec, state: IndexState, chunk: Chunk) -> tuple[Partial, IndexState]:
         if not prefill_finished(state):
-            partial_, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
-            return partial_, state._replace(dense=appended)
+            attended, appended = ring.update(
+                spec, state.dense, chunk, ring.dense_settings(state.dense)
+            )
+            return attended, state._replace(dense=appended)
         if chunk.valid.shape[1] == 1:
             return self._update_one(spec, state, chunk)
         return chunked_scan(partial(self._update_chunk, spec), state, chunk, _SCAN)

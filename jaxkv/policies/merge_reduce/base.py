@@ -156,18 +156,18 @@ class TreePolicy(Policy):
         evicted = per_head.evicted_by_chunk(spec, state.recent, chunk, self.sinks)
         gone = jnp.cumsum(evicted.valid.astype(jnp.int32), axis=1)
         num_evicted = state.num_evicted[:, None] + gone.astype(jnp.uint32)  # at each query
-        until = occupancy.tokens_until_full(self.size, state.num_evicted)[:, None]
-        early = gone.astype(jnp.uint32) < until
+        tokens_until_full = occupancy.tokens_until_full(self.size, state.num_evicted)[:, None]
+        before_halving = gone.astype(jnp.uint32) < tokens_until_full
         reducer = self._reducer(spec)
         entered = fill_level_0(reducer, state.sample, state.num_evicted, state.rng, evicted)
         after = self._absorb(spec, state, evicted)
         num_sampled = self._num_sampled(num_evicted)
-        before = state._replace(sample=entered)
-        attend = partial(self._attend_halves, spec)
+        unhalved = state._replace(sample=entered)
+        attend_halves = partial(self._attend_halves, spec)
         parts = [
             ring.attend(spec, state.recent, chunk, self._recent, num_sampled),
-            *attend(before, chunk, chunk.valid & early, numbers, num_evicted),
-            *attend(after, chunk, chunk.valid & ~early, numbers, num_evicted),
+            *attend_halves(unhalved, chunk, chunk.valid & before_halving, numbers, num_evicted),
+            *attend_halves(after, chunk, chunk.valid & ~before_halving, numbers, num_evicted),
         ]
         recent = ring.write(spec, state.recent, chunk, self._recent)
         return merge(*parts), after._replace(recent=recent)
@@ -203,14 +203,16 @@ class TreePolicy(Policy):
         batch, queries, heads, head_dim = chunk.q.shape
         kv_heads, width = state.rng.shape[1], self.size.half
         parts = self.size.slots // width
-        views = jnp.broadcast_to(chunk.positions[:, :, None], (batch, queries, parts))
+        query_positions = jnp.broadcast_to(chunk.positions[:, :, None], (batch, queries, parts))
         if self.cache_relative:
             num_sampled = self._num_sampled(num_evicted)
-            view = ring.cache_relative_positions(state.recent, numbers, num_sampled)
+            cache_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
             first = self.sinks + occupancy.tokens_before_half(self.size, num_evicted)  # [B,T,P]
-            views = view[:, :, None] - first.astype(jnp.uint32)
+            query_positions = cache_positions[:, :, None] - first.astype(jnp.uint32)
         q = jnp.broadcast_to(chunk.q[:, :, None], (batch, queries, parts, heads, head_dim))
-        q = spec.encoding.rotate(q.reshape(batch, -1, heads, head_dim), views.reshape(batch, -1))
+        q = spec.encoding.rotate(
+            q.reshape(batch, -1, heads, head_dim), query_positions.reshape(batch, -1)
+        )
         group = heads // kv_heads
         q = q.reshape(batch, queries, parts, kv_heads, group, head_dim).transpose(0, 1, 3, 2, 4, 5)
         weights = self._bias(num_evicted, state.rng)
@@ -218,7 +220,7 @@ class TreePolicy(Policy):
         bias = bias.reshape(batch, kv_heads, 1, queries, parts, width)
         if self.cache_relative:  # distances from the first slot of the half
             slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.uint32)[None], (batch, width))
-            pairs = [(views[:, :, part], slot) for part in range(parts)]
+            pairs = [(query_positions[:, :, part], slot) for part in range(parts)]
         else:
             places = state.sample.positions.reshape(batch, kv_heads, parts, width)
             pairs = [(chunk.positions, places[:, :, part]) for part in range(parts)]

@@ -104,10 +104,10 @@ def _absorb(
         sample = _fill_level_0(
             reducer, sample, num_evicted, rng, evicted.tokens, order, done, count
         )
-        until = tokens_until_full(reducer.size, num_evicted)
-        step = jnp.minimum(until.astype(jnp.int32), count - done)
-        later = num_evicted + step.astype(jnp.uint32)
-        sample, num_evicted = _reduce(reducer, sample, num_evicted, later, rng)
+        room = tokens_until_full(reducer.size, num_evicted)
+        step = jnp.minimum(room.astype(jnp.int32), count - done)
+        after = num_evicted + step.astype(jnp.uint32)
+        sample, num_evicted = _reduce(reducer, sample, num_evicted, after, rng)
         return sample, num_evicted, done + step
 
     start = sample, num_evicted, jnp.zeros_like(count)
@@ -146,16 +146,18 @@ def _gradients(reducer: Reducer, seen: tuple, cotangents: tuple) -> tuple:
     rotated_to = jnp.concatenate([new.positions, slot], axis=2)
     by = slot - jnp.take_along_axis(rotated_to, source, axis=2)
 
-    def again(sample: PerHeadTokens, new: PerHeadTokens) -> tuple[Array, Array]:
+    def move_tokens(sample: PerHeadTokens, new: PerHeadTokens) -> tuple[Array, Array]:
         moved = pick(per_head.join(new, sample), source)
         return rerotate(reducer.spec, moved.k, by) if reducer.cache_relative else moved.k, moved.v
 
-    back = jax.vjp(
-        lambda k, v, new_k, new_v: again(sample._replace(k=k, v=v), new._replace(k=new_k, v=new_v)),
+    pull_back = jax.vjp(
+        lambda k, v, new_k, new_v: move_tokens(
+            sample._replace(k=k, v=v), new._replace(k=new_k, v=new_v)
+        ),
         *sample[:2],
         *new[:2],
     )[1]
-    k, v, new_k, new_v = back((cotangents[0].k, cotangents[0].v))
+    k, v, new_k, new_v = pull_back((cotangents[0].k, cotangents[0].v))
     return (
         PerHeadTokens(k, v, None),
         None,
@@ -250,15 +252,15 @@ def _reduce(
 
     def merge_level(carry: tuple) -> tuple:
         level, sample = carry
-        further = level + np.uint32(1)
-        on = merges(further) & (level < top)
+        next_level = level + np.uint32(1)
+        carries = merges(next_level) & (level < top)
         half = _halve_level(reducer, sample, level, after, rng)
         # Where the next level stores a half already, the new one waits in level 0, now empty.
-        slot = _first_slot_of_level(reducer, jnp.where(level < top, further, level))
+        slot = _first_slot_of_level(reducer, jnp.where(level < top, next_level, level))
         takes = merges(level)
-        sample = _write(sample, half, slot, (takes & ~on)[:, None, None])
-        sample = _write(sample, half, size.half, (takes & on)[:, None, None])
-        return further, sample
+        sample = _write(sample, half, slot, (takes & ~carries)[:, None, None])
+        sample = _write(sample, half, size.half, (takes & carries)[:, None, None])
+        return next_level, sample
 
     # A loop that mostly runs zero times: a branch per level would copy the sample and compile more.
     _, sample = jax.lax.while_loop(unfinished, merge_level, (jnp.zeros((), jnp.uint32), sample))
@@ -292,6 +294,6 @@ def _halve_level(
     stays = pick(joined, chosen)
     if reducer.stored_at_slot:
         slot = jax.lax.broadcasted_iota(jnp.uint32, chosen.shape, 2)
-        was = chosen.astype(jnp.uint32) % np.uint32(half)
-        stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - was))
+        old_slot = chosen.astype(jnp.uint32) % np.uint32(half)
+        stays = stays._replace(k=rerotate(reducer.spec, stays.k, slot - old_slot))
     return stays

@@ -87,34 +87,42 @@ class Balance(CompressionPolicy):
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
-        times = jnp.ones(tokens.positions.shape, jnp.float32)
-        for number in range(self.rounds):
-            tokens, times = self._round(spec, tokens, times, count, state.rng, number)
+        multiplicity = jnp.ones(tokens.positions.shape, jnp.float32)
+        for round_index in range(self.rounds):
+            tokens, multiplicity = self._round(
+                spec, tokens, multiplicity, count, state.rng, round_index
+            )
             count = count // 2
-        share = (times / np.float32(1 << self.rounds))[..., None]
+        share = (multiplicity / np.float32(1 << self.rounds))[..., None]
         tokens = tokens._replace(v=rows.times(tokens.v, share))
         return base.weighted_sample(tokens, count, self.rounds * math.log(2))
 
     def _round(
-        self, spec: Spec, tokens: PerHeadTokens, times: Array, count: Array, rng: Array, number: int
+        self,
+        spec: Spec,
+        tokens: PerHeadTokens,
+        multiplicity: Array,
+        count: Array,
+        rng: Array,
+        round_index: int,
     ) -> tuple[PerHeadTokens, Float32[Array, "B K C"]]:
         """Half of the first `count` tokens of each sequence, and the multiplicity of each."""
         batch, kv_heads, size = tokens.positions.shape
         block = min(self.block, size + size % 2)
         blocks = -(-size // block)
         tokens = base.resize(tokens, blocks * block)
-        times = jnp.pad(times, [(0, 0), (0, 0), (0, blocks * block - size)])
+        multiplicity = jnp.pad(multiplicity, [(0, 0), (0, 0), (0, blocks * block - size)])
         split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
         # A draw follows from the token's place in the prompt and the round.
         place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
-        uniforms = draws.uniforms(place * np.uint32(16) + np.uint32(number), rng)
+        uniforms = draws.uniforms(place * np.uint32(16) + np.uint32(round_index), rng)
         members = jnp.clip(count[:, None] - block * jnp.arange(blocks)[None], 0, block)
         members = jnp.broadcast_to(members[:, None], (batch, kv_heads, blocks))
         arguments = (
             self._halving,
             spec.scale,
             split(rows.dequantise(tokens.k)),
-            split(rows.dequantise(tokens.v).astype(jnp.float32) * times[..., None]),
+            split(rows.dequantise(tokens.v).astype(jnp.float32) * multiplicity[..., None]),
         )
         if self.weights == "published":
             valid = jnp.arange(block)[None, None, None] < members[..., None]
@@ -124,8 +132,8 @@ class Balance(CompressionPolicy):
             chosen = halve(*arguments, split(uniforms), members).chosen
             first = block * jnp.arange(blocks, dtype=jnp.int32)[None, None, :, None]
             chosen, doubled = (chosen + first).reshape(batch, kv_heads, -1), np.float32(2)
-        times = jnp.take_along_axis(times, chosen, axis=2)
-        return per_head.pick(tokens, chosen), times * doubled
+        multiplicity = jnp.take_along_axis(multiplicity, chosen, axis=2)
+        return per_head.pick(tokens, chosen), multiplicity * doubled
 
 
 def _as_published(

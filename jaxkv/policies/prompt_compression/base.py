@@ -152,7 +152,7 @@ class CompressionPolicy(Policy):
                 "reserve must be called after finish_prefill, got a state without that; call "
                 "state = policy.reserve(spec, state, tokens) for the tokens to come"
             )
-        seen, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
+        seen, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
         after = _store_queries(spec, state, chunk)._replace(dense=appended)
         if prefill_finished(state):
             visible = chunk.valid[:, None, :, None]

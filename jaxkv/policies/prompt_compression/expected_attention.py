@@ -130,14 +130,18 @@ class ExpectedAttention(CompressionPolicy):
         centred = jnp.where(valid, q - mean, 0.0)
         covariance = jnp.einsum("bktgd,bktgh->bkdgh", centred, centred, precision=HIGHEST) / divisor
         # The difference of the two means merges both covariances without cancellation.
-        # Both shares are divided, because a GPU divides inexactly: 1 - share might not be 0.
-        total, apart = jnp.maximum(before + new, 1.0), mean - state.mean
-        share, rest = column(new / total), column(before / total)
-        outer = apart[:, :, 0, :, :, None].transpose(0, 1, 3, 2, 4) * apart
-        merged = state.covariance + (covariance - state.covariance) * share + outer * share * rest
+        # Both shares are quotients: a GPU divides inexactly, so 1 - new_share might not be 0.
+        total, mean_difference = jnp.maximum(before + new, 1.0), mean - state.mean
+        new_share, old_share = column(new / total), column(before / total)
+        outer = mean_difference[:, :, 0, :, :, None].transpose(0, 1, 3, 2, 4) * mean_difference
+        merged = (
+            state.covariance
+            + (covariance - state.covariance) * new_share
+            + outer * new_share * old_share
+        )
         has_new = column(new > 0)
         return state._replace(
-            mean=jnp.where(has_new, state.mean + apart * share, state.mean),
+            mean=jnp.where(has_new, state.mean + mean_difference * new_share, state.mean),
             covariance=jnp.where(has_new, merged, state.covariance),
         )
 

@@ -80,12 +80,12 @@ class SnapKV(CompressionPolicy):
 
     def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
         """Pooled over neighbours. A mean counts places beyond the ends as zeros."""
-        start, how = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
+        start, combine = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
         side = self.kernel // 2
         pooled = jax.lax.reduce_window(
             score,
             jnp.float32(start),
-            how,
+            combine,
             (1, 1, 1, self.kernel),
             (1, 1, 1, 1),
             ((0, 0), (0, 0), (0, 0), (side, side)),

@@ -129,9 +129,11 @@ def attend_selected(
 ) -> tuple[Partial, SparseState]:
     """Append the chunk first; then each query sees the tokens up to its own number."""
     if not prefill_finished(state):
-        partial, appended = ring.update(spec, state.dense, chunk, ring.dense(state.dense))
+        partial, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
         return partial, state._replace(dense=appended)
-    after = state._replace(dense=ring.write(spec, state.dense, chunk, ring.dense(state.dense)))
+    after = state._replace(
+        dense=ring.write(spec, state.dense, chunk, ring.dense_settings(state.dense))
+    )
 
     def attend(count: Int32[Array, " B"], piece: Chunk) -> tuple[Partial, Array]:
         numbers = count[:, None] + jnp.cumsum(piece.valid.astype(jnp.int32), axis=1) - 1
