@@ -1,6 +1,6 @@
 """Recall by distance: accuracy on facts n tokens back, at equal bytes.
 
-The papers make this claim without a figure. `models.pretrain` trains a small model on
+The papers make this claim without a figure. `pretrain` trains a small model on
 evals/reservoir/facts.py. Every policy then reads streams with a fact at each of several distances
 from the end, among other facts or (needle) among letters only. Each question starts from the same
 state. Methods that compress a finished prompt do so before the question.

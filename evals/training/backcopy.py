@@ -2,7 +2,7 @@
 
 Letters follow a Markov chain, except for a few triggers: the letter after a trigger copies the one
 before it. A copying head is idle at every other letter, and then attends to a token without
-information, if there is one: a sink. Every variant is trained by `models.pretrain` and reads
+information, if there is one: a sink. Every variant is trained by `jaxkv pretrain` and reads
 held-out letters under caches of one size, with and without its first tokens. Plain softmax is also
 tried with more layers, another learning rate and more steps, because it might then grow a sink.
 """

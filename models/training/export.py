@@ -81,8 +81,7 @@ def export(
 def described(config: Config, dtype: str, theta: float = THETA) -> dict[str, Any]:
     """config.json of a Llama without biases or scaled positions, in the dialect all versions read.
 
-    theta: the base of its rotary frequencies. `models.config.read_config` reads it back as the same
-    description.
+    theta: the base of its rotary frequencies. `models.load` reads it back as the same Config.
     Raises UserError for any other model.
     """
     plain = dataclasses.replace(

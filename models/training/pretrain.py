@@ -8,7 +8,7 @@ uninterrupted run. This file contains the training loop; the step is in training
 recipes.py.
 
     OUT/log.jsonl    an object for every logged step
-    OUT/curves.png   the same as a picture
+    OUT/curves.png   the same as a picture; OUT/tensorboard with --tensorboard
     OUT/last, best   checkpoints; OUT/run.json describes the run
     OUT/hf           the trained model, as a Hugging Face folder
 """
@@ -63,9 +63,9 @@ def pretrain(
     tensorboard: bool = False,
     base: BaseModel | None = None,
 ) -> Path | None:
-    """Train a model, or resume training. Returns the folder of the exported model.
+    """Train a model, or resume training. Returns the exported folder, or file of sinks.
 
-    tokens: a data folder (models.data.read). out: a folder for this run alone. mesh: its axis
+    tokens: a data folder (data.read). out: a folder for this run alone. mesh: its axis
     `data` splits samples, weights and moments; every process makes the same call, and the first one
     writes. tell: called with lines to show. stopped: called after every step; if it returns True, a
     checkpoint is saved and None is returned. base: a model to start from; where its weights are
