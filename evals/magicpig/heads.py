@@ -60,13 +60,11 @@ class Estimate(NamedTuple):
     share: jax.Array
 
 
-def captured_layers(
-    run: Run, chosen: Sequence[int] = (), after: int = 0, minimum: int = 0
-) -> dict[int, CapturedLayer]:
+def captured_layers(run: Run, after: int = 0, minimum: int = 0) -> dict[int, CapturedLayer]:
     """Some layers of the model, by number, on the stretches that FLAGS describe.
 
-    chosen: layers where --layers is absent; none: the first, the middle and the last. after: tokens
-    of a stretch besides --tokens. minimum: of --tokens. Adds the texts to the record.
+    Without --layers: the first, the middle and the last. after: tokens of a stretch besides
+    --tokens. minimum: the fewest --tokens. Adds the texts to the record.
     Raises UserError where the model has no such layer, or too short a context.
     """
     options, config = run.options, run.llm.config
@@ -76,7 +74,7 @@ def captured_layers(
             f"--tokens must be at least {minimum} and at most {config.context - after}, which the "
             f"trained context of {run.llm.name} allows, got {tokens}; give another"
         )
-    numbers = sorted(set(options.layers or chosen or (0, last // 2, last)))
+    numbers = sorted(set(options.layers or (0, last // 2, last)))
     if not 0 <= numbers[0] <= numbers[-1] <= last:
         raise UserError(f"--layers must be from 0 to {last}, got {numbers}; give others")
     ids, files = stretches_of(run.llm, options.text, options.stretches, tokens + after)

@@ -145,8 +145,8 @@ def measure(setting: ReplaySetting, seeds: int = 3) -> dict[str, float]:
     return {"mean": float(np.mean(rates)), "min": min(rates), "max": max(rates), "n": seeds}
 
 
-def closed_form(concurrent: int, setting: ReplaySetting = ONE_PROMPT) -> float:
-    """Hit rate in percent if prompts shorter than a block match only those of the same step."""
-    load, count = concurrent / np.mean(setting.outputs), setting.requests
+def closed_form(concurrent: int) -> float:
+    """Hit rate of ONE_PROMPT in percent, if prompts below a block match only those of one step."""
+    load, count = concurrent / np.mean(ONE_PROMPT.outputs), ONE_PROMPT.requests
     alone = (1 - math.exp(-load)) / load
     return 100 * (concurrent - 1 + (count - concurrent) * (1 - alone)) / count

@@ -53,7 +53,7 @@ def losses(
 ) -> Iterator[np.ndarray]:
     """Yield the natural-log losses of tokens prompt+1..N-1 of one text, one array per chunk.
 
-    The loss of a sink token that no head predicts (`models.sinks`) is NaN.
+    The loss of a sink token that no head predicts (models/loading/sinks.py) is NaN.
     tokens: the text with its BOS in front. chunk: tokens per chunk; None chooses by policy. Its
     effect is that of `Stream.prefill`. start: the position of the first token, up to 2^32 - 1.
     stream: continue these states, at their position, instead of fresh ones. prompt: the number of
@@ -198,20 +198,18 @@ def score(
     chunk: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
     prompt: int = 0,
 ) -> Score:
     """All losses of a text under a policy, without those of sink tokens that no head predicts.
 
-    prompt: as for `losses`. progress: called with the predictions done so far. stopped: asked after
-    every chunk whether to end there; the score is then that of the beginning of the text.
+    prompt: as for `losses`. progress: called with the predictions done so far.
     """
     stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
     chunk = stream.chunk_of(chunk)
     # This raises before the warning.
     parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
     warn_beyond_context(llm, stream.policies, len(tokens))
-    text_losses, seconds, compiling = gather(parts, progress, stopped)
+    text_losses, seconds, compiling = gather(parts, progress)
     targets = np.asarray(tokens)[prompt + 1 :][: len(text_losses)]
     text_losses = text_losses[targets < llm.config.vocab]
     if not np.isfinite(text_losses).all():
@@ -224,9 +222,9 @@ def gather(
     progress: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[np.ndarray, float, float]:
-    """Concatenate the parts, up to the one after which `stopped` says so.
+    """Concatenate the parts; returns the result and the seconds of computing and of compiling.
 
-    Returns the result and the seconds of computing and of compiling.
+    progress: called with the elements so far. stopped: asked after each part whether to end there.
     """
     start, compiled, gathered, done = time.perf_counter(), clock().seconds, [], 0
     for part in parts:

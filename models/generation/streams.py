@@ -35,7 +35,7 @@ from jaxkv.typing import Array, Bool, Int32
 
 CHUNK = 1024  # largest prefill chunk, in tokens
 ROOM = 1024  # tokens in advance for which growing caches reserve room, if the text has so many
-PAUSE = 0.1  # target seconds between two blocks of generated tokens
+PAUSE = 0.1  # target seconds between two blocks of tokens that a user sees
 
 
 class Stream:
@@ -277,9 +277,9 @@ class Stream:
         return out, np.asarray(self.decoding.done)
 
     def pieces(
-        self, sampling: Sampling, tokens: int, eos: tuple[int, ...], pause: float = PAUSE
+        self, sampling: Sampling, tokens: int, eos: tuple[int, ...]
     ) -> Iterator[Int32[np.ndarray, "B T"]]:
-        """Yield new tokens in blocks of about `pause` seconds, until all sequences have ended."""
+        """Yield new tokens in blocks of about PAUSE seconds, until all sequences have ended."""
         while tokens > 0:
             start = time.perf_counter()
             compiled = clock().seconds
@@ -289,7 +289,7 @@ class Stream:
             yield block
             if done.all():
                 return
-            tokens_per_pause = max(1, int(block.shape[1] * pause / max(seconds, 1e-6)))
+            tokens_per_pause = max(1, int(block.shape[1] * PAUSE / max(seconds, 1e-6)))
             self.limit = min(BLOCK, tokens_per_pause, 4 * self.limit)
 
     def reserve(self, tokens: int | Int32[np.ndarray, " B"], room: int = 0) -> None:

@@ -42,14 +42,14 @@ def peak() -> float:
     return listed or measured_peak()
 
 
-def measured_peak(repeats: int = 3) -> float:
+def measured_peak() -> float:
     """The best FLOP/s of a square matrix product in the device's native dtype."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     a = jnp.ones((size, size), native_dtype(jax.local_devices()[0]))
     product = jax.jit(jnp.matmul)
     product(a, a).block_until_ready()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(3):
         start = time.perf_counter()
         product(a, a).block_until_ready()
         seconds.append(time.perf_counter() - start)

@@ -9,7 +9,7 @@ from tests.core.oracle.halving import gram, walk
 from tests.core.oracle.positions import rotate
 
 
-def compressed(sinks, size, rounds, choose, weight=None):
+def compressed(sinks, size, rounds, choose):
     """Prompt compression: of a finished prompt, sinks, window, and a choice of the other tokens.
 
     Before the end of prefill, and after the prompt, every token is cached.
@@ -26,7 +26,7 @@ def compressed(sinks, size, rounds, choose, weight=None):
                 count -= count % 2**rounds
                 chosen = choose(list(range(sinks, sinks + count)), inputs)
                 factors = chosen if isinstance(chosen, dict) else {}
-                log = rounds * math.log(2) if weight is None else weight
+                log = rounds * math.log(2)
                 cached = cached[:sinks] + [(n, log) for n in chosen] + cached[sinks + count :]
             cached.append((number, 0.0))
             yield [(n, log, factors.get(n, 1.0)) for n, log in sorted(cached)], sorted(cached)

@@ -41,10 +41,10 @@ def cached(index, tokens, root=ROOT):
     return max((entry.boundary for entry in entries), default=0)
 
 
-def missed(index, tokens, root=ROOT):
+def missed(index, tokens):
     """The tokens of a prompt that miss, by reason."""
     before = dict(index.counts.missed)
-    serve(index, tokens, root, save=())
+    serve(index, tokens, save=())
     counts = {reason: count - before[reason] for reason, count in index.counts.missed.items()}
     return {reason: count for reason, count in counts.items() if count}
 
