@@ -227,7 +227,7 @@ def train(_: LoadModel, sizes: ProgramSizes) -> Program:
     setting = setting_for(recipe, sizes.vocab, (), 0)
     random = np.random.default_rng(0)
     runs = random.integers(3, sizes.vocab, (recipe.batch_size, recipe.context + 1)).astype(np.int32)
-    args = training.begin(setting), setting.split(runs)
+    args = training.init(setting), setting.split(runs)
     # Without its jit, whose trace would outlive the form.
     update = partial(training.update.__wrapped__, setting)
     about = (

@@ -9,7 +9,7 @@ import gc
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-MOST = 50_000  # one more part may take thousands
+MAX_MAPS = 50_000  # one more part may take thousands
 
 
 def count() -> int:
@@ -17,7 +17,7 @@ def count() -> int:
     return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
 
 
-def release(max_maps: int = MOST) -> bool:
+def release(max_maps: int = MAX_MAPS) -> bool:
     """Clear compiled programs if the process has more memory maps; returns whether it did."""
     if count() <= max_maps:
         return False

@@ -33,7 +33,7 @@ POLICIES = {
     "0+256": f"window:window={CACHE}",
 }
 WINDOW = CACHE - 4  # tokens that are read again
-MOST = 8_000  # tokens of the stream under full attention
+MAX_TOKENS = 8_000  # tokens of the stream under full attention
 BETWEEN = "\n\n"  # questions
 Question = dict[str, Any]
 
@@ -46,12 +46,12 @@ def measure(run: Run) -> dict[str, Any]:
 
 def answered(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
     """The shares of right answers, and the paired differences of each stream from the controls."""
-    full = f"full:max={min(MOST, llm.config.context)}"
+    full = f"full:max={min(MAX_TOKENS, llm.config.context)}"
     alone = [right_in_stream(llm, [question], POLICIES["4+252"])[0] for question in questions]
     right, tokens = {"alone": np.concatenate(alone)}, np.zeros(0, int)
     for name, policy in POLICIES.items():
         right[name], tokens = right_in_stream(llm, questions, policy, progress=name)
-    fit = int((tokens <= min(MOST, llm.config.context)).sum())
+    fit = int((tokens <= min(MAX_TOKENS, llm.config.context)).sum())
     right["full"], _ = right_in_stream(llm, questions[:fit], full, progress="full")
     last = f"full:max={2 * CACHE}"  # with room for a choice
     right["reread"], _ = right_in_stream(llm, questions, last, WINDOW, progress="reread")

@@ -45,14 +45,14 @@ POLICIES = {
     "streaming": f"streaming:sinks=4,window={CACHE - 4}",
     **{name: SAMPLED[name] for name in ("reservoir", "stratified", "balance-stream")},
 }
-MOST = 8_000  # tokens of a stream: full attention reads it too
+MAX_TOKENS = 8_000  # tokens of a stream: full attention reads it too
 
 
 def measure(run: Run) -> dict[str, Any]:
     """Shares of right answers in streams that are made from novels."""
     options = run.options
-    if options.tokens > MOST:
-        raise UserError(f"--tokens must be at most {MOST}, got {options.tokens}; try 6000")
+    if options.tokens > MAX_TOKENS:
+        raise UserError(f"--tokens must be at most {MAX_TOKENS}, got {options.tokens}; try 6000")
     novels = first_tokens(run.llm, options.texts, options.tokens)
     streams = [stream_of(run.llm, ids, [options.seed, n]) for n, ids in enumerate(novels.values())]
     parts = Parts(run.record, len(POLICIES) + 2)

@@ -117,7 +117,7 @@ def stepping(recipe: Recipe, vocab: int) -> Variant:
     """One training step on random tokens, continuing from the last one."""
     front = tuple(range(1, 1 + len(FRONT.get(recipe.sink_variant, ()))))
     setting = setting_for(recipe, vocab, front, 0)
-    held = [training.begin(setting)]
+    held = [training.init(setting)]
     random = np.random.default_rng(0)
     runs = random.integers(3, vocab, (recipe.batch_size, recipe.context + 1)).astype(np.int32)
     parts = setting.split(runs)

@@ -75,7 +75,7 @@ BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
 QK_NORM = {"qwen3"}
 
 # Larger values mean a damaged file, which must not exhaust the memory.
-MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
+MAX_VALUES = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
 
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
 
@@ -328,7 +328,7 @@ def _get(value: object, key: str, default: str) -> object:
 
 def _int(raw: Mapping[str, Any], key: str, where: Path, minimum: int = 1) -> int:
     value = _required(raw, key, where)
-    maximum = MOST.get(key, 2**31 - 1)
+    maximum = MAX_VALUES.get(key, 2**31 - 1)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise UserError(
             f"{where}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}; "

@@ -17,7 +17,7 @@ GGUF_EMBED, GGUF_HEAD = "token_embd.weight", "output.weight"
 OUTER = (
     ("embed", EMBED, GGUF_EMBED, "V D", ""),
     ("norm", "model.norm.weight", "output_norm.weight", "D", ""),
-    ("head", HEAD, GGUF_HEAD, "V D", "own_head"),
+    ("head", HEAD, GGUF_HEAD, "V D", "untied_head"),
 )
 LAYER = (
     ("attn_norm", "input_layernorm.weight", "attn_norm.weight", "D", ""),

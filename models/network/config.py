@@ -46,6 +46,6 @@ class Config:
         return self.sink_logit == "learned"
 
     @property
-    def own_head(self) -> bool:
+    def untied_head(self) -> bool:
         """Whether the output head is a separate matrix."""
         return not self.tied

@@ -3,10 +3,10 @@
 Each decoding step reads all weights. Norms and biases stay as they are: they are small.
 
 int8: symmetric, one scale per output channel. A row's scale is its largest absolute value over 127.
-int4: 32 inputs of an output channel are multiples 0 to 15 of a scale, added to their minimum. This
-is the grid of Q4_1 in GGUF files. A block of such a file that uses 0 and 15, as llama.cpp writes
-them, keeps its values in float32. The embedding and the output head are in int8 then, and so is a
-matrix whose shape does not divide.
+int4: 32 inputs of an output channel are multiples 0 to 15 of a scale, added to their minimum, as in
+Q4_1 of GGUF files. A block of such a file that uses both 0 and 15, as llama.cpp's do, has the same
+values here, in float32. With int4, the embedding, the output head and matrices whose shape does not
+divide are in int8.
 
 On a CPU that other programs use, decoding can be slower than in float32, because a step has twice
 as many parallel sections (not recorded).
@@ -28,11 +28,12 @@ Format = Literal["int8", "int4"]
 FORMATS = ("int8", "int4")
 EMBEDDINGS = ("embed", "head")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EMBEDDINGS)
-LARGEST = 127  # in int8
-SMALLEST = np.finfo(np.float32).tiny  # of the scales of int8
+INT8_MAX = 127
+INT8_MIN_SCALE = np.finfo(np.float32).tiny
 BLOCK = 2**20  # elements that are rounded to int8 at a time
-MOST = float(np.finfo(np.float16).max)  # in int4, whose scales are in float16
-GROUP, LEVELS = 32, 15  # inputs with one scale in int4, and its largest multiple
+INT4_MAX = 15
+INT4_MAX_WEIGHT = float(np.finfo(np.float16).max)  # scale and minimum are in float16
+GROUP = 32  # inputs that share a scale in int4
 
 
 class Int8Matrix(NamedTuple):
@@ -92,10 +93,10 @@ def quantise(
     if _format(name, wide.shape, weight_format) == "int8":
         return _in_int8(wide)
     largest = np.max(np.abs(wide))
-    if largest > MOST:
+    if largest > INT4_MAX_WEIGHT:
         raise UserError(
-            f"weights in int4 must be at most {MOST:,.0f}, and {source} has {largest:,.0f}; "
-            "choose int8"
+            f"weights in int4 must be at most {INT4_MAX_WEIGHT:,.0f}, and {source} has "
+            f"{largest:,.0f}; choose int8"
         )
     return _in_int4(wide)
 
@@ -114,9 +115,9 @@ def _rows_in_int8(
     weight: Float32[np.ndarray, "R I"],
 ) -> tuple[Float32[np.ndarray, "R I"], Float32[np.ndarray, " R"]]:
     """The whole numbers and the scale of each row."""
-    scale = np.max(np.abs(weight), axis=1) / np.float32(LARGEST)
-    # A row whose scale would be 0 or subnormal becomes zeros: XLA reads such a scale as 0.
-    normal = scale >= SMALLEST
+    scale = np.max(np.abs(weight), axis=1) / np.float32(INT8_MAX)
+    # XLA reads a subnormal scale as 0, so a row with such a scale becomes zeros.
+    normal = scale >= INT8_MIN_SCALE
     scale = np.where(normal, scale, np.float32(1))
     return np.rint(weight / scale[:, None]) * normal[:, None], scale
 
@@ -126,7 +127,7 @@ def _in_int4(weight: Float32[np.ndarray, "O I"]) -> Int4Matrix:
     minimum, scale = _grid(groups.min(axis=-1), groups.max(axis=-1))
     wide = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
     values = np.rint((groups - minimum.astype(np.float32)[..., None]) / wide)
-    values = np.clip(values, 0, LEVELS).astype(np.uint8).reshape(weight.shape)
+    values = np.clip(values, 0, INT4_MAX).astype(np.uint8).reshape(weight.shape)
     low, high = np.split(values, 2)
     by_row = (np.stack(np.split(a, 2), axis=1) for a in (scale, minimum))
     return Int4Matrix(low | high << 4, *by_row)
@@ -143,7 +144,7 @@ def _grid(
     """
 
     def nearest_scale(minimum: np.ndarray) -> np.ndarray:
-        return ((largest - minimum) / LEVELS).astype(np.float16)
+        return ((largest - minimum) / INT4_MAX).astype(np.float16)
 
     minimum, scale = smallest.astype(np.float16), nearest_scale(smallest)
     above = minimum - smallest > scale.astype(np.float32) / 2
@@ -151,7 +152,7 @@ def _grid(
         minimum = np.where(above, np.nextafter(minimum, np.float16(-np.inf)), minimum)
 
     def clips(scale: np.ndarray) -> np.ndarray:
-        return largest - minimum > (LEVELS + 0.5) * scale.astype(np.float32)
+        return largest - minimum > (INT4_MAX + 0.5) * scale.astype(np.float32)
 
     scale = np.where(clips(scale), nearest_scale(minimum), scale)
     return minimum, np.where(clips(scale), np.nextafter(scale, np.float16(np.inf)), scale)

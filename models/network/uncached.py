@@ -48,7 +48,7 @@ def forward(
     """
     decoder = Decoder(config, weights)
     x, results = decoder.embedded(inputs), []
-    run = _layer_again if remat else _layer_shared
+    run = _layer_remat if remat else _layer_shared
     for number, window in enumerate(config.windows):
         x, result = run(config, window, attention_fn or attend, layer_weights(weights, number), x)
         results.append(result)
@@ -68,7 +68,7 @@ def run_layer(
 
 _layer_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))
 # The backward pass has only the input of each layer, and computes the rest again.
-_layer_again = jax.checkpoint(_layer_shared, static_argnums=(0, 1, 2))
+_layer_remat = jax.checkpoint(_layer_shared, static_argnums=(0, 1, 2))
 
 
 def attend(

@@ -32,7 +32,7 @@ FULL = "full"
 SCORED, STRETCHES = 64, 8  # scored tokens of a stretch, and stretches, unless chosen
 STRETCH = 512  # tokens of a stretch that the model reads, unless its trained context is shorter
 BLOCK = 16  # the shortest block, in tokens
-LEAST_BLOCKS = 8  # fewer give no useful error
+MIN_BLOCKS = 8  # fewer give no useful error
 REPEAT = 3  # tokens of a repeated sequence
 
 
@@ -73,19 +73,19 @@ def block_of(text: Stretches, block: int | None) -> int:
     Raises UserError where they do not, or are too few.
     """
     stretches, scored = len(text.tokens), text.scored
-    needed = -(-LEAST_BLOCKS // stretches)
+    needed = -(-MIN_BLOCKS // stretches)
     divisors = [size for size in range(1, scored // needed + 1) if scored % size == 0]
     longest = max(divisors, default=0)
     if block is None and longest < BLOCK:
         raise UserError(
-            f"errors need at least {LEAST_BLOCKS} equal blocks of {BLOCK} scored tokens or more, "
+            f"errors need at least {MIN_BLOCKS} equal blocks of {BLOCK} scored tokens or more, "
             f"and the text has {stretches} stretches with {scored}; give a longer text, a lower "
             "--prompt-tokens or other --score-tokens"
         )
     if block is not None and block not in divisors:
         remedy = f"a divisor of {scored} up to {longest}" if longest else "a longer text"
         raise UserError(
-            f"errors need at least {LEAST_BLOCKS} equal blocks, and {stretches} stretches have "
+            f"errors need at least {MIN_BLOCKS} equal blocks, and {stretches} stretches have "
             f"{scored} scored tokens each, got --block {block}; give {remedy}"
         )
     return block or longest

@@ -115,7 +115,7 @@ class Checkpoints:
     def restore(self, like: Training) -> Training | None:
         """The newest checkpoint; None where there is none yet.
 
-        like: the shapes and shardings of a run (training.shape).
+        like: the shapes and shardings of a run (training.abstract_training).
         Raises UserError for a checkpoint that cannot be read or belongs to another run.
         """
         step = self.newest()

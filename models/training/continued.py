@@ -110,7 +110,7 @@ class BaseModel:
             return host if setting.trains(name) else host.astype(setting.dtype)
 
         def place(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
-            return setting.place(setting.shapes[name])
+            return setting.sharding(setting.shapes[name])
 
         loaded = self.source.weights(np.dtype("f4"), place, None, store)
         frozen = {name: weight for name, weight in loaded.items() if not setting.trains(name)}
@@ -119,7 +119,7 @@ class BaseModel:
         trained = {name: jnp.copy(loaded[name]) for name in loaded if name not in frozen}
         for name, shape in new.items():
             value = np.tile(row[0], (shape[0], 1)) if name == SINK_TOKENS else np.zeros(shape, "f4")
-            trained[name] = jax.device_put(value, setting.place(shape))
+            trained[name] = jax.device_put(value, setting.sharding(shape))
         return trained, frozen
 
     def _with_sink_rows(

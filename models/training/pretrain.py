@@ -97,7 +97,9 @@ def pretrain(
         weights, frozen = (
             (None, {}) if base is None else base.weights(setting, tokens.id_of(data.END))
         )
-        trained = checkpoints.restore(training.shape(setting)) or training.begin(setting, weights)
+        trained = checkpoints.restore(training.abstract_training(setting)) or training.init(
+            setting, weights
+        )
         del weights
         log = Log(out / "log.jsonl", int(trained.step), writes, board)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped, frozen)
@@ -130,7 +132,7 @@ def train(
     recipe, first = setting.recipe, int(trained.step)
     name, place = title(setting, trained), device.used_by(setting.mesh)
     _announce(setting, name, place, first, tell)
-    rate, pace = training.rate(recipe), Pace(setting, first, log.seconds)
+    rate, pace = training.lr_schedule(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.batch_size, recipe.context)
         trained, metrics = training.update(setting, trained, setting.split(runs), frozen)

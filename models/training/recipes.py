@@ -250,10 +250,10 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     return recipe
 
 
-LEAST: dict[str, float] = {"final_lr_ratio": 0, "warmup": 0, "beta1": 0, "beta2": 0,
+MIN_VALUES: dict[str, float] = {"final_lr_ratio": 0, "warmup": 0, "beta1": 0, "beta2": 0,
                            "weight_decay": 0, "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
                            "context": 4}  # fmt: skip
-MOST: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
+MAX_VALUES: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
                           "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 
 
@@ -261,8 +261,8 @@ def _value(field: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is Literal:
         check_choice(field, text, typing.get_args(kind))
         return text
-    low = LEAST.get(field, 1 if kind is int else 1e-12)
-    high = MOST.get(field, float("inf"))
+    low = MIN_VALUES.get(field, 1 if kind is int else 1e-12)
+    high = MAX_VALUES.get(field, float("inf"))
     noun = "a whole number" if kind is int else "a number"
     span = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
     try:

@@ -73,8 +73,8 @@ class TrainingSetting:
     mesh: Mesh | None = None
 
     @property
-    def attended(self) -> Config:
-        """The model as it attends in training: within the recipe's window, if there is one."""
+    def attention_config(self) -> Config:
+        """The config of the forward pass: layers attend within the recipe's window, if any."""
         if not self.recipe.window:
             return self.config
         every = tuple(min(self.recipe.window, w or self.recipe.window) for w in self.config.windows)
@@ -94,7 +94,7 @@ class TrainingSetting:
             self.recipe.train
         ]
 
-    def place(self, shape: Sequence[int]) -> NamedSharding | None:
+    def sharding(self, shape: Sequence[int]) -> NamedSharding | None:
         """The sharding of a weight or a moment: along its longest axis that the mesh divides."""
         if self.mesh is None:
             return None
@@ -168,7 +168,7 @@ def fresh_weights(setting: TrainingSetting) -> dict[str, Array]:
     return weights
 
 
-def begin(setting: TrainingSetting, weights: Weights | None = None) -> Training:
+def init(setting: TrainingSetting, weights: Weights | None = None) -> Training:
     """The state of a run before its first step.
 
     weights: those that the run updates, in float32; None draws all of them.
@@ -176,16 +176,16 @@ def begin(setting: TrainingSetting, weights: Weights | None = None) -> Training:
     if setting.mesh is None:
         return _fresh(setting, weights)
     fresh = partial(_fresh, setting)
-    return jax.jit(fresh, out_shardings=places(setting, jax.eval_shape(fresh, weights)))(weights)
+    return jax.jit(fresh, out_shardings=shardings(setting, jax.eval_shape(fresh, weights)))(weights)
 
 
-def shape(setting: TrainingSetting) -> Training:
-    """The shape and the sharding of every leaf of a run."""
+def abstract_training(setting: TrainingSetting) -> Training:
+    """The state of a run as shapes, dtypes and shardings, without arrays."""
     training = jax.eval_shape(partial(_fresh, setting))
     local = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=setting.place(leaf.shape) or local
+            leaf.shape, leaf.dtype, sharding=setting.sharding(leaf.shape) or local
         ),
         training,
     )
@@ -199,12 +199,12 @@ def _fresh(setting: TrainingSetting, weights: Weights | None = None) -> Training
     return Training(weights, moments, jnp.int32(0), jnp.int32(-1))
 
 
-def places(setting: TrainingSetting, training: Training) -> Training:
+def shardings(setting: TrainingSetting, training: Training) -> Training:
     """The sharding of every leaf over the mesh."""
-    return jax.tree.map(lambda leaf: setting.place(leaf.shape), training)
+    return jax.tree.map(lambda leaf: setting.sharding(leaf.shape), training)
 
 
-def rate(recipe: Recipe) -> optax.Schedule:
+def lr_schedule(recipe: Recipe) -> optax.Schedule:
     """The learning-rate schedule: a warm-up, then a cosine, or constant with a cooldown (WSD)."""
     last = recipe.lr * recipe.final_lr_ratio
     warm = max(1, round(recipe.warmup * recipe.steps))
@@ -221,10 +221,10 @@ def rate(recipe: Recipe) -> optax.Schedule:
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Clipping, then AdamW; or Muon for the matrices inside the layers and AdamW for the rest."""
     betas = {"b1": recipe.beta1, "b2": recipe.beta2}
-    rule = optax.adamw(rate(recipe), **betas, weight_decay=recipe.weight_decay, mask=_decays)
+    rule = optax.adamw(lr_schedule(recipe), **betas, weight_decay=recipe.weight_decay, mask=_decays)
     if recipe.optimizer == "muon":
         inner = muon(
-            rate(recipe),
+            lr_schedule(recipe),
             weight_decay=recipe.weight_decay,
             consistent_rms=0.2,  # updates as large as AdamW's, so that both use one lr
         )
@@ -258,7 +258,7 @@ def samples(runs: Int32[Array, "B X"], front: tuple[int, ...]) -> tuple[Array, A
     return inputs, targets, jnp.broadcast_to(counts, inputs.shape)
 
 
-def losses(
+def objective(
     setting: TrainingSetting, weights: Weights, runs: Int32[Array, "B X"], z_loss: float = 0.0
 ) -> tuple[Float32[Array, ""], Float32[Array, "B T"], Array]:
     """The objective of a step, the natural-log loss of every target, and its share of the mean.
@@ -268,7 +268,9 @@ def losses(
     inputs, targets, counts = samples(runs, setting.front)
     attention_fn = uncached.attend if setting.mesh is None else uncached.attend_on(setting.mesh)
     remat = setting.recipe.remat == "layers"
-    decoder, hidden, _ = uncached.forward(setting.attended, weights, inputs, attention_fn, remat)
+    decoder, hidden, _ = uncached.forward(
+        setting.attention_config, weights, inputs, attention_fn, remat
+    )
     share = counts / jnp.sum(counts)
     head = decoder.unembedding()
     cost, of_targets = cross_entropy(head, hidden, targets, share, z_loss, setting.mesh)
@@ -295,7 +297,7 @@ def _scatter(setting: TrainingSetting, _: None, gradients: Weights) -> tuple[Wei
     wide = {name: gradient.astype(jnp.float32) for name, gradient in gradients.items()}
     if setting.mesh is None:
         return (wide,)
-    shardings = {name: setting.place(gradient.shape) for name, gradient in wide.items()}
+    shardings = {name: setting.sharding(gradient.shape) for name, gradient in wide.items()}
     return (jax.lax.with_sharding_constraint(wide, shardings),)
 
 
@@ -326,7 +328,7 @@ def update(
 
     def cost_of(weights: Weights, runs: Array) -> tuple[Array, Array]:
         gathered = _with_frozen(setting, weights, frozen)
-        cost, target_losses, share = losses(setting, gathered, runs, setting.recipe.z_loss)
+        cost, target_losses, share = objective(setting, gathered, runs, setting.recipe.z_loss)
         return cost, jnp.sum(share * target_losses)
 
     def gradient(runs: Array) -> tuple[Array, Weights]:
@@ -356,7 +358,7 @@ def update(
     failed = jnp.where(finite | (training.failed >= 0), training.failed, training.step)
     after = Training(weights, moments, step=training.step + 1, failed=failed)
     if setting.mesh is not None:
-        after = jax.lax.with_sharding_constraint(after, places(setting, after))
+        after = jax.lax.with_sharding_constraint(after, shardings(setting, after))
     return after, StepMetrics(loss, norm)
 
 
@@ -368,7 +370,7 @@ def mean_loss(
     frozen: Weights | None = None,
 ) -> Array:
     """The mean loss of a batch, without the z-loss."""
-    return losses(setting, _with_frozen(setting, weights, frozen), runs)[0]
+    return objective(setting, _with_frozen(setting, weights, frozen), runs)[0]
 
 
 def first_token_mass(
@@ -379,7 +381,9 @@ def first_token_mass(
     weights: all of them.
     """
     inputs, _, _ = samples(runs, setting.front)
-    return uncached.mass_on_first(setting.attended, _gather(setting, weights), inputs, after)
+    return uncached.mass_on_first(
+        setting.attention_config, _gather(setting, weights), inputs, after
+    )
 
 
 def flops_per_token(
@@ -391,7 +395,7 @@ def flops_per_token(
     trains: whether a weight is updated; a frozen one has no gradient and counts 4 times.
     """
     sizes = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
-    if config.own_head:
+    if config.untied_head:
         sizes.pop("embed")
     weights = sum((6 if trains(name) else 4) * size for name, size in sizes.items())
     return weights + 12 * config.layers * config.heads * config.head_dim * context
@@ -413,9 +417,9 @@ class TrainingMemory(NamedTuple):
 
 def plan_memory(setting: TrainingSetting) -> TrainingMemory:
     """Compile the step of a run for its devices; nothing of the run is in memory."""
-    run = shape(setting)
+    run = abstract_training(setting)
     frozen = {
-        name: jax.ShapeDtypeStruct(of_weight, setting.dtype, sharding=setting.place(of_weight))
+        name: jax.ShapeDtypeStruct(of_weight, setting.dtype, sharding=setting.sharding(of_weight))
         for name, of_weight in setting.shapes.items()
         if not setting.trains(name)
     }

@@ -177,4 +177,4 @@ def next_power(size: int) -> int:
     """The next power of two that the GPU kernel supports."""
     from jaxkv.pallas_kernels.sign_walk import gpu
 
-    return max(gpu.LEAST_STEPS, 1 << (size - 1).bit_length())
+    return max(gpu.MIN_STEPS, 1 << (size - 1).bit_length())

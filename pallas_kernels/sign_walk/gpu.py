@@ -16,14 +16,14 @@ try:
 except ImportError:  # deprecated since jax 0.12
     plgpu = None
 
-LEAST_STEPS = 16
+MIN_STEPS = 16
 MAX_STEPS = 1024  # limited by the registers of a program
 WARPS = 1  # a sum within one warp needs no barrier
 
 
 def supports(steps: int) -> bool:
     """Whether the kernels support walks of this many steps, and this jax has Triton."""
-    return plgpu is not None and LEAST_STEPS <= steps <= MAX_STEPS and steps & (steps - 1) == 0
+    return plgpu is not None and MIN_STEPS <= steps <= MAX_STEPS and steps & (steps - 1) == 0
 
 
 def walk(gram: Array, thresholds: Array, interpret: bool = False) -> tuple[Array, Array]:

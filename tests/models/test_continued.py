@@ -73,7 +73,7 @@ def changed(before, after) -> set[str]:
 def test_only_the_chosen_weights_change(folder, texts, tmp_path, part):
     """The others have the bits of the model, and no moments."""
     _, setting, weights, frozen = begin(folder, texts, f"train={part}", "sink_variant=logit")
-    trained = training.begin(setting, weights)
+    trained = training.init(setting, weights)
     moments = sum(leaf.size for leaf in jax.tree.leaves(trained.moments))
     assert moments <= 2 * sum(w.size for w in trained.weights.values()) + 3
     assert {w.dtype.name for w in trained.weights.values()} == {"float32"}
@@ -217,7 +217,7 @@ def test_several_devices_agree(folder, texts, devices):
     for mesh in (None, mesh_of(f"data={devices}")):
         arguments = folder, texts, "train=attention", "sink_variant=token"
         _, setting, weights, frozen = begin(*arguments, mesh=mesh)
-        trained = training.begin(setting, weights)
+        trained = training.init(setting, weights)
         for step in range(2):
             runs = data.batch(texts, "train", 0, step, 8, 16)
             trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
@@ -230,7 +230,7 @@ def test_several_devices_agree(folder, texts, devices):
 def test_the_plan_has_the_bytes_of_the_run(folder, texts, part):
     _, setting, weights, frozen = begin(folder, texts, f"train={part}", "sink_variant=token")
     memory = training.plan_memory(setting)
-    trained = training.begin(setting, weights)
+    trained = training.init(setting, weights)
     for size, tree in zip(memory[:3], (trained.weights, trained.moments, frozen), strict=True):
         assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     runs = setting.recipe.batch_size * (setting.recipe.context + 1) * 4

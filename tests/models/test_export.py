@@ -23,7 +23,7 @@ from tests.models.training_data import small
 def exported(tokens, folder, *settings, dtype="float32"):
     """Export initial weights, scaled so that attention matters; returns the setting and weights."""
     setting = setting_of(small("layers=2", *settings), tokens)
-    weights = training.begin(setting).weights
+    weights = training.init(setting).weights
     weights = {n: 8 * w if w.ndim > 1 else w for n, w in weights.items()}
     for name in weights:
         if name.endswith("sink_logits"):
@@ -44,7 +44,7 @@ def test_losses_with_a_cache_equal_those_of_training(tokens, tmp_path, sinks):
     llm = models.load(tmp_path / "hf")
     assert llm.tokenizer.front == setting.front
     runs = data.batch(tokens, "valid", 0, 0, 2, 16)
-    losses = jax.jit(training.losses, static_argnums=0)
+    losses = jax.jit(training.objective, static_argnums=0)
     _, expected, _ = losses(setting, weights, jnp.asarray(runs))
     _, plain, _ = losses(
         setting_of(small("layers=2"), tokens),
@@ -107,7 +107,7 @@ def test_half_precision_halves_the_file(tokens, tmp_path):
 def test_settings_that_the_config_cannot_store_are_refused(tokens, tmp_path, changes):
     setting = setting_of(small(), tokens)
     config = dataclasses.replace(setting.config, **changes)
-    weights = training.begin(setting).weights
+    weights = training.init(setting).weights
     with pytest.raises(
         UserError, match=f"only Llamas .* got another {next(iter(changes))}; keep the"
     ):
@@ -124,7 +124,7 @@ def test_the_bos_of_the_tokenizer_is_removed(tokens, tmp_path):
     coder.post_processor = TemplateProcessing("<|sink|> $A", special_tokens=[("<|sink|>", 1)])
     coder.save(str(tmp_path / "tokenizer.json"))
     setting = setting_of(small(), tokens)
-    weights = training.begin(setting).weights
+    weights = training.init(setting).weights
     export(tmp_path / "hf", setting.config, weights, tmp_path / "tokenizer.json", ())
     assert models.load(tmp_path / "hf").tokenizer.front == ()
 

@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_is_never_restored(collect_garbage, tokens, tmp_pat
     run_here(tokens, out, "steps=4")
     run, like = (
         json.loads((out / "run.json").read_text()),
-        training.shape(setting_of(small(), tokens)),
+        training.abstract_training(setting_of(small(), tokens)),
     )
     with checkpoint.Checkpoints(out, run) as checkpoints:
         expected = jax.tree.leaves(checkpoints.restore(like))

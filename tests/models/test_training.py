@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotes_dtypes")
 
 def steps(setting, tokens, count):
     """The state after `count` steps, and the loss and gradient norm of each step."""
-    recipe, trained, metrics = setting.recipe, training.begin(setting), []
+    recipe, trained, metrics = setting.recipe, training.init(setting), []
     for step in range(count):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.batch_size, recipe.context)
         trained, step_metrics = training.update(setting, trained, setting.split(runs))
@@ -50,7 +50,7 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
     torch.set_num_threads(1)
     recipe = small("steps=8", "warmup=0.3", "clip=0.5", "z_loss=1e-2")
     setting = setting_of(recipe, tokens)
-    initial = training.begin(setting)
+    initial = training.init(setting)
     folder = export(
         tmp_path / "hf", setting.config, initial.weights, tokens.folder / data.TOKENIZER
     )
@@ -95,7 +95,7 @@ def test_torch_takes_the_same_steps(tmp_path, tokens):
 )  # fmt: skip
 def test_every_variant_learns(tokens, sinks, optimizer):
     setting = setting_of(small(f"sink_variant={sinks}", f"optimizer={optimizer}"), tokens)
-    before = training.begin(setting).weights
+    before = training.init(setting).weights
     trained, metrics = steps(setting, tokens, 12)
     assert metrics[-3:, 0].mean() < metrics[:2, 0].mean() - 0.5
     unchanged = [n for n, w in trained.weights.items() if np.array_equal(w, before[n])]
@@ -106,10 +106,10 @@ def test_every_variant_learns(tokens, sinks, optimizer):
 def test_variants_share_initial_weights(tokens):
     """Weights that variants share are equal at one seed. Matrices change with the seed."""
     variants = [
-        training.begin(setting_of(small(f"sink_variant={sinks}"), tokens)).weights
+        training.init(setting_of(small(f"sink_variant={sinks}"), tokens)).weights
         for sinks in ("none", "logit", "token")
     ]
-    reseeded = training.begin(setting_of(small("seed=1"), tokens)).weights
+    reseeded = training.init(setting_of(small("seed=1"), tokens)).weights
     for name, weight in variants[0].items():
         assert all(np.array_equal(weight, variant[name]) for variant in variants[1:])
         assert np.array_equal(weight, reseeded[name]) == (weight.ndim == 1)
@@ -188,13 +188,15 @@ def test_a_step_with_a_nan_gradient_changes_nothing(tokens):
 def test_a_cooldown_ends_at_the_final_rate():
     """The final rate does not depend on the length of the warm-up."""
     recipe = read_recipe("tiny", ["decay=wsd", "warmup=0.9", "cooldown=0.5", "steps=100"])
-    assert float(training.rate(recipe)(100)) == pytest.approx(recipe.lr * recipe.final_lr_ratio)
+    assert float(training.lr_schedule(recipe)(100)) == pytest.approx(
+        recipe.lr * recipe.final_lr_ratio
+    )
 
 
 @pytest.mark.parametrize("decay", ["cosine", "wsd"])
 def test_the_learning_rate(decay):
     recipe = read_recipe("tiny", [f"decay={decay}", "steps=1000", "warmup=0.05", "lr=1e-3"])
-    rate = np.array([float(training.rate(recipe)(step)) for step in range(1000)])
+    rate = np.array([float(training.lr_schedule(recipe)(step)) for step in range(1000)])
     assert np.all(np.diff(rate[:50]) > 0) and rate[0] == pytest.approx(1e-3 / 50, rel=1e-4)
     assert rate.max() == pytest.approx(1e-3) and 0.99e-4 < rate[-1] < 1.06e-4
     assert np.all(np.diff(rate[50:]) <= 1e-9)
@@ -218,10 +220,10 @@ def test_a_frequent_token_keeps_its_gradient_in_half_precision(tokens):
         setting = setting_of(small(f"dtype={dtype}", "context=512"), tokens)
         runs = np.full((8, 513), 7, np.int32)
         runs[:, 1::2] = np.arange(100, 356)[None] % 200 + 50  # a different token after each
-        weights = training.begin(setting).weights
+        weights = training.init(setting).weights
 
         def of_inputs(weights, setting=setting, runs=runs):
-            return training.losses(setting, training._gather(setting, weights), runs)[0]
+            return training.objective(setting, training._gather(setting, weights), runs)[0]
 
         gradient = jax.jit(jax.grad(of_inputs))(weights)["embed"]
         assert gradient.dtype == jnp.float32
@@ -235,7 +237,7 @@ def test_a_nan_update_changes_nothing(tokens):
     setting = dataclasses.replace(
         setting, recipe=dataclasses.replace(setting.recipe, lr=float("inf"))
     )
-    trained = training.begin(setting)
+    trained = training.init(setting)
     before = jax.tree.map(np.array, trained.weights)
     runs = setting.split(data.batch(tokens, "train", 0, 0, 8, 16))
     trained, metrics = training.update(setting, trained, runs)
@@ -249,14 +251,14 @@ def test_operations_per_token():
     tiny = config(PRESETS["tiny"], 4096)
     assert training.flops_per_token(tiny, 512) == 26_409_600
     # An embedding that is not the head is a table look-up without operations.
-    own_head = dataclasses.replace(tiny, tied=False)
-    assert training.flops_per_token(own_head, 512) == 26_409_600
+    untied_head = dataclasses.replace(tiny, tied=False)
+    assert training.flops_per_token(untied_head, 512) == 26_409_600
 
 
 def test_the_first_token_mass(tokens):
     """The first token is the sink token, where there is one."""
     setting = setting_of(small("sink_variant=token"), tokens)
-    weights = training.begin(setting).weights
+    weights = training.init(setting).weights
     runs = data.batch(tokens, "valid", 0, 0, 3, 16)
     mass = training.first_token_mass(setting, weights, runs, 8)
     assert mass.shape == (1, 4)

@@ -20,7 +20,7 @@ def llm(tmp_path_factory):
     tokens = write_tokens(tmp_path_factory.mktemp("data"))
     folder = tmp_path_factory.mktemp("model") / "hf"
     setting = setting_of(small("layers=2", "sink_variant=token", "context=48"), tokens)
-    weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.begin(setting).weights.items()}
+    weights = {n: 8 * w if w.ndim > 1 else w for n, w in training.init(setting).weights.items()}
     tokenizer = tokens.folder / data.TOKENIZER
     export(folder, setting.config, weights, tokenizer, setting.front)
     return models.load(folder)
