@@ -43,7 +43,7 @@ def attend_by_head(
     cache, before it reads them. Those of one head fit. Few logits also keep the temporary arrays of
     a layer below 32 MiB. Above that the C library takes new pages for each call, which made a layer
     of width 256 twice as slow.
-    Record workarounds, row attend_by_head.
+    Measured in evals/results/workarounds.json, row attend_by_head.
     """
     together = partial(attend, size=size)
     if q.shape[0] * q.shape[1] * q.shape[2] * size <= CACHED_LOGITS:
@@ -81,7 +81,7 @@ def flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:
     """Rows [B,K,S,H] as [B*K,S,H], and the scales of those in int8; the same on all platforms.
 
     For products with B and K as two axes, XLA:CPU copies a cache whole in each step of a loop.
-    Record workarounds, row flat_rows.
+    Measured in evals/results/workarounds.json, row flat_rows.
     Scales are converted to float32 by a shift of their bits. XLA:CPU fuses a plain conversion with
     the write of a slot, which then happens twice, and copies all scales of a layer four times in
     each step. A test on the compiled text guards it.
@@ -106,7 +106,7 @@ def product_with_int8(
     products are added up without one, which reads b as it is. The gain is memory, the copy of one
     layer, and that no step copies a cache in int8; tests on the compiled program guard both. With
     jax 0.7.2 the sums take two to four times as long, so versions before 0.12 convert b.
-    Record workarounds, row product_with_int8.
+    Measured in evals/results/workarounds.json, row product_with_int8.
     """
 
     def add_up(a: Array, b: Array) -> Array:
@@ -128,7 +128,7 @@ def flatten_heads(states: Sequence[State], sharded: bool) -> tuple[State, ...]:
 
     XLA:CPU copies a cache whole if a loop carries it as 4-D or 5-D. sharded: over a mesh batch and
     KV heads are split separately, so they stay apart.
-    Record workarounds, row flatten_heads.
+    Measured in evals/results/workarounds.json, row flatten_heads.
     """
 
     def flatten(leaf: Array) -> Array:
@@ -149,7 +149,7 @@ def argmax(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[A
     A sequence with a NaN has the maximum NaN and the last index.
     An argmax is one reduction of pairs of a number and an index. Two reductions of single numbers
     are faster in XLA:CPU.
-    Record workarounds, row argmax.
+    Measured in evals/results/workarounds.json, row argmax.
     """
     # Without the barrier the logits may be recomputed with other bits, which equal no maximum.
     logits = jax.lax.optimization_barrier(logits)
@@ -165,7 +165,8 @@ def order_after(chunk: Chunk, *read: Rows) -> Chunk:
     optimization barriers, and without a dependency it copies the whole ring. So the chunk passes
     through a condition on the arrays that is always true, which XLA does not know. A test on the
     compiled text guards it.
-    Record workarounds, rows order_after-reservoir, -balance-stream and -magicpig.
+    Measured in evals/results/workarounds.json, rows order_after-reservoir, -balance-stream and
+    -magicpig.
     """
     always = jnp.ones(chunk.valid.shape[0], bool)
     for leaf in jax.tree.leaves(read):
@@ -181,7 +182,7 @@ def map_sequences(function: Callable[..., Array], *arrays: Array) -> Array:
 
     With a batch axis XLA:CPU fuses the write of a slot twice and copies the whole cache. A test on
     the compiled text guards it.
-    Record workarounds, rows map_sequences and map_sequences-magicpig.
+    Measured in evals/results/workarounds.json, rows map_sequences and map_sequences-magicpig.
     """
     if arrays[0].shape[0] == 1:
         return function(*(array[0] for array in arrays))[None]
@@ -194,7 +195,7 @@ def sort_codes(
     """Codes up to 2^bits in order, and the keys that have them, lower places first.
 
     The same on all platforms. XLA:CPU sorts one word faster than a pair of code and place.
-    Record workarounds, row sort.
+    Measured in evals/results/workarounds.json, row sort.
     """
     keys = codes.shape[1]
     place = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), codes.shape)
@@ -213,7 +214,7 @@ def decode_compiler_options() -> dict[str, object]:
     By default XLA:CPU runs independent operations at the same time, so their temporary arrays are
     in memory together, such as the rotated keys and the values of a sample. The gain is memory; the
     time of SmolLM2-135M does not change.
-    Record workarounds, row decode_compiler_options.
+    Measured in evals/results/workarounds.json, row decode_compiler_options.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -296,7 +297,7 @@ def in_loop(integers: Array, x: Float[Array, "B T I"]) -> Array:
     XLA:CPU otherwise moves their conversion to floats out of the loop over tokens. Each step then
     reads all weights in float32, and memory holds a float copy of the model. A test checks the
     memory of the compiled loop.
-    Record workarounds, row widen.
+    Measured in evals/results/workarounds.json, row widen.
     """
     if x.shape[1] != 1:
         return integers
@@ -317,7 +318,7 @@ def linear_by_blocks(
     XLA:CPU writes the float copy of a whole matrix before the product reads it. That of a block
     stays in the processor's cache, that of a whole output head does not. rows: arrays whose first
     axis is the third of the result. size: integers that are widened.
-    Record workarounds, row matmul_widened.
+    Measured in evals/results/workarounds.json, row matmul_widened.
     """
     count, blocks = jax.tree.leaves(rows)[0].shape[0], max(1, size // WIDENED)
     while count % blocks:
@@ -335,7 +336,7 @@ def linear_by_blocks(
 
 
 # Logits of the training loss in memory at a time: as many as a CPU's cache holds, and more
-# elsewhere. Record workarounds, row logits_at_once.
+# elsewhere. Measured in evals/results/workarounds.json, row logits_at_once.
 LOGITS_AT_ONCE = {"cpu": 2**21}
 LOGITS_AT_ONCE_ELSEWHERE = 2**27
 
@@ -349,7 +350,7 @@ def query_block() -> int:
     """Queries per block of training attention; small blocks skip more of the causal mask.
 
     On a CPU the logits of a small block also stay in the processor's cache.
-    Record workarounds, row query_block.
+    Measured in evals/results/workarounds.json, row query_block.
     """
     return 128 if jax.default_backend() == "cpu" else 512
 
@@ -367,7 +368,7 @@ def query_block_edges(tokens: int) -> list[int]:
 def map_samples(function: Callable, *arrays: Array) -> tuple[Array, ...]:
     """`function` of every sample: one after another on a CPU, whose cache holds the logits of one.
 
-    Record workarounds, row map_samples.
+    Measured in evals/results/workarounds.json, row map_samples.
     """
     if jax.default_backend() == "cpu":
         return jax.lax.map(lambda sample: function(*sample), arrays)

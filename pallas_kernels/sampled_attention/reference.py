@@ -18,7 +18,7 @@ from jaxkv.pallas_kernels import host_memory
 
 # Sampled slots that `attend` gathers at a time. All at once, a head with few sampled slots would
 # take as long as a full one; in smaller blocks the loop costs more.
-# Record workarounds, rows gathered_slots and gathered_slots-128.
+# Measured in evals/results/workarounds.json, rows gathered_slots and gathered_slots-128.
 GATHERED_SLOTS = 256
 
 

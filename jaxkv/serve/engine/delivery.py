@@ -17,8 +17,8 @@ from jaxkv.serve.engine.model import StepOutput
 from jaxkv.serve.engine.request import Outcome, Request, RequestHandle, ScoredToken
 from jaxkv.serve.engine.running import InFlightStep
 
-EDGES = tuple(4**power for power in range(11))  # tokens of a step: bounds of the histogram
-SECONDS = (1.0, 60.0)  # least and most time after which a client should retry
+STEP_EDGES = tuple(4**power for power in range(11))  # tokens: bounds of the histogram of steps
+RETRY_SECONDS = (1.0, 60.0)  # minimum and maximum time after which a client should retry
 LOG = logging.getLogger(__name__)
 
 
@@ -29,14 +29,14 @@ class EngineMetrics:
     prompt_tokens: tokens in the prompts of started requests.
     generated_tokens: tokens in answers.
     step_tokens: prefilled and decoded tokens of all steps.
-    sizes: steps by the number of EDGES that their tokens exceed.
+    sizes: steps by the number of STEP_EDGES that their tokens exceed.
     seconds: time from the start to the end of an answer, summed over all answers.
     """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     step_tokens: int = 0
-    sizes: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_EDGES) + 1))
     seconds: float = 0.0
 
     def add(self, outcome: Outcome) -> None:
@@ -48,11 +48,11 @@ class EngineMetrics:
     def add_step(self, tokens: int) -> None:
         """Count one step of the engine."""
         self.step_tokens += tokens
-        self.sizes[bisect_left(EDGES, tokens)] += 1
+        self.sizes[bisect_left(STEP_EDGES, tokens)] += 1
 
     def export(self) -> dict[str, Any]:
         """The counters by name. step_sizes: steps of at most each edge's tokens, cumulative."""
-        edges = [*map(str, EDGES), "+Inf"]
+        edges = [*map(str, STEP_EDGES), "+Inf"]
         return {
             "generation_tokens": self.generated_tokens,
             "step_tokens": self.step_tokens,
@@ -62,7 +62,7 @@ class EngineMetrics:
     def estimate_wait(self, tokens: int, max_batch: int) -> float:
         """Estimate the seconds until `tokens` waiting prompt tokens are served."""
         seconds_per_token = self.seconds / max(1, self.prompt_tokens) / max_batch
-        return min(max(SECONDS[0], tokens * seconds_per_token), SECONDS[1])
+        return min(max(RETRY_SECONDS[0], tokens * seconds_per_token), RETRY_SECONDS[1])
 
 
 class Delivery:

@@ -155,7 +155,7 @@ class DiskTier:
 
     def _has_folder(self) -> bool:
         """Whether there is a folder. One that is removed loses its lock, so another may use it."""
-        if self._folder is not None and self._folder.notices_loss():
+        if self._folder is not None and self._folder.detect_loss():
             LOG.warning(
                 "%s was removed or replaced; the server goes on without it until it is restarted",
                 self._folder.path,
@@ -188,11 +188,11 @@ class DiskTier:
             time.sleep(0.001)
         while self._writer is not None and self._jobs.full() and _seconds_left(until):
             time.sleep(0.001)
-        told = self._writer is not None and not self._jobs.full()
-        if told:
+        end_sent = self._writer is not None and not self._jobs.full()
+        if end_sent:
             self._jobs.put_nowait(None)
             self._writer.join(None if until is None else _seconds_left(until))
-        unwritten = len(self._waiting) + max(0, self._jobs.unfinished_tasks - told)
+        unwritten = len(self._waiting) + max(0, self._jobs.unfinished_tasks - end_sent)
         if unwritten:
             LOG.warning("%d prefixes were not written to %s", unwritten, self._folder.path)
         if self._writer is None or not self._writer.is_alive():

@@ -1,8 +1,8 @@
-"""Continuous batching: requests share one decode batch; no request reads what another asked.
+"""Continuous batching: requests share one decode batch, and none can see another's text.
 
 A step decodes one token of every running request, then prefills some tokens of a prompt.
-Outputs are delivered one step after dispatch, so that the device does not wait for the host. A
-request that ends by its tokens has then decoded one token too many, which is dropped.
+Outputs are delivered one step after dispatch, so that the device does not wait for the host. When
+an eos or a stop string ends a request, one more token of it is in flight; it is dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from jaxkv.serve.prefix.index import Lease
 from jaxkv.state.batch import nbytes
 
 MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
-PROMPT_COST = 32  # tokens: the fixed cost of a prompt in a step's budget
-PREFILLS_AHEAD = 2  # steps dispatched before the device is waited for: so cancelling acts soon
+PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
+PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
 LOG = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ class ActivePrefill(NamedTuple):
 
 
 class StepWatch:
-    """A context around each step, which notices one that does not end, as of a broken device.
+    """A context around each step, which notices a step that hangs, for example on a broken device.
 
     seconds: the longest time that a step may take.
     """
@@ -76,13 +76,13 @@ class StepWatch:
 
     @property
     def stalled(self) -> str:
-        """That the step takes too long, in words; empty if it does not. From any thread."""
+        """The message that a step takes too long; empty if none does. From any thread."""
         late = time.monotonic() > self._latest
         return f"a step has taken more than {self._seconds:g} s" if late else ""
 
 
 class Engine:
-    """A decode batch, a prefill or those of two owners in turn, and a queue.
+    """A queue, prompts in prefill (one, or those of two owners in turn), and a decode batch.
 
     model: the model that runs.
     max_batch: sequences that decode together.
@@ -101,7 +101,7 @@ class Engine:
       answer depends on their number. Otherwise the batch grows with load, so that fewer sequences
       take less time.
     progress: called with (programs compiled, all programs).
-    `bytes` of an engine are its memory on the device by use.
+    The attribute `bytes` has its memory on the device by use.
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
@@ -141,9 +141,9 @@ class Engine:
         self._delivery = Delivery(self._finish, self._metrics)
         self._max_prefill_tokens, self._seed = max(budget, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
-        self._in_turn, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
+        self._max_prefills, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
-        self._programs = Programs(model, sizes, max_len, widths, self._in_turn + 1, progress)
+        self._programs = Programs(model, sizes, max_len, widths, self._max_prefills + 1, progress)
         self._running = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
         if prefix_cache is not None:
@@ -250,7 +250,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel all requests, end the thread and write what prefixes wait for the disk.
+        """Cancel all requests, end the thread and write the prefixes that wait for the disk.
 
         Returns whether the thread has ended. seconds: to wait for a running step and for the disk;
         None for as long as they take.
@@ -351,7 +351,7 @@ class Engine:
 
     def _start_prefill(self) -> None:
         """Start the next request of an owner who has none in prefill, if an entry is free."""
-        if len(self._prefills) == self._in_turn or self.running == self.max_batch:
+        if len(self._prefills) == self._max_prefills or self.running == self.max_batch:
             return
         started = [prefill.handle.request.owner for prefill in self._prefills]
         owners = Counter([*started, *(handle.request.owner for handle in self._running.running)])

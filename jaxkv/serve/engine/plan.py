@@ -72,10 +72,10 @@ def plan_memory(
 ) -> ServingMemory:
     """Divide `requested` bytes, or MEMORY_SHARE of `free`: weights, sequences, then prefixes.
 
-    max_batch, prefixes: fix these parts. By default there are up to MAX_BATCH sequences; prefixes
-    take what is left, but at most PREFIX_MEMORY if no memory is given. host_prefixes: bytes for
-    prefixes on the host, if its memory is that of the device. fixed_batch: that of the engine; a
-    batch that grows is in memory in all its sizes.
+    max_batch, prefixes: fix these parts. By default up to MAX_BATCH sequences decode together, and
+    prefixes get the rest, but at most PREFIX_MEMORY if `requested` is None. host_prefixes: bytes
+    for prefixes on the host, where host and device share their memory. fixed_batch: as of the
+    engine; without it, batches of all sizes are in memory.
     Raises UserError, with the bytes that are needed, if the parts do not fit, if more is given than
     is free, or if the prefixes' memory holds none.
     """
@@ -135,7 +135,7 @@ def _parts(
 
 
 def _remedy(batch: int | None, prefixes: int | None, host_prefixes: int, fits_fixed: bool) -> str:
-    """The given parts that may be smaller. fits_fixed: whether a fixed batch would fit."""
+    """The end of a message: which flags to lower. fits_fixed: whether a fixed batch would fit."""
     names = {"max-batch": batch, "prefix-memory": prefixes, "prefix-host-memory": host_prefixes}
     smaller = [f"a smaller --{name}" for name, value in names.items() if value]
     smaller_policy = "a smaller policy (under growing caches, also a smaller --max-len)"

@@ -112,19 +112,19 @@ class ChunkPrograms(NamedTuple):
         return PrefillState(tuple(states), last), output
 
 
-def begin_prefill(
-    model: Model, begin: Callable[..., Future], state: PrefillState, width: int
+def submit_prefill(
+    model: Model, submit: Callable[..., Future], state: PrefillState, width: int
 ) -> ChunkPrograms:
-    """Begin to compile the prefill of a chunk: once for all layers with one policy.
+    """Start to compile the prefill of a chunk: once for all layers with one policy.
 
-    begin: begins to compile a function for arguments. state: the shapes of a state.
+    submit: starts to compile a function for arguments. state: the shapes of a state.
     """
     tokens, position, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
     start = partial(begin_chunk, model)
     x, positions, valid = jax.eval_shape(start, model.weights, tokens, position, zero)
     first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
     layers = {
-        policy: begin(
+        policy: submit(
             partial(model.layer, policy),
             model.layer_weights(model.weights, number),
             x,
@@ -136,9 +136,9 @@ def begin_prefill(
         for number, policy, layer_state in first.values()
     }
     ends = {
-        scored: begin(
+        scored: submit(
             partial(end_chunk, model, scored), model.weights, x, state.logits, tokens, zero
         )
         for scored in (False, True)
     }
-    return ChunkPrograms(begin(start, model.weights, tokens, position, zero), layers, ends)
+    return ChunkPrograms(submit(start, model.weights, tokens, position, zero), layers, ends)

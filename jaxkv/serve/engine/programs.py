@@ -26,7 +26,7 @@ from jaxkv.contract import Policy, State
 from jaxkv.platform.cpu import flatten_heads, restore_heads
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.serve.engine.model import Model, StepOutput, forward, score
-from jaxkv.serve.engine.prefill import PrefillState, begin_prefill, init_prefill
+from jaxkv.serve.engine.prefill import PrefillState, init_prefill, submit_prefill
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
@@ -77,7 +77,7 @@ def carry(batch: DecodeBatch) -> DecodeBatch:
     """The batch in the form that stays on the device between calls.
 
     XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
-    Record workarounds, row carry.
+    Measured in evals/results/workarounds.json, row carry.
     """
     if batch.token.shape[0] > 1:
         return batch
@@ -215,20 +215,20 @@ def _sample(
     return sampled, score(logits, token, scored)
 
 
-def begin_moves(
-    begin: Callable[..., Future], batch: Any, size: int, into: Any, target_size: int
+def submit_moves(
+    submit: Callable[..., Future], batch: Any, size: int, into: Any, target_size: int
 ) -> list[Future]:
-    """Begin to compile `move` for each leaf of a batch; leaves of equal shapes share one.
+    """Start to compile `move` for each leaf of a batch; leaves of equal shapes share one.
 
     A single program for all leaves of 30 layers took longer to compile than a decode step.
 
-    begin: begins to compile a function for arguments. batch, into: shapes of both batches, as they
+    submit: starts to compile a function for arguments. batch, into: shapes of both batches, as they
     stay on the device. size, target_size: their sequences.
     """
     pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(into), strict=True))
     function, order = partial(move, size, target_size), np.zeros(min(size, target_size), "i4")
     futures = {
-        (leaf, to): begin(function, leaf, to, order, np.int32(0), donate=(1,))
+        (leaf, to): submit(function, leaf, to, order, np.int32(0), donate=(1,))
         for leaf, to in {*pairs}
     }
     return [futures[pair] for pair in pairs]
@@ -321,20 +321,20 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             compiling: list[Future] = []
 
-            def begin(*arguments: Any, **options: Any) -> Future:
+            def submit(*arguments: Any, **options: Any) -> Future:
                 compiling.append(threads.submit(self.compile, *arguments, **options))
                 return compiling[-1]
 
             batch_programs = {
-                size: self._begin_batch(begin, size, batches, max_len) for size in self.sizes
+                size: self._submit_batch(submit, size, batches, max_len) for size in self.sizes
             }
-            chunks = {width: begin_prefill(model, begin, state, width) for width in widths}
-            init = begin(partial(init_prefill, model, max_len), np.uint32(0))
+            chunks = {width: submit_prefill(model, submit, state, width) for width in widths}
+            init = submit(partial(init_prefill, model, max_len), np.uint32(0))
             if progress is not None:
                 for done, _ in enumerate(as_completed(compiling), 1):
                     progress(done, len(compiling))
         self.init_prefill = init.result()
-        self.of_size = {size: programs.result() for size, programs in batch_programs.items()}
+        self.by_size = {size: programs.result() for size, programs in batch_programs.items()}
         self.chunks = {width: programs.result() for width, programs in chunks.items()}
 
     def compile(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Callable:
@@ -349,26 +349,26 @@ class Programs:
 
     def empty_batches(self) -> dict[int, DecodeBatch]:
         """A decode batch of each size, without active sequences."""
-        return {size: programs.empty() for size, programs in self.of_size.items()}
+        return {size: programs.empty() for size, programs in self.by_size.items()}
 
     def decode(
         self, batch: DecodeBatch, active: Bool[np.ndarray, " B"], scored: bool
     ) -> tuple[DecodeBatch, StepOutput]:
         """`decode` of a batch, which is donated."""
-        programs = self.of_size[batch.token.shape[0]]
+        programs = self.by_size[batch.token.shape[0]]
         return programs.decode(self.model.weights, batch, active, np.bool_(scored))
 
     def insert(
         self, batch: DecodeBatch, index: int, state: PrefillState, params: SequenceParams
     ) -> tuple[DecodeBatch, StepOutput]:
         """`insert` into a batch, which is donated."""
-        return self.of_size[batch.token.shape[0]].insert(batch, np.int32(index), state, params)
+        return self.by_size[batch.token.shape[0]].insert(batch, np.int32(index), state, params)
 
     def set_bias(
         self, batch: DecodeBatch, index: int, bias: Float32[np.ndarray, "1 V"]
     ) -> DecodeBatch:
         """`set_bias` of a batch, which is donated."""
-        return self.of_size[batch.token.shape[0]].set_bias(batch, np.int32(index), bias)
+        return self.by_size[batch.token.shape[0]].set_bias(batch, np.int32(index), bias)
 
     def move(self, batch: DecodeBatch, entries: Sequence[int], into: DecodeBatch) -> DecodeBatch:
         """Copy entries of a batch to the beginning of another, which is donated."""
@@ -376,18 +376,18 @@ class Programs:
         order = np.zeros(min(size, target_size), np.int32)
         order[: len(entries)] = entries
         count, leaves = np.int32(len(entries)), map(jax.tree.leaves, (batch, into))
-        leaf_moves = zip(self.of_size[size].moves[target_size], *leaves, strict=True)
+        leaf_moves = zip(self.by_size[size].moves[target_size], *leaves, strict=True)
         moved = [move(leaf, to, order, count) for move, leaf, to in leaf_moves]
         return jax.tree.unflatten(jax.tree.structure(into), moved)
 
-    def _begin_batch(
+    def _submit_batch(
         self,
-        begin: Callable[..., Future],
+        submit: Callable[..., Future],
         size: int,
         batches: dict[int, DecodeBatch],
         max_len: int | None,
     ) -> BatchPrograms:
-        """Begin to compile the programs of one size of the decode batch; batches: shapes."""
+        """Start to compile the programs of one size of the decode batch; batches: shapes."""
         model, zero, like = self.model, np.int32(0), batches[size]
         batch = jax.eval_shape(carry, like)
         params = SequenceParams(
@@ -398,7 +398,7 @@ class Programs:
             np.zeros((1, 2), "f4"),
             np.zeros((1, model.vocab), "f4"),
         )
-        decoding = begin(
+        decoding = submit(
             partial(decode, model, like),
             model.weights,
             batch,
@@ -406,7 +406,7 @@ class Programs:
             np.bool_(False),
             donate=(1,),
         )
-        inserting = begin(
+        inserting = submit(
             partial(insert, model, max_len, like),
             batch,
             zero,
@@ -415,15 +415,15 @@ class Programs:
             donate=(0,),
         )
         moves = {
-            target_size: begin_moves(begin, batch, size, jax.eval_shape(carry, into), target_size)
+            target_size: submit_moves(submit, batch, size, jax.eval_shape(carry, into), target_size)
             for target_size, into in batches.items()
             if target_size != size
         }
         return BatchPrograms(
-            begin(lambda: carry(empty_batch(model, size, max_len))),
+            submit(lambda: carry(empty_batch(model, size, max_len))),
             decoding,
             inserting,
-            begin(set_bias, batch, zero, params.bias, donate=(0,)),
+            submit(set_bias, batch, zero, params.bias, donate=(0,)),
             moves,
         )
 

@@ -41,7 +41,7 @@ class RunningBatch:
         self._batches = programs.empty_batches()  # of all sizes, so that growing needs no memory
         self.size = programs.sizes[0]
         self.handles: list[RequestHandle | None] = [None] * self.size
-        self._needed: list[int] = []  # sizes that the last steps needed, all smaller
+        self._needed: list[int] = []  # sizes that the last steps needed, all below `size`
 
     @property
     def _batch(self) -> DecodeBatch:
@@ -95,9 +95,9 @@ class RunningBatch:
         return InFlightStep(output, handles)
 
     def shrink(self, joining: int) -> None:
-        """Count a step; after SHRINK_AFTER steps that needed less, take the largest size needed.
+        """Count a step; after SHRINK_AFTER steps that needed a smaller batch, shrink.
 
-        joining: requests in prefill.
+        The new size is the largest that one of these steps needed. joining: requests in prefill.
         """
         needed = self._programs.size_for(max(1, len(self.running) + joining))
         if needed == self.size:
@@ -134,7 +134,7 @@ def sequence_params(request: Request, vocab: int) -> SequenceParams:
 
 
 def bias_row(request: Request, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
-    """What is added to the logits. may_end: whether the next token may be an eos."""
+    """The numbers that are added to the logits. may_end: whether the next token may be an eos."""
     bias = np.zeros((1, vocab), np.float32)
     for token, value in request.bias:
         bias[0, token] += value

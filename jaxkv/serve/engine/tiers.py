@@ -26,7 +26,7 @@ PageIds = list[Hashable]
 class BlockTier:
     """The blocks of append-only caches: a page each, and a record of the same number.
 
-    movable: blocks also move to other tiers. like: the shapes of one. bytes: of all.
+    movable: blocks also move to other tiers. like: the shapes of one block. bytes: of all blocks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BlockTier:
         """A copy of the arrays of a place, with their page ids."""
         return self._pool.take(index), []
 
-    take = get
+    take = get  # a place on the device is only overwritten, so moving an entry copies it
 
     def put(self, index: int, arrays: Pool, page_ids: PageIds) -> None:
         """Store arrays in a place."""
@@ -107,7 +107,7 @@ class SnapshotTier:
     def get(self, index: int) -> tuple[pool.States, PageIds]:
         return self._load(index).states, self.pages.ids(index)
 
-    take = get
+    take = get  # a place on the device is only overwritten, so moving an entry copies it
 
     def put(self, index: int, arrays: pool.States, page_ids: PageIds) -> None:
         self._save(index, PrefillState(arrays, None), page_ids)

@@ -6,10 +6,10 @@ depends on besides its tokens.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256 as openssl
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ MAX_BLOCK = 2**31 - 1  # tokens in a block
 
 
 def sha256(data: bytes) -> bytes:
-    return openssl(data).digest()
+    return hashlib.sha256(data).digest()
 
 
 def root_hash(**fields: Any) -> bytes:

@@ -131,8 +131,8 @@ class PrefixFolder:
     def __len__(self) -> int:
         return len(self._files)
 
-    def notices_loss(self) -> bool:
-        """Whether the folder or its lock has just been found removed or replaced: True once."""
+    def detect_loss(self) -> bool:
+        """Whether this call is the first to find the folder or its lock removed or replaced."""
         with self._guard:
             if self._lock is None or self.lost:
                 return False

@@ -257,8 +257,9 @@ class PrefixIndex:
         """Take a place on the device for the entry that ends at token `at`.
 
         lease: that of the blocks before it; required for blocks. Returns None if no place is
-        available, if blocks before it are missing, or if the entry exists; a lease then holds it.
-        Lookups find the entry after `publish`. Raises UserError if the prompt has no such boundary.
+        available, if blocks before it are missing, or if the entry exists; the lease then holds the
+        entry that exists. Lookups find a new entry after `publish`.
+        Raises UserError if the prompt has no such boundary.
         """
         number, rest = divmod(at, self.chunk)
         if rest or not 0 < number <= len(prompt.hashes):
@@ -279,7 +280,7 @@ class PrefixIndex:
                 blocks.append(entry)
             return None
         owner = prompt.owner if parent is None else parent.owner
-        index = self._vacate(0, owner)
+        index = self._free_place(0, owner)
         if index is None:
             return None
         data = self.hashed_bytes(prompt, number)
@@ -312,7 +313,7 @@ class PrefixIndex:
         return True
 
     def _is_of(self, entry: Entry, prompt: HashedPrompt, number: int, parent: Entry | None) -> bool:
-        """Whether it has the tokens of a prompt's first `number` chunks, not only their hash."""
+        """Whether an entry has the tokens of the first `number` chunks, and not only their hash."""
         return entry.parent is parent and entry.data == self.hashed_bytes(prompt, number)
 
     def _add_refs(self, entries: Sequence[Entry], count: int) -> None:
@@ -331,7 +332,7 @@ class PrefixIndex:
         if not entry.level:
             return True
         entry.refs += 1
-        index = self._vacate(0, entry.owner)
+        index = self._free_place(0, entry.owner)
         entry.refs -= 1
         if index is None:
             return False
@@ -340,8 +341,8 @@ class PrefixIndex:
         self._place(entry, 0, index)
         return True
 
-    def _vacate(self, level: int, owner: Owner) -> int | None:
-        """An empty place of a tier for an owner, if needed that of another entry, which moves down.
+    def _free_place(self, level: int, owner: Owner) -> int | None:
+        """A free place of a tier for an owner; a full tier demotes an entry to free its place.
 
         None if all entries that may move are in use.
         """
@@ -355,7 +356,7 @@ class PrefixIndex:
     def _demote(self, entry: Entry) -> None:
         """Move an entry to the next tier, or lose it; the caller reuses its place."""
         level = entry.level + 1
-        index = self._vacate(level, entry.owner) if level < len(self.tiers) else None
+        index = self._free_place(level, entry.owner) if level < len(self.tiers) else None
         self.tiers[entry.level].lru.remove(entry)
         if index is None:
             del self._entries[entry.hash]
@@ -373,15 +374,15 @@ class PrefixIndex:
     def _count_missed(self, prompt: HashedPrompt, start: int) -> None:
         """Count the missed tokens by reason.
 
-        Without a snapshot at its end, a chunk could resume from later ones: it has the last reason,
-        in the order of MISS_REASONS, of its end and all later ends.
+        A snapshot at a later boundary would have covered a chunk too. So with snapshots its reason
+        is the last, in order of MISS_REASONS, of those of its own boundary and all later ones.
         """
-        missed, last = self.counts.missed, 0
+        missed, rank = self.counts.missed, 0
         missed["tail"] += len(prompt) - len(prompt.hashes) * self.chunk
         for number in range(len(prompt.hashes), start // self.chunk, -1):
             reason = MISS_REASONS.index(self._reason(prompt, number))
-            last = reason if self.linked else max(last, reason)
-            missed[MISS_REASONS[last]] += self.chunk
+            rank = reason if self.linked else max(rank, reason)
+            missed[MISS_REASONS[rank]] += self.chunk
 
     def _reason(self, prompt: HashedPrompt, number: int) -> str:
         """Why the prompt does not resume from boundary `number`."""

@@ -26,8 +26,8 @@ OwnedItem = TypeVar("OwnedItem", bound=Owned)
 class Shares:
     """The order in which owners lose entries.
 
-    First idle owners, then the owner with the most entries; of equal ones the owner who needs the
-    entry. So nobody with less than an equal share loses an entry to another.
+    First idle owners, then the owner with the most entries. Among equals, the owner who needs the
+    place loses first. So nobody with less than an equal share loses an entry to another.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,17 @@ class Shares:
         """Note a lookup of an owner."""
         self._used[owner] = monotonic()
 
-    def order(self, sizes: dict[Owner, int], wanting: Owner) -> list[Owner]:
-        """The owners, the first to lose an entry first. sizes: their numbers of entries."""
+    def order(self, sizes: dict[Owner, int], requester: Owner) -> list[Owner]:
+        """The owners, the first to lose an entry first.
+
+        sizes: their numbers of entries. requester: the owner who needs a place.
+        """
         if len(self._used) > 2 * len(sizes) + 64:
             self._used = {owner: at for owner, at in self._used.items() if owner in sizes}
         since, used = monotonic() - IDLE, self._used
         return sorted(
             sizes,
-            key=lambda owner: (used.get(owner, since) <= since, sizes[owner], owner == wanting),
+            key=lambda owner: (used.get(owner, since) <= since, sizes[owner], owner == requester),
             reverse=True,
         )
 
@@ -70,15 +73,15 @@ class FairLRU(Generic[OwnedItem]):
         if not items:
             del self._items[item.owner]
 
-    def oldest(self, wanting: Owner) -> OwnedItem | None:
-        """The item that loses its place to an owner; None if all that may lose it are in use."""
-        owners = [wanting]
-        if len(self._items) > 1 or wanting not in self._items:  # one owner is the usual case
+    def oldest(self, requester: Owner) -> OwnedItem | None:
+        """The item that makes room for the requester; None if all that may are in use."""
+        owners = [requester]
+        if len(self._items) > 1 or requester not in self._items:  # one owner is the usual case
             sizes = {owner: len(items) for owner, items in self._items.items()}
-            owners = self._shares.order({wanting: 0} | sizes, wanting)
+            owners = self._shares.order({requester: 0} | sizes, requester)
         for owner in owners:
             item = next((item for item in self._items.get(owner, ()) if not item.refs), None)
-            if item is not None or owner == wanting:
+            if item is not None or owner == requester:
                 return item
         return None
 

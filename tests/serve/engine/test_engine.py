@@ -180,7 +180,7 @@ def test_a_decode_step_copies_no_cache(max_batch):
     """Otherwise one sequence takes longer than several."""
     engine = Engine(plain("full"), max_batch=max_batch, max_len=4096, chunk=16)
     cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._running._batch.states))
-    decode = engine._programs.of_size[max_batch].decode
+    decode = engine._programs.by_size[max_batch].decode
     assert decode.memory_analysis().temp_size_in_bytes < cache
 
 

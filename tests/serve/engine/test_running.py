@@ -14,7 +14,7 @@ import pytest
 from jaxkv.sampling import Sampling
 from jaxkv.serve.engine import Engine, PrefixConfig, Request, running
 from jaxkv.serve.engine.plan import sizes
-from jaxkv.serve.engine.programs import batch_sizes, begin_moves
+from jaxkv.serve.engine.programs import batch_sizes, submit_moves
 from tests.seldom import seldom
 from tests.serve.engine.plain import Recorder, ask, finish, plain, prompts
 
@@ -122,7 +122,7 @@ def test_a_move_copies_entries_in_place(sizes):
         return done
 
     shapes = jax.eval_shape(lambda: (old, new))
-    futures = begin_moves(begin, shapes[0], sizes[0], shapes[1], sizes[1])
+    futures = submit_moves(begin, shapes[0], sizes[0], shapes[1], sizes[1])
     expected = {name: np.array(leaf) for name, leaf in new.items()}
     order, count = np.arange(min(sizes))[::-1].astype("i4"), min(sizes) - (min(sizes) > 1)
     for name, leaf in old.items():
