@@ -20,7 +20,7 @@ from jaxkv import models
 from jaxkv.contract import Policy, State
 from jaxkv.evals.tasks import score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
-from jaxkv.models.generation.shared_prompt import Attended, absorb, run_recorded
+from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
@@ -125,7 +125,7 @@ class Batch:
         return stream
 
     @cached_property
-    def recorded(self) -> tuple[tuple[State, ...], list[Attended]]:
+    def recorded(self) -> tuple[tuple[State, ...], list[AttentionInputs]]:
         """The states of full attention after the contexts, and what each layer attended with."""
         stream = models.Stream(self.llm, self.full_policy, batch=len(self.prompts))
         contexts = [prompt.context for prompt in self.prompts]
@@ -162,7 +162,7 @@ class Batch:
     def read(
         self, policies: tuple[Policy, ...], states: tuple[State, ...], start: np.ndarray,
         ids: Sequence[Sequence[int]],
-    ) -> tuple[Array, tuple[State, ...], list[Attended]]:  # fmt: skip
+    ) -> tuple[Array, tuple[State, ...], list[AttentionInputs]]:  # fmt: skip
         """Hidden states and states after more tokens, and what each layer attended with.
 
         start: position of the first token of each sequence. Only full attention is recorded.
@@ -183,7 +183,9 @@ class Batch:
                 x, state, attended = run_recorded(llm.config, policy, weights, x, state, *where)
                 new, chunks = [*new, state], [*chunks, attended] if recording else chunks
             states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
-        layers = [Attended(*map(_concatenate, *chunks)) for chunks in zip(*seen, strict=True)]
+        layers = [
+            AttentionInputs(*map(_concatenate, *chunks)) for chunks in zip(*seen, strict=True)
+        ]
         return jnp.concatenate(hidden, axis=1), states, layers
 
 

@@ -28,17 +28,17 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.sampling import Sampling
 
-# Lengths of messages in tokens, one per program. A longer message is prefilled in parts, so that it
-# compiles nothing more.
-USUAL = (16, 64, 256)
+# Padded lengths of messages in tokens, one per program. A longer message is prefilled in parts of
+# the last length, so it compiles nothing more.
+MESSAGE_LENGTHS = (16, 64, 256)
 
 
 class Conversation:
     """A chat between a user and a model; after every answer the cache contains the shown text.
 
     system: the system message. A model without a chat template gets plain lines. messages: the
-    conversation so far. output: the tokens, text and finish_reason of the last answer. seconds: how
-    long they took to decode, without compiling.
+    conversation so far. output: the tokens, text and reason of the last answer. seconds: the
+    time of decoding them, without compiling.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Conversation:
         return self.output.count / max(self.seconds, 1e-9)
 
     def compile_ahead(self, sampling: Sampling | None = None, ignore_eos: bool = False) -> None:
-        """Begin to compile in other threads what turns need; the weights may still be shapes."""
+        """Start to compile what turns need, in other threads; the weights may still be shapes."""
         sampling, eos = sampling_for(self.llm, sampling), () if ignore_eos else self.llm.eos
-        with contextlib.suppress(UserError):  # a maximum below these lengths
-            self.stream.compile_ahead(USUAL, sampling, eos)
+        with contextlib.suppress(UserError):  # a policy whose maximum is below these lengths
+            self.stream.compile_ahead(MESSAGE_LENGTHS, sampling, eos)
 
     def warm_up(
         self,
@@ -80,7 +80,7 @@ class Conversation:
     ) -> None:
         """Compile everything that turns need, so that none waits for it.
 
-        Messages of all usual lengths run on a cache that is then dropped, and in a second turn if
+        Runs messages of all MESSAGE_LENGTHS on a cache that is then dropped, and a second turn if
         the policy compresses or indexes the first. A growing cache compiles again after each ROOM
         tokens or more, when it grows.
         progress: called with (programs compiled, all programs).
@@ -95,7 +95,7 @@ class Conversation:
     def _rehearse(self, stream: Stream, sampling: Sampling, eos: Sequence[int]) -> None:
         compresses = any(policy.min_prompt is not None for policy in stream.policies)
         for _ in range(1 + compresses):
-            for length in USUAL:
+            for length in MESSAGE_LENGTHS:
                 with contextlib.suppress(UserError):
                     self._prefill(stream, [0] * length)
             stream.finish_prefill()
@@ -113,8 +113,8 @@ class Conversation:
     ) -> Iterator[str]:
         """Yield the answer to a message; exhaust it, or call `interrupt`, before the next one.
 
-        The first `next` raises UserError for a message that is refused, and the conversation stays
-        as it was: under a growing cache, one that ends beyond the trained context.
+        The first `next` raises UserError for a message that would end beyond the trained context
+        under a growing cache; the conversation then stays as it was.
         """
         check_int("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
@@ -138,7 +138,7 @@ class Conversation:
         lengths = self.stream.lengths
         self.messages += [{"role": "user", "content": text}]
         try:
-            for block in self._timed(self.stream.pieces(sampling, tokens, eos)):
+            for block in self._timed(self.stream.decode_blocks(sampling, tokens, eos)):
                 if piece := "".join(map(output.push, map(int, block[0]))):
                     yield piece
                 if output.reason or self._interrupted:
@@ -154,7 +154,7 @@ class Conversation:
 
     def _prefill(self, stream: Stream, tokens: Sequence[int]) -> None:
         _make_room(stream, len(tokens))
-        stream.prefill([tokens], min(USUAL[-1], stream.chunk_of(None)))
+        stream.prefill([tokens], min(MESSAGE_LENGTHS[-1], stream.chunk_of(None)))
 
     def _timed(self, blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """The same blocks; adds the seconds of computing them to `seconds`."""
@@ -199,8 +199,8 @@ class Conversation:
 
 
 def _make_room(stream: Stream, tokens: int = 0) -> None:
-    """Let growing caches grow in steps of ROOM tokens: each step compiles their programs again."""
-    after = int(stream.prompt_lengths[0])  # where the policy counts from
+    """Let growing caches grow in steps of ROOM tokens, because each growth compiles again."""
+    after = int(stream.prompt_lengths[0])  # tokens that the policy no longer counts
     steps = -(-(int(stream.lengths[0]) - after + tokens + 1) // ROOM)
     # Where a step exceeds a maximum or the memory, the cache grows by what a turn needs, if it can.
     with contextlib.suppress(UserError):

@@ -47,7 +47,7 @@ class Static(NamedTuple):
 
     @property
     def of_model(self) -> Static:
-        """Those of programs without a cache, which all policies share."""
+        """The static arguments of programs without a cache, so that all policies share them."""
         return self._replace(policies=())
 
 
@@ -163,7 +163,7 @@ def _end_chunk(
 ) -> Decoding:
     decoder = Decoder(static.config, weights, static.mesh)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
-    # The output head is applied to the last valid token of each sequence only.
+    # Only the last valid token of each sequence needs logits: the head is the largest matrix.
     place = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1])[None, :], 0), axis=1)
     last = decoder.normed(jnp.take_along_axis(x, place[:, None, None], axis=1))
     logits = decoder.logits(last)[:, 0]

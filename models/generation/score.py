@@ -24,7 +24,7 @@ from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policy_spec import format_policy
 from jaxkv.typing import Array, Float, Int32
 
-# Tokens whose logits are in memory at a time: a vocabulary is often larger than a width.
+# Tokens whose logits are in memory at a time: a vocabulary is often wider than a hidden state.
 TOKENS_OF_LOGITS = 256
 
 
@@ -107,13 +107,7 @@ def _losses_after(
     if prompt:
         stream.prefill([ids[:prompt].tolist()], chunk)
         stream.finish_prefill()
-    yield from _losses_by_chunk(llm, stream, ids[prompt:], chunk)
-
-
-def _losses_by_chunk(
-    llm: Llm, stream: Stream, ids: Int32[np.ndarray, " N"], chunk: int
-) -> Iterator[Float[np.ndarray, " T"]]:
-    for x, targets, size in hidden_by_chunk(llm, stream, ids, chunk):
+    for x, targets, size in hidden_by_chunk(llm, stream, ids[prompt:], chunk):
         yield np.asarray(losses_of_chunk(stream.static.of_model, llm.weights, x, targets))[:size]
 
 

@@ -126,8 +126,8 @@ class Language:
         return self.llm.eos
 
     @cached_property
-    def longest(self) -> int:
-        """The most bytes of one token."""
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token."""
         return max(map(len, self.llm.tokenizer.table))
 
     @cached_property
@@ -177,6 +177,6 @@ class Language:
     ) -> OutputText:
         """The text of a new answer.
 
-        min_new_tokens: the first tokens, in which no stop string is looked for.
+        min_new_tokens: stop strings are ignored in the text of so many first tokens.
         """
         return OutputText(self.llm, eos, stops, keep=False, min_new_tokens=min_new_tokens)

@@ -148,7 +148,7 @@ def _place(array: jax.Array) -> jax.sharding.Sharding:
 
 
 def _belongs_to(llm: Llm, policies: Sequence[Policy]) -> dict[str, str]:
-    """What a session needs to be continued exactly, each in a few words."""
+    """What a chat must share with a session to continue it exactly, each in a few words."""
     return {
         "version": VERSION.format(__version__),
         "policy": format_policy(policies),
@@ -168,7 +168,7 @@ def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) 
             raise _unlike(path, name, notes[name], value)
 
 
-# What gives a chat the same as a session has.
+# The flag that gives a chat the model, policy or format of its session.
 FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights"}
 
 

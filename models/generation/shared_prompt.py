@@ -1,8 +1,8 @@
-"""One reading of a prompt for all policies that attend exactly until the end of prefill.
+"""Prefill one prompt under several policies that attend exactly until the end of prefill.
 
-They see the queries, keys and values of full attention. So one of them computes these, layer by
-layer, and every policy absorbs them. Only one layer has the caches of the prompt in memory before
-they are compressed.
+All of them see the queries, keys and values of full attention. So one policy computes these, layer
+by layer, and every policy absorbs them. Only one layer at a time has its uncompressed caches in
+memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxkv.typing import Array, Bool, Float, UInt32
 CHUNK = 1024  # tokens of a prompt in one call
 
 
-class Attended(NamedTuple):
-    """What the attention of one layer gets for a chunk."""
+class AttentionInputs(NamedTuple):
+    """The arguments of `step` in one layer for one chunk."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T K H"]
@@ -46,7 +46,7 @@ def attends_exactly(policies: Sequence[Policy]) -> bool:
     )
 
 
-def read(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
+def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
     """Prefill new streams of one sequence with the same prompt and finish prefill, layer by layer.
 
     streams: streams of one model without a mesh, under policies that attend exactly. Yields each
@@ -95,7 +95,7 @@ def read(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
 
 
 def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, tuple[object, ...]]]:
-    """The programs that `read` calls for a prompt of `size` tokens, with shapes of arguments."""
+    """The programs that `prefill` calls for a prompt of `size` tokens, with shapes of arguments."""
     leader = streams[0]
     llm = leader.llm
     widths = sorted({min(CHUNK, size - at) for at in range(0, size, CHUNK)}, reverse=True)
@@ -135,12 +135,12 @@ def _run_recorded(
     state: State,
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T D"], State, Attended]:
-    """One layer with its cache, and what its attention got."""
+) -> tuple[Float[Array, "B T D"], State, AttentionInputs]:
+    """One layer with its cache, and the inputs of its attention."""
 
     def record(policy: Policy, spec: Spec, state: State, *new: Array) -> tuple[Array, tuple]:
         out, state = step(policy, spec, state, *new)
-        return out, (state, Attended(*new[:5]))
+        return out, (state, AttentionInputs(*new[:5]))
 
     x, (state, seen) = run_layer(config, policy, record, weights, x, state, positions, valid)
     return x, state, seen
@@ -150,6 +150,6 @@ run_recorded = jax.jit(_run_recorded, static_argnums=(0, 1), donate_argnums=(3, 
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def absorb(policy: Policy, spec: Spec, state: State, seen: Attended) -> State:
+def absorb(policy: Policy, spec: Spec, state: State, seen: AttentionInputs) -> State:
     """The state of one layer after a chunk; XLA drops its attention, which nothing uses."""
     return step(policy, spec, state, *seen)[1]

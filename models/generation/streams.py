@@ -34,7 +34,7 @@ from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Bool, Int32
 
 CHUNK = 1024  # largest prefill chunk, in tokens
-ROOM = 1024  # tokens in advance for which growing caches reserve room, if the text has so many
+ROOM = 1024  # tokens that growing caches reserve in advance, up to the final length of the text
 PAUSE = 0.1  # target seconds between two blocks of tokens that a user sees
 
 
@@ -62,12 +62,14 @@ class Stream:
         self.lengths = np.full(batch, 0)  # tokens of each sequence, for policies that grow
         self.prefill_finished = False
         self.prompt_lengths = self.lengths
-        self.limit = 1
+        self.limit = 1  # tokens of the next block of `decode_blocks`
         clock()
         if llm.mesh is not None:
             sharding.check(llm.mesh, batch, llm.config.kv_heads)
-        self._batch, self._checked, self._final = batch, -1, tokens
-        self.ahead, self._usable = Ahead(), True
+        self._batch, self._final = batch, tokens
+        self._checked = -1  # the longest length whose caches are known to fit
+        self.ahead = Ahead()
+        self._usable = True  # False if an interrupted prefill lost its donated states
         self._check_length(self._final, allocated=0)
         seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * batch
         if not all(isinstance(s, Integral) for s in seeds):
@@ -244,7 +246,7 @@ class Stream:
         return tuple(prompt), tuple(later)
 
     def _room(self, tokens: int) -> int:
-        """The tokens for which decoding reserves room: more than needed now, up to the last one."""
+        """The length for which decoding reserves room: ROOM more, up to the final length."""
         return max(tokens, min(self._final, tokens + ROOM))
 
     def decode_arguments(
@@ -276,7 +278,7 @@ class Stream:
         self.lengths = before + (out >= 0).sum(axis=1)  # sequences that end early leave room
         return out, np.asarray(self.decoding.done)
 
-    def pieces(
+    def decode_blocks(
         self, sampling: Sampling, tokens: int, eos: tuple[int, ...]
     ) -> Iterator[Int32[np.ndarray, "B T"]]:
         """Yield new tokens in blocks of about PAUSE seconds, until all sequences have ended."""
@@ -386,6 +388,7 @@ def _nbytes(states: Sequence[State]) -> int:
 
 
 def not_finite(llm: Llm) -> UserError:
+    """The error for logits that are not finite."""
     return UserError(
         "the model gives logits that are not finite numbers: some weights are not finite, or it "
         f"overflows {llm.dtype}; check the weights"
@@ -394,7 +397,7 @@ def not_finite(llm: Llm) -> UserError:
 
 
 def bucket(tokens: int, chunk: int) -> int:
-    """The padded length of a chunk; few lengths occur, so few programs are compiled."""
+    """The padded length of a chunk: one of few, so that few programs are compiled."""
     sizes = (16, 64, 256, 1 << max(9, (tokens - 1).bit_length()))
     return min(chunk, next(size for size in sizes if tokens <= size))
 

@@ -49,7 +49,7 @@ class OutputText:
     """The text of one sequence as its tokens come; an eos, a stop string or `end` ends it.
 
     keep: store all tokens and text; False for unbounded generation in constant memory.
-    min_new_tokens: the first tokens, in whose text no stop string is looked for.
+    min_new_tokens: stop strings are ignored in the text of so many first tokens.
     """
 
     def __init__(
@@ -251,7 +251,9 @@ class Generation:
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
         check_prompt_within_context(llm, self.stream.policies, longest)
-        self._may_exceed = max_new_tokens is None  # the trained context, in growing caches
+        self._may_exceed = (
+            max_new_tokens is None
+        )  # whether caches may grow beyond the trained context
         length = None if self._may_exceed else longest + max_new_tokens
         warn_beyond_context(llm, self.stream.policies, length)
         self.prefill, self.decode = Stopwatch(), Stopwatch()
@@ -266,7 +268,7 @@ class Generation:
             self.stream.prefill(self.prompts, self.chunk, progress)
             self.stream.finish_prefill()
             jax.block_until_ready(self.stream.decoding.logits)
-        blocks = self.stream.pieces(self.sampling, self.tokens, self.eos)
+        blocks = self.stream.decode_blocks(self.sampling, self.tokens, self.eos)
         while not all(output.reason for output in self.outputs):
             with self.decode.running():
                 block = next(blocks, None)
@@ -323,7 +325,7 @@ def sampling_for(
 def check_prompt_within_context(llm: Llm, policies: Sequence[Policy], tokens: int) -> None:
     """Raise UserError for a prompt beyond the trained context under a growing cache.
 
-    Positions would be outside those of training, so the answer would have no sense. Policies with a
+    Positions would be outside those of training, so the answer would make no sense. Policies with a
     bounded lookback may grow. tokens: tokens of the prompt and of the conversation before it.
     """
     context = llm.config.context
@@ -338,7 +340,7 @@ def check_prompt_within_context(llm: Llm, policies: Sequence[Policy], tokens: in
 
 
 def warn_if_grown_beyond_context(stream: Stream) -> bool:
-    """Warn where growing caches have more tokens than the trained context; whether there are any.
+    """Warn if growing caches have more tokens than the trained context; returns whether they do.
 
     For texts of unknown length, whose growing caches need not reach their maximum.
     """

@@ -295,7 +295,7 @@ def _read_prompt(
     size = text.prompt
     if group.exact:
         layers = llm.config.layers
-        for layer in shared_prompt.read(streams, ids[:size]):
+        for layer in shared_prompt.prefill(streams, ids[:size]):
             yield size * (layer + 1) // layers - size * layer // layers
     elif size:
         (stream,) = streams

@@ -103,7 +103,7 @@ def prefill(stream: Stream, sequences: list[list[int]], chunks=CHUNKS) -> list[n
 
 def greedy(stream: Stream, tokens: int) -> list[list[int]]:
     stream.limit = tokens
-    blocks = list(stream.pieces(Sampling(), tokens, eos=()))
+    blocks = list(stream.decode_blocks(Sampling(), tokens, eos=()))
     return np.concatenate(blocks, axis=1).tolist()
 
 

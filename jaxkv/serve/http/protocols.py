@@ -25,14 +25,14 @@ class DetokenizerProtocol(Protocol):
 class LanguageProtocol(Protocol):
     """A model's name, tokenizer and chat template.
 
-    created: when it was loaded, in seconds since 1970. eos: ids that end an answer. longest: bytes
-    of the longest token. variables: names that the chat template reads.
+    created: when it was loaded, in seconds since 1970. eos: ids that end an answer.
+    max_token_bytes: bytes of the longest token. variables: names that the chat template reads.
     """
 
     name: str
     created: int
     eos: tuple[int, ...]
-    longest: int
+    max_token_bytes: int
     variables: frozenset[str]
 
     def encode(self, text: str) -> list[int]:

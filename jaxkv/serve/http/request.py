@@ -43,7 +43,7 @@ class ServedModel:
     @property
     def max_characters(self) -> int:
         """The characters of all prompts of a request, more if one prompt may have more."""
-        return max(TOTAL, COMPOSED * (self.engine.max_len or 0) * self.language.longest)
+        return max(TOTAL, COMPOSED * (self.engine.max_len or 0) * self.language.max_token_bytes)
 
     def unknown(self, name: str) -> APIError:
         """The error for another name than one of `names`."""
