@@ -251,9 +251,8 @@ class Generation:
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
         self.chunk = self.stream.chunk_of(chunk)
         check_prompt_within_context(llm, self.stream.policies, longest)
-        self._may_exceed = (
-            max_new_tokens is None
-        )  # whether caches may grow beyond the trained context
+        # Whether growing caches may exceed the trained context: without a limit they may.
+        self._may_exceed = max_new_tokens is None
         length = None if self._may_exceed else longest + max_new_tokens
         warn_beyond_context(llm, self.stream.policies, length)
         self.prefill, self.decode = Stopwatch(), Stopwatch()

@@ -47,5 +47,5 @@ class Config:
 
     @property
     def untied_head(self) -> bool:
-        """Whether the output head is a separate matrix."""
+        """Whether the output head is a matrix of its own."""
         return not self.tied

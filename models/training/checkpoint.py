@@ -89,7 +89,9 @@ class Checkpoints:
         about = {"run": self._run, "checksum": int(checksum(training))}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(training._asdict()),
-            told=ocp.args.JsonSave(about),  # `told`: its name on disk
+            told=ocp.args.JsonSave(
+                about
+            ),  # named `told` on disk, in checkpoints of earlier runs too
         )
         with self._writing():
             self._managers[name].save(step, args=args)

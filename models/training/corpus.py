@@ -54,7 +54,7 @@ def prepare(
     vocab: int | None = None,
     tokenizer: Path | str | None = None,
     valid: Sequence[Path] = (),
-    share: float = 0.02,
+    valid_share: float = 0.02,
     dtype: Literal["auto", "uint16", "uint32"] = "auto",
     remove: str | None = None,
     column: str = "text",
@@ -63,8 +63,8 @@ def prepare(
     """Write the token shards of some texts, and their tokenizer.
 
     texts, valid: files and folders (text_files.py). Without `valid`, the hash of a document
-    assigns it to the valid split with probability `share`. vocab: train a byte-level BPE of that
-    size on the training texts; tokenizer: use this tokenizer.json, or that of a model as
+    assigns it to the valid split with probability `valid_share`. vocab: train a byte-level BPE of
+    that size on the training texts; tokenizer: use this tokenizer.json, or that of a model as
     `models.load` names it, instead. remove: a regular expression whose matches are removed from
     every document. column: the field of JSON lines, and the column of Parquet files, with the text.
     Raises UserError for a text that cannot be read, ids that do not fit `dtype`, and an `out` with
@@ -75,12 +75,12 @@ def prepare(
     if vocab is not None:
         dtype_for(vocab, dtype)  # before minutes of training one
     _check_pattern(remove)
-    files = text_files.find(texts, valid, share, _phase(progress, "reading"))
+    files = text_files.find(texts, valid, valid_share, _phase(progress, "reading"))
     coder, end = (None, END) if tokenizer is None else published_tokenizer(tokenizer)
     run = {
         "format": FORMAT,
         "texts": f"{len(files)} file(s), sha256 {_hash_of([f[1:] for f in files])}",
-        "valid_share": None if valid else share,
+        "valid_share": None if valid else valid_share,
         "tokenizer": vocab if coder is None else f"sha256 {_hash_of(coder.to_str())}",
         "end": end,
         "dtype": dtype,
@@ -90,7 +90,7 @@ def prepare(
     check_owner(out, run)
     if (out / MANIFEST).is_file():
         return data.read(out)
-    settings = ReadSettings(column, remove, share, coder is None or can_cut(coder))
+    settings = ReadSettings(column, remove, valid_share, coder is None or can_cut(coder))
     if coder is None:
         read_texts = _texts(files, settings, _phase(progress, "training the tokenizer"))
         train = (text.text for _, text in read_texts if text.split == "train" and text.text)

@@ -42,7 +42,7 @@ from jaxkv.models.training.checkpoint import Checkpoints
 from jaxkv.models.training.continued import BaseModel
 from jaxkv.models.training.data import DataFolder
 from jaxkv.models.training.export import export
-from jaxkv.models.training.recipes import FROM, MAY_CHANGE, Recipe, config_of
+from jaxkv.models.training.recipes import CONTINUED_FIELDS, MAY_CHANGE, Recipe, decoder_config
 from jaxkv.models.training.run_folder import lock_folder, writing
 from jaxkv.models.training.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.training.training import Training, TrainingSetting
@@ -83,12 +83,13 @@ def pretrain(
         setting_of(recipe, tokens, mesh) if base is None else base.setting(recipe, tokens, mesh)
     )
     board = tensorboard_writer() if tensorboard else None
+    # Raises UserError now if the data have too few tokens for a batch.
     data.batch(tokens, "train", recipe.seed, 0, recipe.batch_size, recipe.context)
     valid = validation(setting, tokens)
     writes = jax.process_index() == 0
     recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
-    if base is None:  # such runs have the defaults, and earlier versions lack the fields
-        recorded = {name: value for name, value in recorded.items() if name not in FROM}
+    if base is None:  # defaults then, which the run.json of earlier versions lacks
+        recorded = {name: value for name, value in recorded.items() if name not in CONTINUED_FIELDS}
     run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
     run |= {} if base is None else {"model": base.fingerprint}
     with contextlib.ExitStack() as stack:
@@ -156,7 +157,7 @@ def train(
             line |= evaluate(setting, trained, valid, tokens, tell, frozen)
             line |= {"device": place, "jax": jax.__version__}
         log.write(line)
-        tell(shown(line, recipe))
+        tell(format_line(line, recipe))
         if evaluating:
             log.draw(name)
         # The best first: a run that resumes from `last` then has its best checkpoint too.
@@ -232,12 +233,12 @@ def setting_for(
 ) -> TrainingSetting:
     """The setting of a recipe; front and end: the ids of the sink tokens and of END."""
     training.check_mesh(mesh, recipe)
-    config = config_of(recipe, vocab, next(iter(front), None), end)
+    config = decoder_config(recipe, vocab, next(iter(front), None), end)
     return TrainingSetting(recipe, config, front, training.dtype_of(recipe), mesh)
 
 
 def validation(setting: TrainingSetting, tokens: DataFolder) -> list[np.ndarray]:
-    """The validation samples, in parts of the training size; fewer if the split is small."""
+    """The validation samples, in parts of one accumulation step; fewer if the split is small."""
     recipe = setting.recipe
     size = recipe.batch_size // recipe.grad_accum_steps
     max_parts = tokens.count("valid") // recipe.context // size - 1
@@ -264,7 +265,7 @@ def evaluate(
     mass = np.asarray(
         training.first_token_mass(alone, weights, samples, min(64, setting.recipe.context // 2))
     )
-    text = write(setting, weights, tokens)
+    text = sample_text(setting, weights, tokens)
     tell(f"  {PROMPT}{text}".replace("\n", " "))
     return {
         "valid_loss": float(np.mean(losses)),
@@ -275,7 +276,7 @@ def evaluate(
     }
 
 
-def write(setting: TrainingSetting, weights: dict[str, Array], tokens: DataFolder) -> str:
+def sample_text(setting: TrainingSetting, weights: dict[str, Array], tokens: DataFolder) -> str:
     """A sample of text from a model in training."""
     context = setting.recipe.context
     tokenizer = dataclasses.replace(read_tokenizer(tokens.folder), front=setting.front)
@@ -299,8 +300,8 @@ def _spread(everywhere: NamedSharding) -> Callable:
     return jax.jit(lambda tree: tree, out_shardings=everywhere)
 
 
-def shown(line: dict[str, Any], recipe: Recipe) -> str:
-    """A logged step as a line of text."""
+def format_line(line: dict[str, Any], recipe: Recipe) -> str:
+    """A logged step as text for the terminal."""
     tokens_left = (recipe.steps - line["step"]) * recipe.batch_size * recipe.context
     minutes = tokens_left / max(line["tokens_per_second"], 1e-9) / 60
     text = (
@@ -318,6 +319,7 @@ def shown(line: dict[str, Any], recipe: Recipe) -> str:
 
 
 def title(setting: TrainingSetting, trained: Training) -> str:
+    """The run in one line: trained weights, all weights if more, sinks, and tokens a step."""
     recipe, count = setting.recipe, sum(weight.size for weight in trained.weights.values())
     every = sum(math.prod(shape) for shape in setting.shapes.values())
     total = "" if count == every else f" of {every:,}"

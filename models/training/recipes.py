@@ -24,10 +24,10 @@ Train = Literal["all", "attention", "sinks"]
 SINK_LOGIT = {"zero": "zero", "logit": "learned"}
 # Fields that --from takes from the model.
 ARCHITECTURE = ("layers", "width", "heads", "kv_heads", "mlp")
-# Learning rates of --from, by `train`: a sink is a few numbers far from their optimum, and sink
-# logits are the farthest (record sinks_distilled).
-LR: dict[str, float] = {"all": 1e-4, "attention": 1e-4, "sinks": 1e-2}
-LOGITS_LR = 1e-1  # of sink logits alone
+# Learning rates of --from, by `train`. Sinks are few numbers and start far from their optimum, so
+# theirs are higher; sink logits start farthest (evals/results/sinks_distilled.json).
+CONTINUED_LR: dict[str, float] = {"all": 1e-4, "attention": 1e-4, "sinks": 1e-2}
+SINK_LOGITS_LR = 1e-1  # where only sink logits are trained
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Recipe:
     valid_samples: int = 64
 
 
-FROM = ("train", "window")  # fields of runs that start from a model
+CONTINUED_FIELDS = ("train", "window")  # fields of runs that start from a model
 # Fields that may change when a run is resumed.
 MAY_CHANGE = ("remat", "log_every", "eval_every", "save_every", "valid_samples")
 
@@ -124,7 +124,7 @@ PRESETS: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def config_of(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
+def decoder_config(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Config:
     """The decoder that a recipe trains."""
     if recipe.width % recipe.heads or recipe.heads % recipe.kv_heads:
         raise UserError(
@@ -221,7 +221,7 @@ def recipe_from(config: Config, settings: Iterable[str] = ()) -> Recipe:
         )
     if not any(setting.startswith("lr=") for setting in settings):
         logits_alone = recipe.train == "sinks" and recipe.sink_variant == "logit"
-        lr = LOGITS_LR if logits_alone else LR[recipe.train]
+        lr = SINK_LOGITS_LR if logits_alone else CONTINUED_LR[recipe.train]
         recipe = dataclasses.replace(recipe, lr=lr)
     return recipe
 

@@ -44,13 +44,13 @@ class ReadSettings(NamedTuple):
     """How documents are read.
 
     column: the field or column with the text. remove: a regular expression whose matches are
-    removed. share: the fraction of documents in the valid split. cuts: whether the tokens of a text
-    do not change where it is cut at line ends (corpus.can_cut).
+    removed. valid_share: the fraction of documents in the valid split. cuts: whether a text may be
+    tokenized in pieces cut at line ends (corpus.can_cut).
     """
 
     column: str
     remove: str | None
-    share: float
+    valid_share: float
     cuts: bool
 
 
@@ -69,18 +69,19 @@ class Text(NamedTuple):
 def find(
     texts: Sequence[Path],
     valid: Sequence[Path],
-    share: float,
+    valid_share: float,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TextFile]:
     """The files of both splits, in a fixed order, with their hashes.
 
     A file that is named for both splits belongs to the valid one. Without `valid`, the hash of a
-    document assigns it to the valid split with probability `share`. report: called with (bytes
-    done, all bytes). Raises UserError for a share beyond 0 to 1, a missing or unknown file, an
+    document assigns it to the valid split with probability `valid_share`. report: called with
+    (bytes done, all bytes).
+    Raises UserError for a valid_share that is not between 0 and 1, a missing or unknown file, an
     empty folder, and a split without documents.
     """
-    if not valid and not 0 < share < 1:
-        raise UserError(f"--valid-share must be above 0 and below 1, got {share:g}; try 0.02")
+    if not valid and not 0 < valid_share < 1:
+        raise UserError(f"--valid-share must be above 0 and below 1, got {valid_share:g}; try 0.02")
     every, validation = files_in(texts), files_in(valid)
     away = {path.resolve() for path in validation}
     train = {path: name for path, name in every.items() if path.resolve() not in away}
@@ -93,7 +94,7 @@ def find(
             kind = _kind(path)
             split = ("valid" if path in validation else "train") if valid else None
             if not valid and kind == "text":
-                split = split_of(digest, share)
+                split = split_of(digest, valid_share)
             file = TextFile(path, names[path], kind, sizes[path], digest.hex(), split)
             text_files.append(file)
             done += file.bytes
@@ -149,13 +150,13 @@ def _digest(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def split_of(digest: bytes, share: float) -> Split:
+def split_of(digest: bytes, valid_share: float) -> Split:
     """The split that the hash of a document assigns it to, whatever its path."""
-    return "valid" if int.from_bytes(digest[:8], "big") < share * 2**64 else "train"
+    return "valid" if int.from_bytes(digest[:8], "big") < valid_share * 2**64 else "train"
 
 
 def read(file: TextFile, settings: ReadSettings) -> Iterator[Text]:
-    """The documents of a file, long ones in pieces. A null, which Parquet and JSON allow, is none.
+    """The documents of a file, long ones in pieces; nulls of Parquet and JSON are skipped.
 
     Raises UserError for a text that cannot be read.
     """
@@ -166,7 +167,7 @@ def read(file: TextFile, settings: ReadSettings) -> Iterator[Text]:
     remove = re.compile(settings.remove) if settings.remove is not None else None
     for text, bytes_read in _documents(file, settings.column):
         digest = hashlib.sha256(text.encode()).digest()
-        split = file.split or split_of(digest, settings.share)
+        split = file.split or split_of(digest, settings.valid_share)
         yield Text(remove.sub("", text) if remove else text, split, True, bytes_read)
 
 

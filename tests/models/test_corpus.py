@@ -83,7 +83,7 @@ def texts(tmp_path_factory):
 
 
 def prepare(texts, out, **how):
-    return corpus.prepare([texts[0]], out, **{"vocab": VOCAB, "share": SHARE} | how)
+    return corpus.prepare([texts[0]], out, **{"vocab": VOCAB, "valid_share": SHARE} | how)
 
 
 def tokens_of(tokens) -> dict[str, list[int]]:

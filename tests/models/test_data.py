@@ -42,7 +42,7 @@ def test_a_batch_depends_on_seed_and_step_alone(tokens):
 
 def test_only_the_folder_of_the_same_run_is_written_to(tmp_path):
     texts = write_texts(tmp_path / "texts", documents=3)
-    make = partial(corpus.prepare, [texts], vocab=VOCAB, share=0.4)
+    make = partial(corpus.prepare, [texts], vocab=VOCAB, valid_share=0.4)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "model" / name).write_text("{}")
@@ -62,7 +62,7 @@ def test_only_the_folder_of_the_same_run_is_written_to(tmp_path):
     before, times = contents(out), {p: p.stat().st_mtime_ns for p in out.iterdir()}
     assert make(out=out).manifest == first  # the same command again
     for changes, words in (
-        ({"share": 0.5}, "valid_share was 0.4 and is now 0.5"),
+        ({"valid_share": 0.5}, "valid_share was 0.4 and is now 0.5"),
         ({"remove": "_"}, "removed was None and is now '_'"),
         ({"column": "body"}, "column was 'text' and is now 'body'"),
         ({"vocab": VOCAB - 1}, f"tokenizer was {VOCAB} and is now {VOCAB - 1}"),
@@ -123,7 +123,7 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "out"
     text = texts / "0.txt"
     for how, message in (
-        ({"vocab": VOCAB, "share": 1e-9}, "valid split has no document"),
+        ({"vocab": VOCAB, "valid_share": 1e-9}, "valid split has no document"),
         ({"vocab": 5000, "valid": [text]}, "choose a smaller vocabulary, or give more text"),
         ({"vocab": None, "tokenizer": text, "valid": [text]}, "is not a tokenizer.json"),
         ({"vocab": VOCAB, "remove": "("}, r"must be a regular expression, got '\('.*; correct it"),

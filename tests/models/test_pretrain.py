@@ -216,7 +216,9 @@ def test_a_nan_loss_stops_the_run(tokens, tmp_path):
 
 
 def test_a_folder_belongs_to_one_run(tokens, trained_run, tmp_path):
-    with pytest.raises(UserError, match="sink_variant was 'token' and is now 'zero'"):
+    with pytest.raises(
+        UserError, match=r"of another run: .*sink_variant was 'token' and is now 'zero'"
+    ):
         run_here(tokens, trained_run, "sink_variant=zero")
     assert run_here(tokens, trained_run, "sink_variant=token", "remat=layers", "log_every=2")
     occupied = tmp_path / "other"

@@ -14,7 +14,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.training import data, training
 from jaxkv.models.training.export import export
 from jaxkv.models.training.pretrain import setting_of
-from jaxkv.models.training.recipes import PRESETS, config_of, read_recipe
+from jaxkv.models.training.recipes import PRESETS, decoder_config, read_recipe
 from jaxkv.state.sharding import mesh_of
 from tests.models.training_data import small
 
@@ -247,7 +247,7 @@ def test_a_nan_update_changes_nothing(tokens):
 
 def test_operations_per_token():
     """6 N + 12 L (N H) T, compared with an independent count."""
-    config = partial(config_of, bos=None, eos=0)
+    config = partial(decoder_config, bos=None, eos=0)
     tiny = config(PRESETS["tiny"], 4096)
     assert training.flops_per_token(tiny, 512) == 26_409_600
     # An embedding that is not the head is a table look-up without operations.

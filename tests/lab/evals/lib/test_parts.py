@@ -36,6 +36,6 @@ def test_programs_are_released_before_the_memory_maps_run_out(tmp_path, monkeypa
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
     monkeypatch.setattr(memory_maps, "MAPS", tmp_path / "maps")
     assert not memory_maps.release()  # another system
-    for lines in (memory_maps.MOST, memory_maps.MOST + 1):
+    for lines in (memory_maps.MAX_MAPS, memory_maps.MAX_MAPS + 1):
         (tmp_path / "maps").write_bytes(b"line\n" * lines)
-        assert memory_maps.release() == (lines > memory_maps.MOST) == bool(cleared)
+        assert memory_maps.release() == (lines > memory_maps.MAX_MAPS) == bool(cleared)
