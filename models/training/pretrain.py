@@ -65,8 +65,8 @@ def pretrain(
 ) -> Path | None:
     """Train a model, or resume training. Returns the exported folder, or file of sinks.
 
-    tokens: a data folder (data.read). out: a folder for this run alone. mesh: its axis
-    `data` splits samples, weights and moments; every process makes the same call, and the first one
+    tokens: a data folder (data.read). out: a folder for this run alone. mesh: its axis `data`
+    splits samples, weights and moments; every process makes the same call, and the first one
     writes. tell: called with lines to show. stopped: called after every step; if it returns True, a
     checkpoint is saved and None is returned. base: a model to start from; where its weights are
     frozen and only sinks are trained, the result is a file of sinks.
@@ -87,21 +87,16 @@ def pretrain(
     data.batch(tokens, "train", recipe.seed, 0, recipe.batch_size, recipe.context)
     valid = validation(setting, tokens)
     writes = jax.process_index() == 0
-    recorded = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
-    if base is None:  # defaults then, which the run.json of earlier versions lacks
-        recorded = {name: value for name, value in recorded.items() if name not in CONTINUED_FIELDS}
-    run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
-    run |= {} if base is None else {"model": base.fingerprint}
+    run = _identity_of(setting, tokens, base)
     with contextlib.ExitStack() as stack:
         in_first_process(lambda: stack.enter_context(lock_folder(out, run)))
         checkpoints = stack.enter_context(Checkpoints(out, run))
         weights, frozen = (
             (None, {}) if base is None else base.weights(setting, tokens.id_of(data.END))
         )
-        trained = checkpoints.restore(training.abstract_training(setting)) or training.init(
-            setting, weights
-        )
-        del weights
+        restored = checkpoints.restore(training.abstract_training(setting))
+        trained = restored or training.init(setting, weights)
+        del weights, restored
         log = Log(out / "log.jsonl", int(trained.step), writes, board)
         trained = train(setting, trained, tokens, valid, checkpoints, log, tell, stopped, frozen)
         checkpoints.wait()
@@ -116,6 +111,18 @@ def pretrain(
                 tokenizer = tokens.folder / data.TOKENIZER
                 export(out / "hf", setting.config, weights, tokenizer, setting.front)
         return out / "hf"
+
+
+def _identity_of(
+    setting: TrainingSetting, tokens: DataFolder, base: BaseModel | None
+) -> dict[str, Any]:
+    """What run.json and every checkpoint record of a run: a resumed run must have the same."""
+    recipe = dataclasses.asdict(setting.recipe)
+    # Without a model to start from these are defaults, which earlier versions did not record.
+    omitted = (*MAY_CHANGE, *(CONTINUED_FIELDS if base is None else ()))
+    recorded = {name: value for name, value in recipe.items() if name not in omitted}
+    run = {"recipe": recorded, "data": tokens.digest, "dtype": setting.dtype}
+    return run | ({} if base is None else {"model": base.fingerprint})
 
 
 def train(
