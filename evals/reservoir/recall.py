@@ -38,7 +38,7 @@ SLOTS = 128
 CHUNK = 64  # tokens per prefill chunk
 DISTANCES = (16, 32, 48, 64, 96, 129, 192, 256, 320, 384)
 FAR = (64, 129, 256, 512, 1024, 2000)  # in streams longer than the trained context
-LEARNT = 0.9  # minimal accuracy of full attention, below which no result is meaningful
+MIN_ACCURACY = 0.9  # of full attention; below it, no result is meaningful
 ENDS = "sinks=1,window=63"
 POLICIES = {  # of equal slots, unless the name has another number
     "full": "full",
@@ -57,14 +57,14 @@ POLICIES = {  # of equal slots, unless the name has another number
     "balance-stream, weighted": f"balance-stream:{ENDS},levels=3,block=32,weighted=true",
     "h2o": "h2o:heavy=64,window=64",
 }
-# Number of tokens that remain of a prompt of LENGTH_WITHIN after compression.
-LENGTH_WITHIN, LEFT = CONTEXT - 9, 141  # without the sink token
+LENGTH_WITHIN = CONTEXT - 9  # tokens of a prompt within the trained context, without the sink token
+TOKENS_LEFT = 141  # of such a prompt after compression
 COMPRESSED = {
     "balance": "balance:sinks=1,window=16,rounds=2",
     "uniform": "uniform:sinks=1,window=16,rounds=2",
     "uniform, unweighted": "uniform:sinks=1,window=16,rounds=2,weighted=false",
-    "snapkv": f"snapkv:capacity={LEFT},window=16",
-    "pyramidkv": f"pyramidkv:capacity={LEFT},window=16",
+    "snapkv": f"snapkv:capacity={TOKENS_LEFT},window=16",
+    "pyramidkv": f"pyramidkv:capacity={TOKENS_LEFT},window=16",
 }
 
 
@@ -94,7 +94,7 @@ def measure(run: Run) -> dict[str, Any]:
                 "beyond": ask(endless(llm), FAR, FAR[-1] + 64),
             }
     return {
-        "slots": SLOTS, "left": LEFT, "context": CONTEXT, "rows": options.rows,
+        "slots": SLOTS, "left": TOKENS_LEFT, "context": CONTEXT, "rows": options.rows,
         "policies": POLICIES, "compressed": COMPRESSED, "seeds": by_seed,
         "recipe": dataclasses.asdict(recipe),
     }  # fmt: skip
@@ -103,7 +103,7 @@ def measure(run: Run) -> dict[str, Any]:
 def check_learnt(llm: Llm, seed: int, steps: int) -> None:
     """Exit where full attention does not answer: no result would be meaningful."""
     full = accuracy(llm, {"full": "full"}, DISTANCES, LENGTH_WITHIN, 50, seed)
-    if (lowest := min(full["full"]["right"].values())) < LEARNT:
+    if (lowest := min(full["full"]["right"].values())) < MIN_ACCURACY:
         raise SystemExit(
             f"full attention answers {lowest:.0%} at some distance, so the model has not learnt "
             f"the task and nothing is written; give more than {steps} --steps"
@@ -127,10 +127,10 @@ def accuracy(
     asked = [facts.question(length, tuple(distances), row_seed, others) for row_seed in seeds]
     by_policy: dict[str, Any] = {}
     for name, text in policies.items():
-        said, held = answers(llm, text, *zip(*asked, strict=True), seeds)
-        right = np.mean(said == np.array([facts_asked for _, facts_asked in asked]), axis=0)
+        predictions, sequence_bytes = answers(llm, text, *zip(*asked, strict=True), seeds)
+        right = np.mean(predictions == np.array([facts_asked for _, facts_asked in asked]), axis=0)
         shares = dict(zip(map(str, distances), right.tolist(), strict=True))
-        by_policy[name] = {"policy": text, "right": shares, "state_bytes": held}
+        by_policy[name] = {"policy": text, "right": shares, "state_bytes": sequence_bytes}
         print(f"{name}: {', '.join(f'{d} {r:.2f}' for d, r in shares.items())}", flush=True)
     return by_policy
 
@@ -144,16 +144,16 @@ def answers(
     Each question starts from the state after prefill. seeds: seeds of each sequence's draws.
     """
     drawn = [int(np.random.default_rng([*row_seed, 1]).integers(2**31)) for row_seed in seeds]
-    held = models.Stream(llm, text, batch=len(prompts), seed=drawn)
-    held.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
-    held.finish_prefill()
-    read, lengths = held.decoding, held.lengths
-    said = []
-    for of_distance in zip(*facts_asked, strict=True):
-        held.decoding, held.lengths = jax.tree.map(jnp.copy, read), lengths
-        held.prefill([[facts.FIRST_NAME + fact // facts.VALUES] for fact in of_distance], 1)
-        said.append(np.asarray(held.decoding.logits).argmax(axis=1))
-    return np.stack(said, axis=1).astype(np.int32), held.state_bytes // len(prompts)
+    stream = models.Stream(llm, text, batch=len(prompts), seed=drawn)
+    stream.prefill([[*llm.tokenizer.front, *prompt] for prompt in prompts], CHUNK)
+    stream.finish_prefill()
+    after_prompt, lengths = stream.decoding, stream.lengths
+    predictions = []
+    for of_distance in zip(*facts_asked, strict=True):  # those of one distance
+        stream.decoding, stream.lengths = jax.tree.map(jnp.copy, after_prompt), lengths
+        stream.prefill([[facts.FIRST_NAME + fact // facts.VALUES] for fact in of_distance], 1)
+        predictions.append(np.asarray(stream.decoding.logits).argmax(axis=1))
+    return np.stack(predictions, axis=1).astype(np.int32), stream.state_bytes // len(prompts)
 
 
 def endless(llm: Llm) -> dict[str, str]:
@@ -167,11 +167,11 @@ def endless(llm: Llm) -> dict[str, str]:
 
 MEASURE = Measure("recall", measure, FLAGS)
 NEARER = (16, 48)  # tokens back: in every window
-BETWEEN = (64, 96)  # in streaming's window only
+BETWEEN = (64, 96)  # in streaming's window, and not in the shorter windows beside a sample
 EVICTED = (SLOTS + 1, CONTEXT)  # beyond every window
 LONGER = (SLOTS + 1, FAR[-1])  # the same, in streams longer than the trained context
-EVERY = (0, CONTEXT)
-FELT = 0.05  # of all answers: a smaller difference counts as none
+ALL_DISTANCES = (0, CONTEXT)
+MIN_DIFFERENCE = 0.05  # share of all answers; a smaller difference counts as none
 
 
 def right_answers(
@@ -238,18 +238,19 @@ RESERVOIR = (
     claim(NO_FIGURE,
           "About evicted parts of a context, a sample answers over 5 percentage points more "
           "needles and pass keys than streaming",
-          "tasks", above(evicted_needles, FELT), unit="points"),
+          "tasks", above(evicted_needles, MIN_DIFFERENCE), unit="points"),
     claim(NO_FIGURE,
           "In small models, a sample answers over 5 percentage points more questions about evicted "
           "facts than streaming, by the equations and by the pseudocode (geometric)",
           "recall",
           above(gains([(name, "streaming") for name in ("reservoir", "reservoir, geometric")],
-                      EVICTED), FELT), unit="points"),
+                      EVICTED), MIN_DIFFERENCE), unit="points"),
     claim("section 6, no figure",
           "A sample of 64 tokens answers over 5 percentage points more questions about evicted "
           "facts than one of 16, and one of 256 as many more than that",
           "recall",
-          above(gains([(large, small) for small, large in pairwise(SIZES)], EVICTED), FELT),
+          above(gains([(large, small) for small, large in pairwise(SIZES)], EVICTED),
+                MIN_DIFFERENCE),
           unit="points"),
 )  # fmt: skip
 BALANCEKV = (
@@ -258,7 +259,8 @@ BALANCEKV = (
           "sampling, SnapKV, PyramidKV and StreamingLLM",
           "recall",
           above(gains([("balance", name) for name in
-                       ("uniform", "snapkv", "pyramidkv", "streaming")], EVERY), FELT),
+                       ("uniform", "snapkv", "pyramidkv", "streaming")], ALL_DISTANCES),
+                MIN_DIFFERENCE),
           unit="points"),
 )  # fmt: skip
 
@@ -300,7 +302,7 @@ PAGE, BALANCEKV_PAGE = "docs/results/reservoir.md", "docs/results/balancekv.md"
 POLICIES_PAGE = "docs/policies.md"
 STATEMENTS = (
     Statement(PAGE, "A sample recalls more of the facts that every window has evicted", "recall",
-              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), FELT)]),
+              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), MIN_DIFFERENCE)]),
     Statement(PAGE, "A sample of 64 tokens that represents the whole past loses most facts that "
               "only the longer window of `streaming` still holds", "recall",
               [below(shares(SAMPLES, BETWEEN), 0.5)]),
@@ -309,15 +311,15 @@ STATEMENTS = (
     Statement(PAGE, "a sample recalls no evicted needle that `streaming` does not recall", "tasks",
               [below(evicted_needles, 1e-9)]),
     Statement(BALANCEKV_PAGE, "`balance` recalls about as much as a uniform sample", "recall",
-              [within(gains([("balance", "uniform")], EVERY), by=FELT)]),
+              [within(gains([("balance", "uniform")], ALL_DISTANCES), by=MIN_DIFFERENCE)]),
     Statement(BALANCEKV_PAGE, "`pyramidkv` recalls most", "recall",
               [above(gains([("pyramidkv", name) for name in COMPRESSED if name != "pyramidkv"],
-                           EVERY))]),
+                           ALL_DISTANCES))]),
     Statement(POLICIES_PAGE, "recall distant facts more often with a sample", "recall",
-              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), FELT)]),
+              [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), MIN_DIFFERENCE)]),
     Statement(POLICIES_PAGE, "`balance`, `uniform`, `snapkv` and `pyramidkv` answer more questions "
               "about distant facts than `streaming`, and fewer about near ones", "recall",
-              [above(gains([(name, "streaming") for name in COMPRESSED], EVICTED), FELT),
+              [above(gains([(name, "streaming") for name in COMPRESSED], EVICTED), MIN_DIFFERENCE),
                below(gains([(name, "streaming") for name in COMPRESSED], (32, 96)))]),
 )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Numbers that a stream has named, asked for later (StreamingLLM's StreamEval).
+"""Questions about numbers that a stream named earlier (StreamEval of StreamingLLM).
 
 Novels are read as streams, and every 200 tokens a sentence names the secret number of a thing. A
 question names the thing a set number of tokens after the end of its sentence; it is read with a
-copy of the cache, so the stream goes on without it. It is answered rightly if every token of the
-number is the likeliest one after those before it, which is what greedy decoding writes. Full
-attention to at most the last 1,024 tokens, read again, is the gate.
+copy of the cache, so the stream goes on without it. An answer is right if greedy decoding would
+write it: every token of the number is the likeliest after those before it. The gate is full
+attention to the last 1,024 tokens at most, read again for each sentence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxkv.typing import Array, Float, Int32
 
 CACHE, EVERY, DISTANCES = 256, 200, (60, 120, 200, 300, 600)
 FIRST = 1_000  # tokens before the first sentence that is asked about
-GATE, GATED = 1_024, 5  # tokens that the gate reads; it asks about every so-many-th sentence
+GATE, GATE_EVERY = 1_024, 5  # tokens that the gate reads; it asks about every fifth sentence
 WIDTHS = (40, 20)  # of compiled programs that read the stream; the distances are multiples of 20
 POLICIES = {
     "window": f"window:window={CACHE}",
@@ -67,7 +67,7 @@ class Fact(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """The tokens of a stream, and what its sentences say; sentence n ends before token EVERY n."""
+    """The tokens of a stream, and its facts: fact n - 1 is in the sentence before token n EVERY."""
 
     tokens: list[int]
     facts: list[Fact]
@@ -100,16 +100,16 @@ def all_answers(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str
     last = (tokens - max(DISTANCES)) // EVERY
     asked = range(FIRST // EVERY, min(last, count - 1) + 1)
     policies = POLICIES | {"full": f"full:max={tokens + EVERY}"}
-    hash_ = zlib.crc32(np.array([streamed.tokens for streamed in streams], np.int32).tobytes())
-    part = lambda name, compute: parts.part(f"{llm.name}, {hash_:x}, {name}", compute)  # noqa: E731
+    digest = zlib.crc32(np.array([streamed.tokens for streamed in streams], np.int32).tobytes())
+    part = lambda name, compute: parts.part(f"{llm.name}, {digest:x}, {name}", compute)  # noqa: E731
     right = {
         name: part(policy, partial(answers, llm, streams, policy, times(asked), tokens))
         for name, policy in policies.items()
     }
-    gated = part(f"gate of {GATE}, {GATED}", partial(gate, llm, streams, asked[::GATED]))
+    gated = part(f"gate of {GATE}, {GATE_EVERY}", partial(gate, llm, streams, asked[::GATE_EVERY]))
     return {
         "model": llm.name, "tokens": tokens, "every": EVERY, "cache": CACHE, "ends": ENDS,
-        "policies": policies, "questions": len(asked), "gate_questions": len(asked[::GATED]),
+        "policies": policies, "questions": len(asked), "gate_questions": len(asked[::GATE_EVERY]),
         "gate_tokens": GATE, "gate": by_distance(gated),
         "right": {name: by_distance(shares) for name, shares in right.items()},
         "commits_of_parts": parts.commits,
@@ -178,7 +178,7 @@ def correct(stream: models.Stream, facts: Sequence[Fact]) -> np.ndarray:
     lengths = stream.lengths
     stream.reserve(size)
     stream.lengths = lengths  # room alone reads no token
-    states = jax.tree.map(jnp.copy, stream.decoding.states)  # `run_layers` takes them
+    states = jax.tree.map(jnp.copy, stream.decoding.states)  # `run_layers` donates its states
     positions = positions_of(stream.decoding.position, valid)
     x, _ = run_layers(stream.static, llm.weights, tokens, positions, valid, states)
     likeliest = np.asarray(_likeliest(llm.config, llm.weights, x))[:, :-1]
@@ -194,7 +194,7 @@ def _likeliest(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> In
 QUESTION = 40  # tokens of a question and of what it asks about, at most
 
 
-def told_apart(results: Results) -> list[str]:
+def distances_past_gate(results: Results) -> list[str]:
     """The distances at which full attention passes the gate."""
     return [key for key, right in results["gate"].items() if right["mean"] >= PASSES]
 
@@ -204,7 +204,7 @@ def within_cache(results: Results) -> dict[str, float]:
     right = results["right"]["streaming"]
     return {
         f"{distance} tokens back": right[distance]["mean"] - results["gate"][distance]["mean"]
-        for distance in told_apart(results)
+        for distance in distances_past_gate(results)
         if int(distance) + QUESTION <= results["cache"]
     }
 
@@ -213,7 +213,7 @@ def beyond_cache(results: Results) -> dict[str, float]:
     """Right answers of streaming beyond the cache."""
     return {
         f"{distance} tokens back": results["right"]["streaming"][distance]["mean"]
-        for distance in told_apart(results)
+        for distance in distances_past_gate(results)
         if int(distance) > results["cache"]
     }
 

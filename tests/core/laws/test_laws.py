@@ -77,10 +77,10 @@ def test_every_policy_has_a_case():
     [param(c, law, name=law[2].__name__) for c in ALL for law in LAWS if applies(law[2], c)],
 )
 def test_law(case, law):
-    keeps(law, case)
+    assert_law(law, case)
 
 
-def keeps(law, case):
+def assert_law(law, case):
     result = check_law(law, subject(case))
     assert result is None or result.holds, result.reason
 
@@ -121,13 +121,13 @@ def end_of_prompt(case):
     ("case", "length"), [param(c, n, name=str(n)) for c in ALL for n in c.unbiased]
 )
 def test_law_12_numerator_and_denominator_are_unbiased(case, length):
-    keeps((12, "", functools.partial(estimates_are_unbiased, tokens=length)), case)
+    assert_law((12, "", functools.partial(estimates_are_unbiased, tokens=length)), case)
 
 
 @for_cases(lambda case: case.exact or case.window)
 def test_law_13_protected_tokens_stay(case):
     check = functools.partial(protected_tokens_stay, first=case.exact, newest=case.window)
-    keeps((13, "", check), case)
+    assert_law((13, "", check), case)
 
 
 @for_cases(lambda case: case.exact)

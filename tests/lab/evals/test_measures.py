@@ -49,7 +49,7 @@ SMALLER = {
     "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
                                "saturated": lambda *_: 0.5},
     "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
-    "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATED": 9},
+    "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATE_EVERY": 9},
 }  # fmt: skip
 # Words that each experiment runs with, besides --quick. {text} and {more} are files, {model} is
 # a model with a chat template.
