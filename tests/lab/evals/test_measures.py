@@ -31,7 +31,7 @@ SMALLER = {
     },
     "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
     "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
-    "reservoir.recall": {"LEARNT": 0.0, "POLICIES": {"full": "full", "window": "window:window=8"},
+    "reservoir.recall": {"MIN_ACCURACY": 0.0, "POLICIES": {"full": "full", "window": "window:window=8"},
                          "COMPRESSED": {}, "FAR": (64,), "facts.DOCUMENTS": 4,
                          "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
