@@ -25,7 +25,7 @@ SHORT = (
     "batch_size=8 grad_accum_steps=1 steps=2 eval_every=2 save_every=2 valid_samples=8 context=16"
 )
 SMALL = f"{SHORT} layers=1 width=32 heads=4 kv_heads=2 mlp=48"
-NOT_RUN = ("tests/models/test_cudnn.py",)  # a test, which needs a GPU
+NOT_RUN = ("tests/models/test_uncached.py",)  # a test, which needs a GPU
 # Words of a command -> words that end it sooner; the last of a repeated flag counts.
 SOONER = {
     "data --text": "--vocab-size 300",
