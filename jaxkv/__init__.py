@@ -36,8 +36,8 @@ _HOME = {
 _HOME |= dict.fromkeys(
     (
         *("Balance", "BalanceStream", "ExpectedAttention", "Full", "H2O", "KeyDiff", "MagicPIG"),
-        *("Oracle", "PyramidKV", "Quest", "Reservoir", "SnapKV", "Stratified", "Streaming"),
-        *("TopK", "TopP", "Uniform", "VAttention", "Window"),
+        *("Oracle", "PyramidKV", "Quest", "Reservoir", "Retrieval", "SnapKV", "Stratified"),
+        *("Streaming", "TopK", "TopP", "Uniform", "VAttention", "Window"),
     ),
     "jaxkv.policies",
 )

@@ -38,7 +38,7 @@ Law 15 needs the argument `cached_tokens`. tests/core/laws checks every policy o
  3 The sequences of a batch are independent.
  4 Below capacity the output is full attention, also under ALiBi and a cap on logits.
  5 The state and the output do not depend on chunking.
- 6 The KV heads are independent, so a step can be sharded over them.
+ 6 The KV heads are independent, so a step can be sharded over them, unless they share a budget.
  7 Taking, putting, saving and moving sequences to the host is exact.
  8 Equal settings share compiled programs: another token of the same shapes compiles nothing.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
@@ -186,7 +186,8 @@ class Policy:
 
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
     prompt on which `finish_prefill` acts; None if it does nothing. grows: whether the cache grows
-    with the tokens, so that the caller must `reserve`.
+    with the tokens, so that the caller must `reserve`. heads_compete: whether the KV heads of a
+    layer share one budget, so that they cannot be split over devices.
 
     `jaxkv policies` prints `summary`, which says what is cached, and `source`, the paper.
     """
@@ -194,6 +195,7 @@ class Policy:
     max_lookback: int | float = math.inf
     min_prompt: int | None = None
     grows: ClassVar[bool] = False
+    heads_compete: bool = False
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
 

@@ -76,7 +76,7 @@ def zeros(spec: Spec, batch: int, slots: int, storage: Storage) -> tuple[Rows, R
 
 def leaf(storage: Storage, like: Leaf) -> Leaf | Int8Rows:
     """The leaves of rows; like: the leaf of the same rows in floats."""
-    return like if storage == "float" else Int8Rows(like, replace(like, axes="B K S Z"))
+    return like if storage == "float" else Int8Rows(like, replace(like, axes=f"{like.axes[:-1]}Z"))
 
 
 def nbytes(spec: Spec, storage: Storage) -> int:

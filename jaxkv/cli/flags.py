@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jaxkv import defaults
@@ -292,10 +293,9 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         source = open_source(DEFAULT if args.model is None else args.model)
         config = source.config
+        layers = [by_layer(policy, config.layers, config.windows) for policy in policies]
         if mesh is not None:
-            sharding.check(mesh, 1, config.kv_heads)
-        for policy in policies:
-            by_layer(policy, config.layers, config.windows)
+            sharding.check(mesh, 1, config.kv_heads, chain.from_iterable(layers))
         llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)
 
     def load() -> None:

@@ -9,6 +9,7 @@ from jaxkv.policies.prompt_compression.balance import Balance
 from jaxkv.policies.prompt_compression.expected_attention import ExpectedAttention
 from jaxkv.policies.prompt_compression.keydiff import KeyDiff
 from jaxkv.policies.prompt_compression.pyramidkv import PyramidKV
+from jaxkv.policies.prompt_compression.retrieval import Retrieval
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
 from jaxkv.policies.prompt_compression.uniform import Uniform
 from jaxkv.policies.reservoir import Reservoir
@@ -34,6 +35,7 @@ POLICIES = {
     "pyramidkv": PyramidKV,
     "expected-attention": ExpectedAttention,
     "keydiff": KeyDiff,
+    "retrieval": Retrieval,
     "magicpig": MagicPIG,
     "topk": TopK,
     "topp": TopP,

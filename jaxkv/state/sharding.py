@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -57,8 +58,12 @@ def axes_in(mesh: Mesh) -> tuple[str | None, str | None]:
     return batch, heads
 
 
-def check(mesh: Mesh, batch: int, kv_heads: int) -> None:
-    """Raise UserError where the mesh does not divide the batch or the KV heads evenly."""
+def check(mesh: Mesh, batch: int, kv_heads: int, policies: Iterable[Policy]) -> None:
+    """Raise UserError where the mesh does not divide the batch or the KV heads evenly.
+
+    policies: of the layers. Raises UserError too where the KV heads of a layer share a budget and
+    the mesh splits them.
+    """
     axes = zip(axes_in(mesh), (batch, kv_heads), ("sequences", "KV heads"), strict=True)
     for axis, size, noun in axes:
         if axis is not None and size % mesh.shape[axis]:
@@ -66,6 +71,12 @@ def check(mesh: Mesh, batch: int, kv_heads: int) -> None:
                 f"the mesh axis {axis!r} must divide the {noun}: {size} {noun} over "
                 f"{mesh.shape[axis]} places; choose another mesh or number of {noun}"
             )
+    heads = axes_in(mesh)[1]
+    if heads is not None and mesh.shape[heads] > 1 and any(p.heads_compete for p in policies):
+        raise UserError(
+            f"budgets=adaptive needs all KV heads of a layer on one device, got a mesh with "
+            f"{heads}={mesh.shape[heads]}; use budgets=equal or a mesh of data alone"
+        )
 
 
 def specs(leaves: State, batch: str | None = "data", heads: str | None = "model") -> State:
@@ -95,7 +106,7 @@ def sharded_step(
     """
     arguments.check(policy, spec, state, q, k, v, positions, valid, sink_logits)
     batch, heads = axes_in(mesh)
-    check(mesh, q.shape[0], spec.kv_heads)
+    check(mesh, q.shape[0], spec.kv_heads, [policy])
     spec = _of_one_device(mesh, spec)
     by_batch, by_head = PartitionSpec(batch), PartitionSpec(batch, None, heads)
     states = specs(policy.leaves, batch, heads)

@@ -161,6 +161,8 @@ def chunking_changes_nothing(subject: Subject) -> Checks:
 
 def kv_heads_are_independent(subject: Subject) -> Checks:
     """What sharding over KV heads relies on: each head gives alone what it gives among others."""
+    if subject.policy.heads_compete:
+        return
     policy, state, tokens = subject.policy, subject.after_prompt(), subject.next(1)
     (out, _), after = subject.step(state, tokens)
     alone, group = dataclasses.replace(subject.spec, kv_heads=1), tokens.q.shape[2]

@@ -65,7 +65,7 @@ class Stream:
         self.limit = 1  # tokens of the next block of `decode_blocks`
         clock()
         if llm.mesh is not None:
-            sharding.check(llm.mesh, batch, llm.config.kv_heads)
+            sharding.check(llm.mesh, batch, llm.config.kv_heads, self.policies)
         self._batch, self._final = batch, tokens
         self._checked = -1  # the longest length whose caches are known to fit
         self.ahead = Ahead()

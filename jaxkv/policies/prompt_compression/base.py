@@ -8,24 +8,29 @@ Generated tokens are cached exactly after that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import contract, draws, rows
 from jaxkv.attention import merge
-from jaxkv.cache import per_head, ring
+from jaxkv.cache import per_head, pool, ring
 from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.cache.pool import Pool
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
-Chosen = tuple[PerHeadTokens, Float32[Array, "B K C"]]
+Chosen = tuple[PerHeadTokens | Pool, Float32[Array, "B K C"]]
+Budgets = Literal["equal", "adaptive"]  # how the KV heads of a layer share its budget
+SAFEGUARD = 5  # adaptive budgets leave a fifth of an equal share to every KV head (AdaKV)
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
 Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 
@@ -33,13 +38,14 @@ Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 class CompressedState(NamedTuple):
     """dense: every token; after prefill the prompt's ends and the generated tokens.
 
-    sample, log_weight: the compressed prompt; no slots before the end of prefill. queries: the last
+    sample, log_weight: the compressed prompt, a `Pool` where budgets are adaptive; no slots before
+    the end of prefill. queries: the last
     W queries of the prompt, rotated, for methods that score by them; query_positions: theirs. Both
     are empty after prefill. rng: seeds of the draws.
     """
 
     dense: Ring
-    sample: PerHeadTokens
+    sample: PerHeadTokens | Pool
     log_weight: Float32[Array, "B K C"]
     queries: Float[Array, "B K W G H"]
     query_positions: UInt32[Array, "B W"]
@@ -79,7 +85,8 @@ class ExactEnds(NamedTuple):
 class CompressionPolicy(Policy):
     """A policy that compresses a prompt: a frozen dataclass with these fields, `ends` and `choose`.
 
-    num_queries: how many of the last queries the state stores until the end of prefill.
+    num_queries: how many of the last queries the state stores until the end of prefill. budgets: a
+    field of policies that choose the best tokens by a score.
     """
 
     start: int
@@ -87,9 +94,11 @@ class CompressionPolicy(Policy):
 
     grows: ClassVar[bool] = True
     num_queries: ClassVar[int] = 0
+    budgets: ClassVar[Budgets] = "equal"
 
     def __post_init__(self) -> None:
         rows.check(self.storage)
+        check_choice("budgets", self.budgets, ("equal", "adaptive"))
         sinks = self.ends.sinks
         if self.storage == "int8" and self.start < sinks:
             raise UserError(
@@ -111,7 +120,14 @@ class CompressionPolicy(Policy):
     @property
     def leaves(self) -> CompressedState:
         exact = ring.leaves(self.storage, self.ends.sinks, ring.DENSE_LEAVES)
+        if self.heads_compete:
+            weight = Leaf("B I R")
+            return LEAVES._replace(dense=exact, sample=pool.leaves(self.storage), log_weight=weight)
         return LEAVES._replace(dense=exact, sample=per_head.leaves(self.storage))
+
+    @property
+    def heads_compete(self) -> bool:
+        return self.budgets == "adaptive"
 
     @property
     def min_prompt(self) -> int:
@@ -121,10 +137,14 @@ class CompressionPolicy(Policy):
         if self.num_queries:
             check_group(spec)
         shape = batch, spec.kv_heads, self.num_queries, spec.group or 0, spec.head_dim
+        pooled = replace(spec, kv_heads=1) if self.heads_compete else spec
+        sample = per_head.init(pooled, batch, 0, self.storage)
+        if self.heads_compete:
+            sample = Pool(*sample, jnp.zeros((batch, 1, 0), jnp.int32))
         return CompressedState(
             ring.init(spec, batch, self.start, self.storage, self.ends.sinks),
-            per_head.init(spec, batch, 0, self.storage),
-            jnp.zeros((batch, spec.kv_heads, 0), jnp.float32),
+            sample,
+            jnp.zeros((batch, pooled.kv_heads, 0), jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((batch, self.num_queries), jnp.uint32),
             draws.seeds(rng, spec, batch),
@@ -155,21 +175,26 @@ class CompressionPolicy(Policy):
         seen, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
         after = _store_queries(spec, state, chunk)._replace(dense=appended)
         if prefill_finished(state):
-            visible = chunk.valid[:, None, :, None]
-            bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
-            sample = per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
-            seen = merge(seen, sample)
+            seen = merge(seen, attend_sample(spec, chunk, state))
         return seen, after
 
     def cached(self, spec: Spec, state: CompressedState) -> Cached:
-        exact = ring.cached(state.dense)
-        return Cached(
-            jnp.concatenate([exact.positions, state.sample.positions], axis=2),
-            jnp.concatenate([exact.log_weight, state.log_weight], axis=2),
-        )
+        exact, sample = ring.cached(state.dense), Cached(state.sample.positions, state.log_weight)
+        if self.heads_compete:
+            sample = pool.cached(state.sample, state.log_weight, spec.kv_heads)
+        return Cached(*(jnp.concatenate(pair, axis=2) for pair in zip(exact, sample, strict=True)))
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         return compress(state, self.ends, partial(self.choose, spec, state))
+
+
+def attend_sample(spec: Spec, chunk: Chunk, state: CompressedState) -> Partial:
+    """Attention of the tokens of a chunk to the compressed prompt."""
+    if isinstance(state.sample, Pool):
+        return pool.attend(spec, chunk, state.sample, state.log_weight)
+    visible = chunk.valid[:, None, :, None]
+    bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
+    return per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:
@@ -238,7 +263,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         chosen, weight = choose(PerHeadTokens(k, v, positions), count)
     else:  # one empty slot: its presence says that prefill is finished
         chosen = resize(state.sample, 1)
-        weight = jnp.full((batch, kv_heads, 1), -jnp.inf, jnp.float32)
+        weight = jnp.full(chosen.positions.shape, -jnp.inf, jnp.float32)
     slot = jnp.arange(min(ends.max_tokens, size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
@@ -269,9 +294,18 @@ def weighted_sample(
 
 
 def keep_best(
-    tokens: PerHeadTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+    tokens: PerHeadTokens,
+    count: Int32[Array, " B"],
+    score: Float32[Array, "B K S"],
+    budget: int,
+    budgets: Budgets = "equal",
 ) -> Chosen:
-    """The `budget` highest scores of the first `count` tokens, in the order of the text."""
+    """The `budget` highest scores of the first `count` tokens, in the order of the text.
+
+    budgets: "equal" for so many in each KV head, "adaptive" for as many in all KV heads together.
+    """
+    if budgets == "adaptive":
+        return _keep_best_of_layer(tokens, count, score, budget)
     size = tokens.positions.shape[2]
     budget = min(size, budget)
     valid = jnp.arange(size)[None, None] < count[:, None, None]
@@ -281,7 +315,28 @@ def keep_best(
     return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
 
 
-def resize(tokens: PerHeadTokens, size: int) -> PerHeadTokens:
+def _keep_best_of_layer(
+    tokens: PerHeadTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+) -> Chosen:
+    """The highest scores of all KV heads together, head by head (AdaKV, arXiv 2407.11550).
+
+    Each head has at least one part in SAFEGUARD of an equal share.
+    """
+    batch, kv_heads, size = score.shape
+    budget = min(size, budget)
+    valid = jnp.broadcast_to(jnp.arange(size)[None, None] < count[:, None, None], score.shape)
+    score = jnp.where(valid, score, -jnp.inf)
+    rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
+    score = jnp.where(valid & (rank < budget // SAFEGUARD), jnp.inf, score)
+    _, best = jax.lax.top_k(score.reshape(batch, -1), kv_heads * budget)
+    filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1)
+    place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
+    taken = per_head.pick(pool.flat(tokens), jnp.minimum(place, kv_heads * size - 1))
+    weight = jnp.where(place < kv_heads * size, np.float32(0), -jnp.inf)
+    return taken, weight
+
+
+def resize(tokens: PerHeadTokens | Pool, size: int) -> PerHeadTokens | Pool:
     """The first `size` slots, padded with empty ones where there are fewer."""
     padding = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731

@@ -16,7 +16,12 @@ from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.base import (
+    Budgets,
+    CompressedState,
+    CompressionPolicy,
+    ExactEnds,
+)
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
@@ -50,9 +55,9 @@ class ExpectedAttention(CompressionPolicy):
     softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
-    exactly. A prompt of at most `capacity` tokens is not compressed. start: slots before the
-    prompt, doubled as they fill. storage: as in streaming. The other defaults are those of the
-    published code.
+    exactly. A prompt of at most `capacity` tokens is not compressed. budgets: as in keydiff. start:
+    slots before the prompt, doubled as they fill. storage: as in streaming. The other defaults are
+    those of the published code.
     """
 
     capacity: int = 1024
@@ -61,6 +66,7 @@ class ExpectedAttention(CompressionPolicy):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    budgets: Budgets = "equal"
     start: int = 512
     storage: Storage = "float"
 
@@ -155,7 +161,7 @@ class ExpectedAttention(CompressionPolicy):
     ) -> base.Chosen:
         # A choice has no gradient.
         score = self._score(spec, state, jax.lax.stop_gradient(tokens), count)
-        return base.keep_best(tokens, count, score, self.capacity - self.sinks)
+        return base.keep_best(tokens, count, score, self.capacity - self.sinks, self.budgets)
 
     def _score(
         self, spec: Spec, state: ExpectedState, tokens: PerHeadTokens, count: Int32[Array, " B"]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv import rows
+from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.cache.ring import Ring
 from jaxkv.contract import Spec
+from jaxkv.errors import check_choice
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.base import (
+    Budgets,
+    CompressedState,
+    CompressionPolicy,
+    ExactEnds,
+)
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float
+from jaxkv.typing import Array, Float, Float32
+
+Keys = Literal["rotated", "unrotated"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,16 @@ class KeyDiff(CompressionPolicy):
     its length. Keys are compared as they are cached, rotated to their positions. The paper's
     algorithm evicts block by block while it reads the prompt; here the whole prompt is scored once.
     Generated tokens are cached exactly. A prompt of at most `capacity` tokens is not compressed.
-    start: slots before the prompt, doubled as they fill. storage: as in streaming.
+
+    keys: rotated, as in the paper, or unrotated, as they were before their rotation. budgets: equal
+    for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer together
+    (AdaKV, arXiv 2407.11550). start: slots before the prompt, doubled as they fill. storage: as in
+    streaming.
     """
 
     capacity: int = 1024
+    keys: Keys = "rotated"
+    budgets: Budgets = "equal"
     start: int = 512
     storage: Storage = "float"
 
@@ -42,6 +58,7 @@ class KeyDiff(CompressionPolicy):
 
     def __post_init__(self) -> None:
         base.check_capacity(self.capacity, 1, self.start)
+        check_choice("keys", self.keys, ("rotated", "unrotated"))
         super().__post_init__()
 
     @property
@@ -51,12 +68,24 @@ class KeyDiff(CompressionPolicy):
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
-        valid = jnp.arange(tokens.positions.shape[2])[None] < count[:, None]
-        # A choice has no gradient.
-        keys = jax.lax.stop_gradient(_unit(rows.dequantise(tokens.k).astype(jnp.float32)))
-        mean = jnp.sum(jnp.where(valid[:, None, :, None], keys, 0.0), axis=2, keepdims=True)
-        similarity = jnp.sum(keys * _unit(mean), axis=-1)
-        return base.keep_best(tokens, count, -similarity, self.capacity)
+        difference = score(spec, state.dense, self.keys)
+        return base.keep_best(tokens, count, difference, self.capacity, self.budgets)
+
+
+def score(spec: Spec, prompt: Ring, keys: Keys) -> Float32[Array, "B K S"]:
+    """Minus the cosine of each key of a prompt with the mean of all its keys of length 1.
+
+    A score chooses, so it has no gradient.
+    """
+    batch, kv_heads, size, _ = prompt.k.shape
+    k = jax.lax.stop_gradient(rows.dequantise(prompt.k).astype(jnp.float32))
+    if keys == "unrotated":
+        back = jnp.broadcast_to(-prompt.positions[:, None], (batch, kv_heads, size))
+        k = per_head.rerotate(replace(spec, dtype="float32"), k, back)
+    k = _unit(k)
+    written = (jnp.arange(size)[None] < prompt.count[:, None])[:, None, :, None]
+    mean = jnp.sum(jnp.where(written, k, 0.0), axis=2, keepdims=True)
+    return -jnp.sum(k * _unit(mean), axis=-1)
 
 
 def _unit(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:

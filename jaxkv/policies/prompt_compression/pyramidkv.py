@@ -70,7 +70,14 @@ class PyramidKV(CompressionPolicy):
             maximum = 2 * mean - minimum
             budget = maximum - self.layer * ((maximum - minimum) // (self.layers - 1))
         capacity = max(budget, 1) + self.window
-        return SnapKV(capacity, self.window, self.kernel, self.pool, self.start, self.storage)
+        return SnapKV(
+            capacity=capacity,
+            window=self.window,
+            kernel=self.kernel,
+            pool=self.pool,
+            start=self.start,
+            storage=self.storage,
+        )
 
     @property
     def ends(self) -> ExactEnds:

@@ -14,7 +14,12 @@ from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.base import (
+    Budgets,
+    CompressedState,
+    CompressionPolicy,
+    ExactEnds,
+)
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32
 
@@ -29,14 +34,15 @@ class SnapKV(CompressionPolicy):
     The compressed prompt has `capacity` tokens; generated tokens are cached exactly. Attention is
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
-    published LongBench runs. A prompt of at most `capacity` tokens is not compressed. start: slots
-    before the prompt, doubled as they fill. storage: as in streaming.
+    published LongBench runs. A prompt of at most `capacity` tokens is not compressed. budgets: as
+    in keydiff. start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
     window: int = 32
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
+    budgets: Budgets = "equal"
     start: int = 512
     storage: Storage = "float"
 
@@ -76,7 +82,7 @@ class SnapKV(CompressionPolicy):
         valid = jnp.arange(size)[None, None] < count[:, None, None]
         score = jnp.where(valid[:, :, None], attention[..., :size], 0)
         score = jnp.mean(self._pooled(score), axis=2)
-        return base.keep_best(tokens, count, score, self.capacity - self.window)
+        return base.keep_best(tokens, count, score, self.capacity - self.window, self.budgets)
 
     def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
         """Pooled over neighbours. A mean counts places beyond the ends as zeros."""

@@ -18,6 +18,7 @@ from jaxkv.policies import (
     PyramidKV,
     Quest,
     Reservoir,
+    Retrieval,
     SnapKV,
     Stratified,
     Streaming,
@@ -160,6 +161,9 @@ CASES = [
     Case("keydiff", policy=KeyDiff(capacity=9, start=16),
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.least_alike(capacity=9,
               theta=THETA)), capacity=9, chunks=FEW, longest=36),
+    Case("retrieval", policy=Retrieval(capacity=15, sinks=2, window=3, start=16),
+         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
+              capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
     # New tables are made after 35 tokens, and after 75. Codes of rotated keys depend on the first
     # position.
     Case("magicpig", policy=MagicPIG(K=2, L=5, sinks=2, window=3, tail=35, start=8),
@@ -190,6 +194,17 @@ CASES = [
 VARIANTS = [
     Case("full-growing", policy=Full(max=24, start=7),
          rule=oracle.full(), capacity=24, longest=24, chunks=FEW),
+    Case("retrieval-int8", policy=Retrieval(capacity=15, sinks=2, window=3, start=16,
+         storage="int8"),
+         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
+              capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
+    Case("retrieval-equal", policy=Retrieval(capacity=9, sinks=2, window=3, start=16,
+         budgets="equal"), rule=oracle.compressed(sinks=2, size=3, rounds=0,
+              choose=oracle.least_alike(capacity=4, theta=None)),
+         capacity=9, exact=2, chunks=FEW, longest=36),
+    Case("keydiff-unrotated", policy=KeyDiff(capacity=9, start=16, keys="unrotated"),
+         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.least_alike(capacity=9,
+              theta=None)), capacity=9, chunks=FEW, longest=36),
     Case("window-1", policy=Window(window=1),
          rule=oracle.window(size=1), capacity=1, chunks=(1, 3), longest=7),
     Case("streaming-0-5", policy=Streaming(sinks=0, window=5),

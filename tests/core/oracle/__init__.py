@@ -23,6 +23,7 @@ from tests.core.oracle.prompt_compression import (
     compressed,
     in_blocks,
     least_alike,
+    least_alike_of_layer,
     most_attended,
     most_expected,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "in_buckets",
     "in_int8",
     "least_alike",
+    "least_alike_of_layer",
     "merge_and_reduce",
     "most_attended",
     "most_expected",

@@ -123,6 +123,25 @@ def least_alike(capacity, theta):
     return choose
 
 
+def least_alike_of_layer(capacity, ends):
+    """Retrieval: keys before rotation; KV heads compete, each with a fifth of an equal share."""
+
+    def choose(numbers, inputs):
+        share, heads = min(capacity - ends, len(numbers)), range(inputs.layer_k.shape[1])
+        ranked, fixed = [], []
+        for head in heads:
+            k = inputs.layer_k[: inputs.prompt, head]
+            k = k / np.linalg.norm(k, axis=1)[:, None]
+            cosines = k @ k.sum(axis=0) / np.linalg.norm(k.sum(axis=0))
+            order = sorted((cosines[n], head, n) for n in numbers)
+            fixed += order[: share // 5]
+            ranked += order[share // 5 :]
+        best = fixed + sorted(ranked)[: len(heads) * share - len(fixed)]
+        return [n for _, head, n in best if head == inputs.head]
+
+    return choose
+
+
 def most_expected(capacity, sinks, future, theta, scale, epsilon=0.0):
     """Expected attention: E exp(logit) of later queries, which are normal as the prompt's are."""
 
