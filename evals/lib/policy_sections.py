@@ -67,6 +67,10 @@ USES = {
         "a prompt with single facts, of which a quarter or more is cached",
         "endless text; removing most of a prompt",
     ),
+    "retrieval": (
+        "a prompt that is asked about afterwards: single facts anywhere in it",
+        "endless text; a mesh that splits KV heads",
+    ),
     "magicpig": (
         "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",
         "short prompts; GPUs, where its lookup is slow; saving memory",

@@ -7,7 +7,7 @@ the ring stored them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ class PerHeadTokens(NamedTuple):
     k: Rows  # [B,K,S,H]
     v: Rows
     positions: UInt32[Array, "B K S"]
+
+
+Tokens = TypeVar("Tokens")  # a NamedTuple of arrays [B,K,S,*]
 
 
 class Evicted(NamedTuple):
@@ -74,7 +77,7 @@ def init(spec: Spec, batch: int, slots: int, storage: Storage = "float") -> PerH
     return PerHeadTokens(*rows.zeros(spec, batch, slots, storage), positions)
 
 
-def pick(sample: PerHeadTokens, places: Int32[Array, "B K X"]) -> PerHeadTokens:
+def pick(sample: Tokens, places: Int32[Array, "B K X"]) -> Tokens:
     """The slots at these places."""
 
     def take(leaf: Array) -> Array:

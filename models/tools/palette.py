@@ -19,6 +19,7 @@ COLOURS = {
     "pyramidkv": "#000000",
     "expected-attention": "#d55e00",
     "keydiff": "#cc79a7",
+    "retrieval": "#f0e442",
     # Sparse attention; of those above, only full and uniform share a picture with these.
     "magicpig": "#d55e00",
     "topk": "#0072b2",

@@ -8,7 +8,6 @@ Generated tokens are cached exactly after that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -18,9 +17,9 @@ import numpy as np
 
 from jaxkv import contract, draws, rows
 from jaxkv.attention import merge
-from jaxkv.cache import per_head, pool, ring
+from jaxkv.cache import per_head, per_layer, ring
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.pool import Pool
+from jaxkv.cache.per_layer import PerLayerTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError, check_choice
@@ -28,7 +27,7 @@ from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
-Chosen = tuple[PerHeadTokens | Pool, Float32[Array, "B K C"]]
+Chosen = tuple[PerHeadTokens | PerLayerTokens, Float32[Array, "B X C"]]
 Budgets = Literal["equal", "adaptive"]  # how the KV heads of a layer share its budget
 SAFEGUARD = 5  # adaptive budgets leave a fifth of an equal share to every KV head (AdaKV)
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
@@ -38,15 +37,15 @@ Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 class CompressedState(NamedTuple):
     """dense: every token; after prefill the prompt's ends and the generated tokens.
 
-    sample, log_weight: the compressed prompt, a `Pool` where budgets are adaptive; no slots before
-    the end of prefill. queries: the last
-    W queries of the prompt, rotated, for methods that score by them; query_positions: theirs. Both
+    sample, log_weight: the compressed prompt; no slots before the end of prefill. X is K, or 1
+    where budgets are adaptive and the rows of all KV heads are together. queries: the last W
+    queries of the prompt, rotated, for methods that score by them; query_positions: theirs. Both
     are empty after prefill. rng: seeds of the draws.
     """
 
     dense: Ring
-    sample: PerHeadTokens | Pool
-    log_weight: Float32[Array, "B K C"]
+    sample: PerHeadTokens | PerLayerTokens
+    log_weight: Float32[Array, "B X C"]
     queries: Float[Array, "B K W G H"]
     query_positions: UInt32[Array, "B W"]
     rng: UInt32[Array, "B K 2"]
@@ -122,7 +121,9 @@ class CompressionPolicy(Policy):
         exact = ring.leaves(self.storage, self.ends.sinks, ring.DENSE_LEAVES)
         if self.heads_compete:
             weight = Leaf("B I R")
-            return LEAVES._replace(dense=exact, sample=pool.leaves(self.storage), log_weight=weight)
+            return LEAVES._replace(
+                dense=exact, sample=per_layer.leaves(self.storage), log_weight=weight
+            )
         return LEAVES._replace(dense=exact, sample=per_head.leaves(self.storage))
 
     @property
@@ -137,14 +138,14 @@ class CompressionPolicy(Policy):
         if self.num_queries:
             check_group(spec)
         shape = batch, spec.kv_heads, self.num_queries, spec.group or 0, spec.head_dim
-        pooled = replace(spec, kv_heads=1) if self.heads_compete else spec
-        sample = per_head.init(pooled, batch, 0, self.storage)
         if self.heads_compete:
-            sample = Pool(*sample, jnp.zeros((batch, 1, 0), jnp.int32))
+            sample = per_layer.init(spec, batch, 0, self.storage)
+        else:
+            sample = per_head.init(spec, batch, 0, self.storage)
         return CompressedState(
             ring.init(spec, batch, self.start, self.storage, self.ends.sinks),
             sample,
-            jnp.zeros((batch, pooled.kv_heads, 0), jnp.float32),
+            jnp.zeros(sample.positions.shape, jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((batch, self.num_queries), jnp.uint32),
             draws.seeds(rng, spec, batch),
@@ -181,7 +182,7 @@ class CompressionPolicy(Policy):
     def cached(self, spec: Spec, state: CompressedState) -> Cached:
         exact, sample = ring.cached(state.dense), Cached(state.sample.positions, state.log_weight)
         if self.heads_compete:
-            sample = pool.cached(state.sample, state.log_weight, spec.kv_heads)
+            sample = per_layer.cached(state.sample, state.log_weight, spec.kv_heads)
         return Cached(*(jnp.concatenate(pair, axis=2) for pair in zip(exact, sample, strict=True)))
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
@@ -190,8 +191,8 @@ class CompressionPolicy(Policy):
 
 def attend_sample(spec: Spec, chunk: Chunk, state: CompressedState) -> Partial:
     """Attention of the tokens of a chunk to the compressed prompt."""
-    if isinstance(state.sample, Pool):
-        return pool.attend(spec, chunk, state.sample, state.log_weight)
+    if isinstance(state.sample, PerLayerTokens):
+        return per_layer.attend(spec, chunk, state.sample, state.log_weight)
     visible = chunk.valid[:, None, :, None]
     bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
     return per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
@@ -331,12 +332,12 @@ def _keep_best_of_layer(
     _, best = jax.lax.top_k(score.reshape(batch, -1), kv_heads * budget)
     filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1)
     place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
-    taken = per_head.pick(pool.flat(tokens), jnp.minimum(place, kv_heads * size - 1))
+    taken = per_head.pick(per_layer.flat(tokens), jnp.minimum(place, kv_heads * size - 1))
     weight = jnp.where(place < kv_heads * size, np.float32(0), -jnp.inf)
     return taken, weight
 
 
-def resize(tokens: PerHeadTokens | Pool, size: int) -> PerHeadTokens | Pool:
+def resize(tokens: PerHeadTokens | PerLayerTokens, size: int) -> PerHeadTokens | PerLayerTokens:
     """The first `size` slots, padded with empty ones where there are fewer."""
     padding = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731

@@ -1,0 +1,86 @@
+"""Tokens chosen for all KV heads of a layer together: one array of rows, each of one KV head.
+
+KV heads may have different numbers of tokens without a slot that stays empty. Attention reads every
+row once, as it would with equal heads. Each query is multiplied with the rows of all heads, and the
+rows of other heads are masked: K times the products, with the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import rows
+from jaxkv.attention import slot_attention
+from jaxkv.cache import per_head
+from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
+from jaxkv.rows import Rows, Storage
+from jaxkv.typing import Array, Float32, Int32, UInt32
+
+
+class PerLayerTokens(NamedTuple):
+    """R rows per sequence. head: the KV head of each."""
+
+    k: Rows  # [B,1,R,H]
+    v: Rows
+    positions: UInt32[Array, "B 1 R"]
+    head: Int32[Array, "B 1 R"]
+
+
+LEAVES = PerLayerTokens(Leaf("B I R H"), Leaf("B I R H"), Leaf("B I R"), Leaf("B I R"))
+
+
+def leaves(storage: Storage) -> PerLayerTokens:
+    """The leaves of PerLayerTokens."""
+    return LEAVES._replace(k=rows.leaf(storage, LEAVES.k), v=rows.leaf(storage, LEAVES.v))
+
+
+def init(spec: Spec, batch: int, size: int, storage: Storage = "float") -> PerLayerTokens:
+    """Empty rows."""
+    empty = per_head.init(replace(spec, kv_heads=1), batch, size, storage)
+    return PerLayerTokens(*empty, jnp.zeros(empty.positions.shape, jnp.int32))
+
+
+def flat(tokens: PerHeadTokens) -> PerLayerTokens:
+    """The slots of all KV heads in one array, head by head."""
+    batch, kv_heads, size = tokens.positions.shape
+    join = lambda leaf: leaf.reshape(batch, 1, kv_heads * size, *leaf.shape[3:])  # noqa: E731
+    head = jnp.repeat(jnp.arange(kv_heads), size)
+    head = jnp.broadcast_to(head, (batch, 1, kv_heads * size))
+    return PerLayerTokens(*jax.tree.map(join, tokens), head)
+
+
+def log_weights(
+    head: Int32[Array, "B 1 R"], log_weight: Float32[Array, "B 1 R"], heads: Int32[Array, " X"]
+) -> Float32[Array, "B X R"]:
+    """The log weight of each row for each of these KV heads, -inf where it belongs to another."""
+    return jnp.where(head == heads[None, :, None], log_weight, -jnp.inf)
+
+
+def attend(
+    spec: Spec, chunk: Chunk, tokens: PerLayerTokens, log_weight: Float32[Array, "B 1 R"]
+) -> Partial:
+    """Attention of the queries of a chunk to the rows of their KV heads."""
+    group = chunk.q.shape[2] // spec.kv_heads
+    heads = jnp.arange(chunk.q.shape[2]) // group  # of each query head
+
+    def bias(start: Array | int, size: int) -> Float32[Array, "B 1 N T R"]:
+        cut = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 2)  # noqa: E731
+        weight = log_weights(cut(tokens.head), cut(log_weight), heads)
+        visible = chunk.valid[:, None, None, :, None]
+        weight = jnp.where(visible, weight[:, None, :, None], -jnp.inf)
+        penalty = spec.encoding.bias(chunk.positions, cut(tokens.positions), 1)
+        return weight if penalty is None else weight + penalty
+
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    return slot_attention(q, tokens.k, tokens.v, bias, spec.scale, spec.softcap)
+
+
+def cached(tokens: PerLayerTokens, log_weight: Float32[Array, "B 1 R"], kv_heads: int) -> Cached:
+    """The tokens of each KV head."""
+    weight = log_weights(tokens.head, log_weight, jnp.arange(kv_heads))
+    return Cached(jnp.broadcast_to(tokens.positions, weight.shape), weight)
