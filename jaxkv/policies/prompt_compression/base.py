@@ -160,9 +160,11 @@ class CompressionPolicy(Policy):
         return prompt + self.num_queries * query + 8 * spec.kv_heads
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
-        """Room for `tokens`; after prefill for that many generated tokens."""
-        tokens += self.ends.max_tokens if prefill_finished(state) else 0
-        return state._replace(dense=ring.reserve(state.dense, tokens))
+        """Room for `tokens`; after prefill for that many generated tokens, beside the ends."""
+        ends = self.ends.max_tokens if prefill_finished(state) else 0
+        room = max(0, state.dense.positions.shape[1] - ends)  # which doubles, and not the ends
+        size = ends + rows.slots_for(tokens, room, rows.MAX_SLOTS - ends)
+        return state._replace(dense=ring.grow(state.dense, size))
 
     def update(
         self, spec: Spec, state: CompressedState, chunk: Chunk
