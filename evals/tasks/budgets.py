@@ -24,8 +24,8 @@ RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its m
 TUNED = ("magicpig", "topp")
 QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
-         "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "topk", "quest",
-         "oracle", "vattention", *TUNED)  # fmt: skip
+         "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "topk",
+         "quest", "oracle", "vattention", *TUNED)  # fmt: skip
 
 
 class Between(NamedTuple):
@@ -88,6 +88,7 @@ def at_budget(
         "pyramidkv": f"pyramidkv:{capacity},window={queries},{start}",
         "expected-attention": f"expected-attention:{capacity},{start}",
         "keydiff": f"keydiff:{capacity},{start}",
+        "retrieval": f"retrieval:{capacity},window={min(queries, budget - SINKS - 1)},{start}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
         "oracle": f"oracle:share={share:g},{sparse}",

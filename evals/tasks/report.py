@@ -15,7 +15,7 @@ from jaxkv.state.memory import show
 
 ANSWERS = {"needle": "needles", "passkey": "pass keys"}  # what a task asks for
 SPARSE = NAMES[NAMES.index("topk") :]  # they cache every token
-SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, "keydiff"))
+SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, "keydiff", "retrieval"))
 LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of a record
 QUARTER = "0.25"  # of the context
 LOSS = 0.1  # of all answers: a smaller loss counts as none

@@ -33,6 +33,7 @@ SETTINGS = {
     "pyramidkv": "pyramidkv:capacity=12,window=5",
     "expected-attention": "expected-attention:capacity=12,sinks=2",
     "keydiff": "keydiff:capacity=12",
+    "retrieval": "retrieval:capacity=12,sinks=2,window=5",
     "magicpig": f"magicpig:K=3,L=8,{ENDS}",
     "topk": f"topk:share=0.2,{ENDS}",
     "topp": f"topp:mass=0.5,{ENDS}",

@@ -92,9 +92,9 @@ def test_law_4_logits_may_be_penalised_and_capped(case):
     assert result.holds, result.reason
 
 
-@for_cases(lambda case: not case.policy.heads_compete)
+@for_cases(lambda case: True)
 def test_law_6_sharded_is_unsharded(case):
-    mesh, unsharded = mesh_of("data=2,model=2"), subject(case)
+    mesh, unsharded = mesh_for(case), subject(case)
     state, new = unsharded.after_prompt(), unsharded.next(1)
     one_shard = functools.partial(sharded_step, mesh, case.policy, case.spec)
     partial, after = subject(case).step(state, new)
@@ -102,14 +102,17 @@ def test_law_6_sharded_is_unsharded(case):
     assert close(sharded, (partial.out, after))
 
 
-@for_cases(lambda case: subject(case).finishes and not case.policy.heads_compete)
+@for_cases(lambda case: subject(case).finishes)
 def test_law_6_finish_prefill_is_equal_when_sharded(case):
     state = end_of_prompt(case)
-    split = functools.partial(
-        sharded_finish_prefill, mesh_of("data=2,model=2"), case.policy, case.spec
-    )
+    split = functools.partial(sharded_finish_prefill, mesh_for(case), case.policy, case.spec)
     finished = finish_prefill(case.policy, case.spec, state)
     assert close(finished, jax.jit(split, compiler_options=QUICK)(state))
+
+
+def mesh_for(case):
+    """KV heads that share a budget stay on one device."""
+    return mesh_of("data=4" if case.policy.heads_compete else "data=2,model=2")
 
 
 def end_of_prompt(case):

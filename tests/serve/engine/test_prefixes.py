@@ -30,6 +30,7 @@ SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
 APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
              "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
              "expected-attention:capacity=8,sinks=2,future=16", "keydiff:capacity=8",
+             "retrieval:capacity=8,sinks=2,window=4",
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
              "vattention:sinks=2,window=4", "full:storage=int8",
