@@ -23,6 +23,8 @@ from jaxkv.policies.prompt_compression.base import (
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32
 
+MAX_KERNEL = 1023  # neighbours; the time of pooling grows with them
+
 
 @dataclass(frozen=True)
 class SnapKV(CompressionPolicy):
@@ -57,8 +59,10 @@ class SnapKV(CompressionPolicy):
                 f"capacity must be more than window and {rows.MAX_SLOTS} at most, got "
                 f"{self.capacity} and {self.window}; try capacity=1024,window=32"
             )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"kernel must be 1, 3, 5, ..., got {self.kernel}; try kernel=7")
+        if not 1 <= self.kernel <= MAX_KERNEL or self.kernel % 2 == 0:
+            raise UserError(
+                f"kernel must be one of 1, 3, 5 to {MAX_KERNEL}, got {self.kernel}; try kernel=7"
+            )
         check_choice("pool", self.pool, ("max", "mean"))
 
     @property
