@@ -33,6 +33,10 @@ from typing import Any
 # jaxkv is imported inside functions, because the first notebook may install it.
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "colab"
+if not (ROOT / "pyproject.toml").is_file():  # a wheel has this module for Colab alone
+    message = "notebooks are in a clone of the repository; clone it, and run this there"
+    print(f"jaxkv: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 OWNER = REPOSITORY.removeprefix("https://github.com/")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks import kvpress_parity
 from jaxkv.evals.lib import plots
 from jaxkv.evals.lib.record import RESULTS, ROOT, make_parser, read, run_command
@@ -18,6 +19,7 @@ from jaxkv.models.tools import pictures
 
 OUTSIDE = "outside right upper"
 TABLE = re.compile(r"(<!--table (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
+NESTED = re.compile(r"<!--table (?:(?!<!--/table-->).)*<!--table ", re.DOTALL)
 
 
 class RecordPlot(NamedTuple):
@@ -61,6 +63,8 @@ def fill(text: str) -> str:
     """The text with the current tables."""
     from jaxkv.evals.lib.experiments import TABLES  # which import this module
 
+    if len(TABLE.findall(text)) != text.count("<!--table ") or NESTED.search(text):
+        raise UserError("a table of a page must end with <!--/table-->, got one without; add it")
     return TABLE.sub(lambda mark: mark[1] + TABLES[mark[2]]() + mark[3], text)
 
 

@@ -10,7 +10,7 @@ if not Path(__path__[0], "lib", "record.py").is_file():
     repository = metadata("jaxkv").get("Project-URL", "").rpartition(" ")[2]
     message = (
         "experiments are in a clone of the repository, and this jaxkv is installed without them; "
-        f"git clone {repository} && pip install -e './jaxkv[dev]'"
+        f"git clone {repository} && cd jaxkv && pip install -e '.[dev]'"
     )
     if sys.argv[:1] == ["-m"]:  # `python -m jaxkv.evals.NAME` looks for the module
         print(f"jaxkv: error: {message}", file=sys.stderr)

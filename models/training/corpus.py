@@ -42,6 +42,7 @@ from jaxkv.models.training.data import (
 from jaxkv.models.training.run_folder import check_owner, lock_folder, writing
 from jaxkv.models.training.text_files import ReadSettings, Text, TextFile
 
+MAX_VOCAB = 2**20  # tokens; the trainer allocates for as many as are asked for
 SHARD = 2**24  # most tokens per shard: 32 MiB in 16 bits
 BATCH = 2**20  # characters that are tokenized at a time: several pieces for each core
 
@@ -231,6 +232,10 @@ def train_tokenizer(texts: Iterator[str], vocab: int) -> Coder:
     if vocab < min_vocab:
         raise UserError(
             f"a vocabulary must hold at least {min_vocab} tokens, got {vocab}; choose a larger one"
+        )
+    if vocab > MAX_VOCAB:
+        raise UserError(
+            f"a vocabulary must hold at most {MAX_VOCAB} tokens, got {vocab}; choose a smaller one"
         )
     coder = Coder(BPE())
     coder.pre_tokenizer = ByteLevel(add_prefix_space=False)

@@ -162,7 +162,8 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
 
     Raises UserError for an unknown preset, field or value.
     """
-    check_choice("preset", preset, PRESETS)
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset!r}{nearest(preset, PRESETS)}")
     recipe = _with_settings(PRESETS[preset], settings)
     if recipe.train != "all" or recipe.window:
         raise UserError(

@@ -279,7 +279,7 @@ def test_bad_meshes_and_recipes_are_refused(tokens):
 
 
 BAD = {
-    "tinny": "preset must be one of backcopy, tiny, default, small, 160m, got 'tinny'",
+    "tinny": "unknown preset 'tinny'; did you mean 'tiny'. .there are backcopy, tiny, ",
     "tiny sinks=token": "got 'sinks'; did you mean 'sink_variant'. .there are layers, width, ",
     "tiny batchsize=8": "got 'batchsize'; did you mean 'batch_size'",
     "tiny sinks": "field=value, got 'sinks'",

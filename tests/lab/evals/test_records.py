@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import claims, experiments, figures, record, table
 from jaxkv.evals.lib.run import parser_of
 from jaxkv.evals.lib.verdict import HOLDS, decide
@@ -73,7 +74,16 @@ def test_every_table_and_picture_is_on_a_page():
     assert sorted(shown) == sorted(path.stem for path in record.RESULTS.glob("*.png"))
 
 
+UNMEASURED = ("retrieval",)  # newer than the record side_by_side; its next run measures them
+
+
 def test_every_policy_is_in_the_tables_of_all():
     for name in ("predicted", "cost"):
         rows = re.findall(r"^\| `([\w-]+)`", experiments.TABLES[name](), re.MULTILINE)
-        assert rows == list(POLICIES)
+        assert rows == [name for name in POLICIES if name not in UNMEASURED]
+
+
+@pytest.mark.parametrize("rest", ["", "<!--table cost-->\n<!--/table-->\n"])
+def test_a_table_without_its_end_is_refused(rest):
+    with pytest.raises(UserError, match="must end with <!--/table-->"):
+        figures.fill(f"<!--table predicted-->\nwords\n{rest}")
