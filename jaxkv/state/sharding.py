@@ -71,8 +71,14 @@ def check(mesh: Mesh, batch: int, kv_heads: int, policies: Iterable[Policy]) -> 
                 f"the mesh axis {axis!r} must divide the {noun}: {size} {noun} over "
                 f"{mesh.shape[axis]} places; choose another mesh or number of {noun}"
             )
+    for policy in policies:
+        check_heads_together(mesh, policy)
+
+
+def check_heads_together(mesh: Mesh, policy: Policy) -> None:
+    """Raise UserError where the mesh splits KV heads that share a budget."""
     heads = axes_in(mesh)[1]
-    if heads is not None and mesh.shape[heads] > 1 and any(p.heads_compete for p in policies):
+    if policy.heads_compete and heads is not None and mesh.shape[heads] > 1:
         raise UserError(
             f"budgets=adaptive needs all KV heads of a layer on one device, got a mesh with "
             f"{heads}={mesh.shape[heads]}; use budgets=equal or a mesh of data alone"
@@ -121,7 +127,11 @@ def sharded_step(
 
 
 def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State) -> State:
-    """`policy.finish_prefill`, each device with its own sequences and KV heads."""
+    """`policy.finish_prefill`, each device with its own sequences and KV heads.
+
+    Raises UserError where the mesh splits KV heads that share a budget.
+    """
+    check_heads_together(mesh, policy)
     states = specs(policy.leaves, *axes_in(mesh))
     spec = _of_one_device(mesh, spec)
     split = jax.shard_map(

@@ -178,8 +178,16 @@ class CompressionPolicy(Policy):
         seen, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
         after = _store_queries(spec, state, chunk)._replace(dense=appended)
         if prefill_finished(state):
-            seen = merge(seen, attend_sample(spec, chunk, state))
+            seen = merge(seen, self._attend_sample(spec, chunk, state))
         return seen, after
+
+    def _attend_sample(self, spec: Spec, chunk: Chunk, state: CompressedState) -> Partial:
+        """Attention of the tokens of a chunk to the compressed prompt."""
+        if self.heads_compete:
+            return per_layer.attend(spec, chunk, state.sample, state.log_weight)
+        visible = chunk.valid[:, None, :, None]
+        bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
+        return per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
 
     def cached(self, spec: Spec, state: CompressedState) -> Cached:
         exact, sample = ring.cached(state.dense), Cached(state.sample.positions, state.log_weight)
@@ -189,15 +197,6 @@ class CompressionPolicy(Policy):
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
         return compress(state, self.ends, partial(self.choose, spec, state))
-
-
-def attend_sample(spec: Spec, chunk: Chunk, state: CompressedState) -> Partial:
-    """Attention of the tokens of a chunk to the compressed prompt."""
-    if isinstance(state.sample, PerLayerTokens):
-        return per_layer.attend(spec, chunk, state.sample, state.log_weight)
-    visible = chunk.valid[:, None, :, None]
-    bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
-    return per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:

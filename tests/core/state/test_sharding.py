@@ -15,7 +15,7 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Full, Retrieval, Streaming
 from jaxkv.rotary import Alibi, rotary
-from jaxkv.state.sharding import mesh_of, sharded_step, specs
+from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step, specs
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
 POLICY = Streaming(sinks=2, window=4)
@@ -55,6 +55,8 @@ def test_kv_heads_that_share_a_budget_are_not_split():
     state = policy.init(SPEC, 4, jax.random.key(0))
     with pytest.raises(UserError, match=r"needs all KV heads .* got .* model=2"):
         sharded_step(mesh_of("model=2"), policy, SPEC, state, *tokens(np.random.default_rng(0)))
+    with pytest.raises(UserError, match="needs all KV heads"):
+        sharded_finish_prefill(mesh_of("model=2"), policy, SPEC, state)
 
 
 def test_partition_specs_follow_the_axis_letters():
