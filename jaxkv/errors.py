@@ -5,6 +5,7 @@ The message of a UserError states the rule, the value received and the remedy.
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 import warnings
@@ -31,6 +32,22 @@ def first_few(items: Iterable[str]) -> str:
     items = list(items)
     rest = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(items[:MAX_LISTED]) + rest
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The known word that is most like an unknown one, or begins as it does; None for neither."""
+    word, choices = word[:60].lower(), list(choices)
+    near = difflib.get_close_matches(word, choices, n=1)
+    if not near and len(word) >= 4:
+        near = [choice for choice in choices if choice.startswith(word[:4])]
+    return near[0] if near else None
+
+
+def suggestion(word: str, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest of the known ones, and all."""
+    choices = list(choices)
+    near, listed = nearest(word, choices), ", ".join(choices)
+    return f"; did you mean {near!r}? (there are {listed})" if near else f"; there are {listed}"
 
 
 def is_whole(value: object) -> bool:

@@ -8,7 +8,6 @@ policy that is not in POLICIES is written as its repr.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import typing
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.errors import UserError, check_choice, check_int, warn
+from jaxkv.errors import UserError, check_choice, check_int, suggestion, warn
 from jaxkv.policies import POLICIES, Full, Window
 from jaxkv.rotary import rotary
 from jaxkv.state.batch import nbytes
@@ -204,7 +203,7 @@ def _type_name(kind: type, field: str) -> str:
 def _parse_one(text: str) -> Policy:
     name, _, fields = (piece.strip() for piece in text.partition(":"))
     if name not in POLICIES:
-        raise UserError(f"unknown policy {name!r}{nearest(name, POLICIES)}")
+        raise UserError(f"unknown policy {name!r}{suggestion(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
     field_names = _names(kind)
@@ -218,7 +217,7 @@ def _parse_one(text: str) -> Policy:
                 f"it out, or take one of {', '.join(able)}"
             )
         if field not in field_names:
-            raise UserError(f"{name} has no field {field!r}{nearest(field, field_names)}")
+            raise UserError(f"{name} has no field {field!r}{suggestion(field, field_names)}")
         if not equals:
             raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
         if field in values:
@@ -255,13 +254,3 @@ def _format_one(policy: Policy) -> str:
 def _written(value: object) -> object:
     """A value as a policy string writes it."""
     return str(value).lower() if isinstance(value, bool) else value
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown word: a suggestion, and the known words."""
-    choices = list(choices)
-    near = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
-    if not near and len(word) >= 4:
-        near = [choice for choice in choices if choice.startswith(word[:4].lower())]
-    listed = ", ".join(choices)
-    return f"; did you mean {near[0]!r}? (there are {listed})" if near else f"; there are {listed}"

@@ -19,9 +19,8 @@ import numpy as np
 
 from jaxkv import files
 from jaxkv.cli import Parser
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, suggestion
 from jaxkv.models.tools.run_metadata import ROOT, load, portable, run_metadata, sha256
-from jaxkv.policy_spec import nearest
 
 RESULTS = ROOT / "evals" / "results"
 TRIALS = ROOT / "out" / "evals"  # quick runs; no claim reads them
@@ -76,7 +75,7 @@ class ChoiceParser(Parser):
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
-            known = nearest(str(value), map(str, action.choices))
+            known = suggestion(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f"got {value}{known}")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import os
@@ -32,7 +31,7 @@ from jaxkv.cli.interrupts import (
     on_interrupt,
     terminable,
 )
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, nearest
 
 COMMANDS = {
     "generate": "continue a prompt and print the text as it is generated",
@@ -88,8 +87,8 @@ class Parser(argparse.ArgumentParser):
         for word in words[: words.index("--")] if "--" in words else words:
             flag = word.partition("=")[0]
             if re.fullmatch(r"--?[a-zA-Z][\w-]*", flag) and flag not in known_flags:
-                near = difflib.get_close_matches(f"--{flag.lstrip('-').lower()}", known_flags, n=1)
-                meant = f"; did you mean {near[0]}?" if near else ""
+                near = nearest(flag.lstrip("-"), [known.lstrip("-") for known in known_flags])
+                meant = f"; did you mean --{near}?" if near else ""
                 self.error(f"unrecognized arguments: {word}{meant}")
 
 
@@ -152,8 +151,8 @@ def _parser(argv: Sequence[str]) -> Parser:
     parser.add_argument("-V", "--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        near = difflib.get_close_matches(argv[0].lower(), COMMANDS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
+        near = nearest(argv[0], COMMANDS)
+        meant = f"did you mean {near}? " if near else ""
         parser.error(f"unknown command {argv[0]!r}; {meant}there are {', '.join(COMMANDS)}")
     for name, summary in COMMANDS.items():
         about = f"{summary[0].upper()}{summary[1:]}."

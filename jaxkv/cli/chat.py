@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import itertools
 import os
 import sys
@@ -16,7 +15,7 @@ from jaxkv.cli import flags
 from jaxkv.cli.files import print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress, say
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, nearest
 from jaxkv.files import decode
 
 if TYPE_CHECKING:
@@ -234,9 +233,8 @@ def obey(chat: ChatState, line: str) -> None:
         if name == EXIT:
             raise UserError(f"{EXIT} takes nothing after it, got {rest!r}; write {EXIT}")
         if name not in COMMANDS:
-            commands = [*COMMANDS, EXIT]
-            near = difflib.get_close_matches(name.lower(), commands, n=1, cutoff=0.5)
-            meant = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, [*COMMANDS, EXIT])
+            meant = f"did you mean {near}? " if near else ""
             raise UserError(f"unknown command {name!r}; {meant}/help lists the commands")
         argument, _, act = COMMANDS[name]
         rest = rest.strip()

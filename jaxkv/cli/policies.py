@@ -8,7 +8,7 @@ import textwrap
 
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, suggestion
 
 NOTE = """\
 A policy is written name or name:field=value,...; layers can differ, as in
@@ -25,11 +25,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxkv.policies import POLICIES
-    from jaxkv.policy_spec import describe, nearest
+    from jaxkv.policy_spec import describe
     from jaxkv.state.memory import show
 
     if args.name is not None and args.name not in POLICIES:
-        raise UserError(f"unknown policy {args.name!r}{nearest(args.name, POLICIES)}")
+        raise UserError(f"unknown policy {args.name!r}{suggestion(args.name, POLICIES)}")
     policies = [
         policy | {"about": about(POLICIES[policy["name"]])}
         for policy in describe()

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxkv.errors import UserError, check_choice
+from jaxkv.errors import UserError, check_choice, suggestion
 from jaxkv.models.loading.config import THETA
 from jaxkv.models.network.config import Config
-from jaxkv.policy_spec import nearest
 from jaxkv.rotary import rotary
 
 SinkVariant = Literal["none", "zero", "token", "two_tokens", "logit"]
@@ -163,7 +162,7 @@ def read_recipe(preset: str, settings: Iterable[str] = ()) -> Recipe:
     Raises UserError for an unknown preset, field or value.
     """
     if preset not in PRESETS:
-        raise UserError(f"unknown preset {preset!r}{nearest(preset, PRESETS)}")
+        raise UserError(f"unknown preset {preset!r}{suggestion(preset, PRESETS)}")
     recipe = _with_settings(PRESETS[preset], settings)
     if recipe.train != "all" or recipe.window:
         raise UserError(
@@ -238,9 +237,8 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
                 f"a setting must be field=value, got {setting!r}; write one such as steps=100"
             )
         if field not in kinds:
-            raise UserError(
-                f"a setting must name a field of the recipe, got {field!r}{nearest(field, kinds)}"
-            )
+            known = suggestion(field, kinds)
+            raise UserError(f"a setting must name a field of the recipe, got {field!r}{known}")
         chosen[field] = _value(field, kinds[field], value)
     recipe = dataclasses.replace(recipe, **chosen)
     if recipe.batch_size % recipe.grad_accum_steps:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxkv import __version__
+from jaxkv.errors import nearest
 from jaxkv.serve.http.access import (
     METRICS,
     ApiKeys,
@@ -144,8 +145,12 @@ async def refuse(request: Request, error: APIError) -> Response:
 
 async def misdirect(request: Request, error: HTTPException) -> Response:
     """Answer a request for an unknown route or method."""
-    route = f"{request.method} {shown(request.url.path)}"
-    message = f"there is no {route} here; POST /v1/completions, for one"
+    paths = [route.path for route in request.app.routes]
+    near = nearest(request.url.path, paths)
+    methods = (error.headers or {}).get("Allow")  # of a known path
+    remedy = f"did you mean {near}?" if near else f"there are {', '.join(paths)}"
+    remedy = f"it takes {methods}" if methods else remedy
+    message = f"there is no {request.method} {shown(request.url.path)} here; {remedy}"
     reported = APIError(error.status_code, message)
     reported.headers.update(error.headers or {})
     return ErrorResponse(reported)

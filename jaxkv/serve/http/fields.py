@@ -6,11 +6,11 @@ Null in any field is accepted, and so are the values of other servers' fields th
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jaxkv.errors import nearest
 from jaxkv.serve.engine.request import is_unicode
 from jaxkv.serve.http.errors import APIError, shown
 
@@ -372,8 +372,8 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     table = FIELDS[kind]
     for name, value in body.items():
         if name not in table and value is not None:
-            near = difflib.get_close_matches(name[:60], table, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            near = nearest(name, table)
+            remedy = f"did you mean {near}?" if near else "leave it out"
             message = f"unknown or unsupported field {shown(name)}; {remedy}"
             raise APIError(400, message, param=name[:60])
     values = {}

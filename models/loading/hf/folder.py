@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, nearest
 from jaxkv.files import reading
 
 # Everything jaxkv reads from a published model, and nothing else (no .bin, .gguf, .onnx).
@@ -43,9 +42,9 @@ def find(name: str | Path, names: Sequence[str] = ()) -> Path:
     if path.suffix.lower() == ".gguf":
         raise UserError(f"no such file: {text}; name a GGUF file that exists")
     if isinstance(name, Path) or not HUB_ID.fullmatch(text) or text[0] in ".~":
-        near = difflib.get_close_matches(text.lower(), names)
+        near = nearest(text, names)
         remedy = (
-            f"did you mean {near[0]}?" if near else "name a model folder or a Hub id like org/name"
+            f"did you mean {near}?" if near else "name a model folder or a Hub id like org/name"
         )
         raise UserError(f"no such folder: {text}; {remedy}")
     return _download(text)

@@ -126,15 +126,16 @@ def test_an_unknown_model(served):
     assert "'bytes'" in answer.error["message"]
 
 
-@pytest.mark.parametrize("method, path, status", [
-    ("GET", "/v1/completion", 404),
-    ("POST", "/v1/embeddings", 404),
-    ("PUT", "/v1/chat/completions", 405),
-    ("DELETE", "/v1/models/bytes", 405),
+@pytest.mark.parametrize("method, path, status, remedy", [
+    ("GET", "/v1/completion", 404, "did you mean /v1/completions?"),
+    ("POST", "/v1/embeddings", 404, "did you mean "),
+    ("GET", "/", 404, "there are /v1/completions, "),
+    ("PUT", "/v1/chat/completions", 405, "it takes POST"),
+    ("DELETE", "/v1/models/bytes", 405, "it takes GET"),
 ])  # fmt: skip
-def test_unknown_routes_and_methods(served, method, path, status):
+def test_unknown_routes_and_methods(served, method, path, status, remedy):
     answer = served.ask(method, path, None if method == "GET" else {})
-    refused(answer, status, [method, path])
+    refused(answer, status, [method, path, remedy])
     assert ("allow" in answer.headers) == (status == 405)
 
 
