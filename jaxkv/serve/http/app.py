@@ -147,9 +147,9 @@ async def misdirect(request: Request, error: HTTPException) -> Response:
     """Answer a request for an unknown route or method."""
     paths = [route.path for route in request.app.routes]
     near = nearest(request.url.path, paths)
-    methods = (error.headers or {}).get("Allow")  # of a known path
+    methods = (error.headers or {}).get("Allow", "")  # of a known path
     remedy = f"did you mean {near}?" if near else f"there are {', '.join(paths)}"
-    remedy = f"it takes {methods}" if methods else remedy
+    remedy = f"it takes {', '.join(sorted(methods.split(', ')))}" if methods else remedy
     message = f"there is no {request.method} {shown(request.url.path)} here; {remedy}"
     reported = APIError(error.status_code, message)
     reported.headers.update(error.headers or {})
