@@ -194,7 +194,7 @@ class Policy:
 
     max_lookback: int | float = math.inf
     min_prompt: int | None = None
-    grows: ClassVar[bool] = False
+    grows: bool = False
     heads_compete: bool = False
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -229,8 +229,7 @@ class Policy:
         if self.min_prompt is None:
             return self.bytes_per_sequence(spec, prompt + tokens)
 
-        arrays = jax.tree.leaves(shapes_after_prefill(self, spec, prompt, tokens))
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+        return nbytes(shapes_after_prefill(self, spec, prompt, tokens))
 
     def reserve(self, spec: Spec, state: State, tokens: int) -> State:
         """The state with room for `tokens` tokens in all; raises UserError beyond a maximum."""
@@ -243,6 +242,18 @@ class Policy:
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
         return self
+
+
+def nbytes(state: State) -> int:
+    """The bytes of the arrays of a state, or of their shapes."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+
+
+def shapes_of_prompt(policy: Policy, spec: Spec, tokens: int) -> State:
+    """The shapes of the state of one sequence with room for `tokens`, before `finish_prefill`."""
+    return jax.eval_shape(
+        lambda: policy.reserve(spec, policy.init(spec, 1, jax.random.key(0)), tokens)
+    )
 
 
 def shapes_after_prefill(policy: Policy, spec: Spec, prompt: int, tokens: int = 0) -> State:

@@ -193,11 +193,17 @@ def _names(kind: type) -> list[str]:
 
 
 def _type_name(kind: type, field: str) -> str:
-    hint = typing.get_type_hints(kind)[field]
+    hint = _without_none(typing.get_type_hints(kind)[field])
     if hint is bool:
         return "true|false"
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
     return "|".join(map(str, choices)) or hint.__name__
+
+
+def _without_none(hint: object) -> object:
+    """The type of a field that may be left out: X of `X | None`."""
+    types = [part for part in typing.get_args(hint) if part is not type(None)]
+    return types[0] if len(types) < len(typing.get_args(hint)) else hint
 
 
 def _parse_one(text: str) -> Policy:
@@ -222,7 +228,9 @@ def _parse_one(text: str) -> Policy:
             raise UserError(f"fields are written field=value, got {part!r} in {text!r}")
         if field in values:
             raise UserError(f"{field} is given twice in {text!r}; remove the duplicate")
-        values[field] = _read_value(name, field, hints[field], value)
+        hint = _without_none(hints[field])
+        left_out = value == "none" and hint != hints[field]
+        values[field] = None if left_out else _read_value(name, field, hint, value)
     return kind(**values)
 
 
@@ -247,10 +255,11 @@ def _format_one(policy: Policy) -> str:
     names = {kind: name for name, kind in POLICIES.items()}
     if type(policy) not in names:
         return repr(policy)  # a user's own policy has no name in the table
-    fields = [f"{f.name}={_written(getattr(policy, f.name))}" for f in _fields(policy)]
+    values = [(field.name, getattr(policy, field.name)) for field in _fields(policy)]
+    fields = [f"{name}={_written(value)}" for name, value in values if value is not None]
     return f"{names[type(policy)]}:{','.join(fields)}"
 
 
 def _written(value: object) -> object:
-    """A value as a policy string writes it."""
-    return str(value).lower() if isinstance(value, bool) else value
+    """A value as a policy string writes it; `none` for a field that is left out."""
+    return str(value).lower() if value is None or isinstance(value, bool) else value

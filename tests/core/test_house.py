@@ -59,10 +59,10 @@ ASIDE = {"typing", "errors", "defaults", "arguments", "platform"}
 FILES_OF_A_POLICY = {
     "window": 3, "streaming": 3, "full": 3, "h2o": 4, "reservoir": 4,
     "sparse_attention": 4,
-    "prompt_compression": 6,  # heads with budgets of their own are stored per layer
-    "prompt_compression/retrieval": 7,  # and keydiff
-    "prompt_compression/balance": 7,  # and the halving
-    "prompt_compression/pyramidkv": 7,  # and snapkv
+    "prompt_compression": 7,  # heads with budgets of their own are stored per layer; `every`
+    "prompt_compression/retrieval": 8,  # and keydiff
+    "prompt_compression/balance": 8,  # and the halving
+    "prompt_compression/pyramidkv": 8,  # and snapkv
     "merge_reduce": 8,
     "magicpig": 7,
     "discrepancy": 1,

@@ -1,13 +1,18 @@
-"""Prompt compression: the state and the steps that one-shot methods share.
+"""Prompt compression: the state and the steps that its methods share.
 
 Until the end of prefill every token is cached and attention is exact. `finish_prefill` keeps the
 first and the last tokens of the prompt, and lets the method choose a sample of those between.
 Generated tokens are cached exactly after that.
+
+A method that chooses by a score has a second form, with `every`: it compresses whenever so many
+tokens beyond `capacity` are cached, in a prompt and in an answer alike (repeated.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -16,38 +21,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import contract, draws, rows
-from jaxkv.attention import merge
+from jaxkv.attention import chunked_scan, merge
 from jaxkv.cache import per_head, per_layer, ring
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.per_layer import PerLayerTokens
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State, prefill_finished
 from jaxkv.errors import UserError, check_choice
+from jaxkv.policies.prompt_compression import repeated
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
 Chosen = tuple[PerHeadTokens | PerLayerTokens, Float32[Array, "B X C"]]
 Budgets = Literal["equal", "adaptive"]  # how the KV heads of a layer share its budget
+Positions = Literal["relative", "absolute"] | None  # None without `every`, and the first with it
 SAFEGUARD = 5  # adaptive budgets leave a fifth of an equal share to every KV head (AdaKV)
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
 Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
+_PIECE = 256  # tokens of a chunk that are absorbed at a time, with `every`; they bound the memory
 
 
 class CompressedState(NamedTuple):
     """dense: every token; after prefill the prompt's ends and the generated tokens.
 
     sample, log_weight: the compressed prompt; no slots before the end of prefill. X is K, or 1
-    where budgets are adaptive and the rows of all KV heads are together. queries: the last W
-    queries of the prompt, rotated, for methods that score by them; query_positions: theirs. Both
-    are empty after prefill. rng: seeds of the draws.
+    where budgets are adaptive and the rows of all KV heads are together. statistics: what the
+    method gathers of all tokens for its score; empty after prefill. rng: seeds of the draws.
+
+    With `every` all sizes are constant, and dense has the ends and up to `every` tokens between.
     """
 
     dense: Ring
     sample: PerHeadTokens | PerLayerTokens
     log_weight: Float32[Array, "B X C"]
-    queries: Float[Array, "B K W G H"]
-    query_positions: UInt32[Array, "B W"]
+    statistics: State
     rng: UInt32[Array, "B K 2"]
 
     @property
@@ -59,8 +67,7 @@ LEAVES = CompressedState(
     dense=ring.DENSE_LEAVES,
     sample=per_head.LEAVES,
     log_weight=Leaf("B K C"),
-    queries=Leaf("B K W G H"),
-    query_positions=Leaf("B W", shared=True),
+    statistics=(),
     rng=Leaf("B K 2"),
 )
 
@@ -81,25 +88,57 @@ class ExactEnds(NamedTuple):
         return self.sinks + self.window + self.multiple - 1
 
 
-class CompressionPolicy(Policy):
-    """A policy that compresses a prompt: a frozen dataclass with these fields, `ends` and `choose`.
+class ScoredTokens(NamedTuple):
+    """What a score is computed from: the cached tokens of each KV head, oldest first.
 
-    num_queries: how many of the last queries the state stores until the end of prefill. budgets: a
-    field of policies that choose the best tokens by a score.
+    stored: as they are stored, keys rotated to their positions in the text. seen: the same tokens
+    at the positions at which the newest query sees them. count: filled slots. statistics: those of
+    the method.
+    """
+
+    stored: PerHeadTokens  # [B,K,S]
+    seen: PerHeadTokens
+    count: Int32[Array, "#B #K"]
+    statistics: State
+    ends: ExactEnds
+
+    @property
+    def filled(self) -> Bool[Array, "#B #K S"]:
+        return jnp.arange(self.stored.positions.shape[2])[None, None] < self.count[..., None]
+
+    @property
+    def num_between(self) -> Int32[Array, "#B #K"]:
+        """The number of tokens between the ends: those that are scored."""
+        return jnp.maximum(self.count - self.ends.sinks - self.ends.window, 0)
+
+    @property
+    def slots(self) -> slice:
+        """The slots between the ends, of which the first `num_between` are filled."""
+        return slice(self.ends.sinks, self.stored.positions.shape[2] - self.ends.window)
+
+
+class CompressionPolicy(Policy):
+    """A policy that compresses a prompt: a frozen dataclass with these fields, and `ends`.
+
+    It defines `choose`; or `score` and the fields capacity, every, positions and budgets. A score
+    may need statistics of all tokens: `statistics`, their leaves and `observe`.
     """
 
     start: int
     storage: Storage
 
-    grows: ClassVar[bool] = True
-    num_queries: ClassVar[int] = 0
+    capacity: ClassVar[int] = 0
     budgets: ClassVar[Budgets] = "equal"
+    every: ClassVar[int | None] = None
+    positions: ClassVar[Positions] = None
+    statistics_leaves: State = ()
 
     def __post_init__(self) -> None:
         rows.check(self.storage)
         check_choice("budgets", self.budgets, ("equal", "adaptive"))
+        check_every(self)
         sinks = self.ends.sinks
-        if self.storage == "int8" and self.start < sinks:
+        if self.storage == "int8" and self.every is None and self.start < sinks:
             raise UserError(
                 f"start must be at least sinks with storage=int8, got {self.start} and {sinks}; "
                 "try start=512"
@@ -110,57 +149,90 @@ class CompressionPolicy(Policy):
         """The tokens of a prompt that stay exact."""
         raise contract.missing(self, "ends")
 
+    @property
+    def budget(self) -> int:
+        """The mean number of tokens between the ends that a KV head keeps."""
+        return max(0, self.capacity - self.ends.sinks - self.ends.window)
+
+    @property
+    def scorer(self) -> CompressionPolicy:
+        """The policy whose score and statistics these are."""
+        return self
+
+    def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
+        """A number for each token between the ends; the highest stay."""
+        raise contract.missing(self, "choose or score")
+
+    def statistics(self, spec: Spec, batch: int) -> State:
+        """The statistics of no tokens."""
+        return ()
+
+    def observe(self, spec: Spec, statistics: State, chunk: Chunk) -> State:
+        """The statistics with the tokens of a chunk."""
+        return statistics
+
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
         """Select the tokens that represent the first `count` between the ends of the prompt."""
-        raise contract.missing(self, "choose")
+        prompt, shape = state.dense, state.dense.k.shape[:3]
+        positions = jnp.broadcast_to(prompt.positions[:, None], shape)
+        stored = PerHeadTokens(prompt.k, prompt.v, positions)
+        scored = jax.lax.stop_gradient((stored, stored, prompt.count[:, None], state.statistics))
+        score = self.scorer.score(spec, ScoredTokens(*scored, self.ends))
+        return keep_best(tokens, count, score, self.budget, self.budgets)
 
     @property
     def leaves(self) -> CompressedState:
-        exact = ring.leaves(self.storage, self.ends.sinks, ring.DENSE_LEAVES)
+        like = ring.DENSE_LEAVES if self.every is None else ring.LEAVES
+        exact = ring.leaves(self.storage, self.ends.sinks, like)
+        leaves = LEAVES._replace(dense=exact, statistics=self.scorer.statistics_leaves)
         if self.heads_compete:
-            weight = Leaf("B I R")
-            return LEAVES._replace(
-                dense=exact, sample=per_layer.leaves(self.storage), log_weight=weight
-            )
-        return LEAVES._replace(dense=exact, sample=per_head.leaves(self.storage))
+            sample, weight = per_layer.leaves(self.storage), Leaf("B I R")
+            return leaves._replace(sample=sample, log_weight=weight)
+        return leaves._replace(sample=per_head.leaves(self.storage))
 
     @property
     def heads_compete(self) -> bool:
         return self.budgets == "adaptive"
 
     @property
-    def min_prompt(self) -> int:
-        return self.ends.max_tokens + 1
+    def grows(self) -> bool:
+        return self.every is None
+
+    @property
+    def min_prompt(self) -> int | None:
+        return self.ends.max_tokens + self.budget + 1 if self.every is None else None
+
+    @property
+    def cache_relative(self) -> bool:
+        return self.every is not None and self.positions != "absolute"
+
+    @property
+    def max_lookback(self) -> int | float:
+        return self.capacity + self.every if self.cache_relative else math.inf
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        if self.num_queries:
-            check_group(spec)
-        shape = batch, spec.kv_heads, self.num_queries, spec.group or 0, spec.head_dim
-        if self.heads_compete:
-            sample = per_layer.init(spec, batch, 0, self.storage)
-        else:
-            sample = per_head.init(spec, batch, 0, self.storage)
+        slots, size, heads = self.start, 0, spec.kv_heads if self.heads_compete else 1
+        if self.every is not None:
+            slots, size = self.ends.max_tokens + self.every, heads * self.budget
+        storage = per_layer if self.heads_compete else per_head
+        sample = storage.init(spec, batch, size, self.storage)
         return CompressedState(
-            ring.init(spec, batch, self.start, self.storage, self.ends.sinks),
+            ring.init(spec, batch, slots, self.storage, self.ends.sinks),
             sample,
-            jnp.zeros(sample.positions.shape, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((batch, self.num_queries), jnp.uint32),
+            jnp.full(sample.positions.shape, -jnp.inf, jnp.float32),
+            self.scorer.statistics(spec, batch),
             draws.seeds(rng, spec, batch),
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        if self.num_queries:
-            check_group(spec)
-        slots = rows.slots_for(tokens, self.start)
-        prompt = ring.nbytes(spec, slots, self.storage, self.ends.sinks)
-        query = 4 * spec.kv_heads * (spec.group or 0) * spec.head_dim + 4
-        return prompt + self.num_queries * query + 8 * spec.kv_heads
+        return contract.nbytes(contract.shapes_of_prompt(self, spec, tokens))
 
     def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
         """Room for `tokens`; after prefill for that many generated tokens, beside the ends."""
+        if self.every is not None:
+            return state
         ends = self.ends.max_tokens if prefill_finished(state) else 0
         room = max(0, state.dense.positions.shape[1] - ends)  # which doubles, and not the ends
         size = ends + rows.slots_for(tokens, room, rows.MAX_SLOTS - ends)
@@ -170,24 +242,92 @@ class CompressionPolicy(Policy):
         self, spec: Spec, state: CompressedState, chunk: Chunk
     ) -> tuple[Partial, CompressedState]:
         """Attend to all cached tokens and the compressed prompt; append the chunk."""
+        if self.every is not None:
+            size = min(self.every, _PIECE)
+            return chunked_scan(partial(self._update_piece, spec), state, chunk, size)
         if prefill_finished(state) and state.dense.positions.shape[1] <= self.ends.max_tokens:
             raise UserError(
                 "reserve must be called after finish_prefill, got a state without that; call "
                 "state = policy.reserve(spec, state, tokens) for the tokens to come"
             )
         seen, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
-        after = _store_queries(spec, state, chunk)._replace(dense=appended)
         if prefill_finished(state):
-            seen = merge(seen, self._attend_sample(spec, chunk, state))
-        return seen, after
+            seen = merge(seen, self._attend_sample(spec, chunk, state.sample, state.log_weight))
+            return seen, state._replace(dense=appended)
+        return seen, self._observe(spec, state, chunk)._replace(dense=appended)
 
-    def _attend_sample(self, spec: Spec, chunk: Chunk, state: CompressedState) -> Partial:
+    def _observe(self, spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
+        """The state with the statistics of a chunk. They have no gradient, as choices have none."""
+        chunk = jax.lax.stop_gradient(chunk)
+        return state._replace(statistics=self.scorer.observe(spec, state.statistics, chunk))
+
+    def _attend_sample(
+        self,
+        spec: Spec,
+        chunk: Chunk,
+        sample: PerHeadTokens | PerLayerTokens,
+        log_weight: Float32[Array, "B X C"],
+    ) -> Partial:
         """Attention of the tokens of a chunk to the compressed prompt."""
         if self.heads_compete:
-            return per_layer.attend(spec, chunk, state.sample, state.log_weight)
+            return per_layer.attend(spec, chunk, sample, log_weight)
         visible = chunk.valid[:, None, :, None]
-        bias = jnp.where(visible, state.log_weight[:, :, None], -jnp.inf)
-        return per_head.attend(spec, chunk.q, chunk.positions, state.sample, bias)
+        bias = jnp.where(visible, log_weight[:, :, None], -jnp.inf)
+        return per_head.attend(spec, chunk.q, chunk.positions, sample, bias)
+
+    def _update_piece(
+        self, spec: Spec, state: CompressedState, chunk: Chunk
+    ) -> tuple[Partial, CompressedState]:
+        """At most `every` tokens. The first compression, at `capacity`, evicts nothing."""
+        empty = ~jnp.any(state.log_weight > -jnp.inf, axis=(1, 2))
+        between = jnp.where(empty, (self.budget - 1) % self.every + 1, self.every)
+        room = self.ends.max_tokens + between - state.dense.count
+        compress_full = partial(self._compress_full, spec, between)
+        return repeated.in_two_passes(
+            state, chunk, room, partial(self._absorb, spec), compress_full
+        )
+
+    def _absorb(
+        self, spec: Spec, state: CompressedState, chunk: Chunk
+    ) -> tuple[Partial, CompressedState]:
+        """Attend to all cached tokens and append the chunk, which has room."""
+        exact, sample = state.dense, state.sample
+        if self.cache_relative:
+            appended = ring.write(spec, exact, chunk, ring.dense_settings(exact))
+            sampled = repeated.find_sampled(sample, state.log_weight, exact.k.shape[1])
+            places = repeated.cache_positions(appended, sampled, self.budget)
+            sinks = self.ends.sinks
+            seen = repeated.attend_exact(spec, exact, appended, chunk, sinks, places)
+            sample = repeated.sample_at_cache_positions(spec, sample, sampled, places, sinks)
+        else:
+            seen, appended = ring.update(spec, exact, chunk, ring.dense_settings(exact))
+        seen = merge(seen, self._attend_sample(spec, chunk, sample, state.log_weight))
+        return seen, self._observe(spec, state, chunk)._replace(dense=appended)
+
+    def _compress_full(
+        self, spec: Spec, between: Int32[Array, " B"], state: CompressedState, full: Array
+    ) -> CompressedState:
+        """Compress the sample and the tokens between the ends, in the sequences that are full."""
+        exact, sample, ends, heads = state.dense, state.sample, self.ends, state.dense.k.shape[1]
+        sampled = repeated.find_sampled(sample, state.log_weight, heads)
+        # A head has at most what the safeguards of the others leave.
+        most = self.budget + (self.budget - self.budget // SAFEGUARD) * (heads - 1)
+        size = exact.positions.shape[1] + (most if self.heads_compete else self.budget)
+        stored = seen = repeated.in_order(exact, sample, sampled, ends.sinks, size)
+        if self.cache_relative:
+            places = repeated.cache_positions(exact, sampled, self.budget)
+            seen = repeated.at_cache_positions(spec, stored, sampled, places, ends.sinks)
+        count = exact.count[:, None] + sampled.count
+        scored = ScoredTokens(*jax.lax.stop_gradient((stored, seen, count, state.statistics)), ends)
+        score = self.scorer.score(spec, scored)
+        tokens = jax.tree.map(lambda leaf: leaf[:, :, scored.slots], stored)
+        new = keep_best(tokens, scored.num_between, score, self.budget, self.budgets)
+        column = lambda leaf: full.reshape(-1, *[1] * (leaf.ndim - 1))  # noqa: E731
+        sample, log_weight = jax.tree.map(
+            lambda new, old: jnp.where(column(old), new, old), new, (sample, state.log_weight)
+        )
+        exact = repeated.keep_ends(exact, ends.sinks, ends.window, between, full)
+        return state._replace(dense=exact, sample=sample, log_weight=log_weight)
 
     def cached(self, spec: Spec, state: CompressedState) -> Cached:
         exact, sample = ring.cached(state.dense), Cached(state.sample.positions, state.log_weight)
@@ -196,7 +336,32 @@ class CompressionPolicy(Policy):
         return Cached(*(jnp.concatenate(pair, axis=2) for pair in zip(exact, sample, strict=True)))
 
     def finish_prefill(self, spec: Spec, state: CompressedState) -> CompressedState:
+        if self.every is not None:
+            return state
         return compress(state, self.ends, partial(self.choose, spec, state))
+
+
+def check_every(policy: CompressionPolicy) -> None:
+    """Raise UserError for an impossible `every`, and for fields that belong to the other form."""
+    if policy.every is None:
+        if policy.positions is not None:
+            raise UserError(
+                f"positions={policy.positions} belongs to every=N, for a compressed prompt has the "
+                "positions of the text; leave it out, or try every=128"
+            )
+        return
+    if not 1 <= policy.every <= rows.MAX_SLOTS - policy.capacity:
+        raise UserError(
+            f"every must be from 1 to {rows.MAX_SLOTS - policy.capacity} tokens, got "
+            f"{policy.every}; try every=128"
+        )
+    check_choice("positions", policy.positions or "relative", ("relative", "absolute"))
+    default = next(field.default for field in fields(policy) if field.name == "start")
+    if policy.start != default:
+        raise UserError(
+            f"start={policy.start} belongs to a cache that grows, and with every={policy.every} it "
+            "has a constant size; leave one of them out"
+        )
 
 
 def check_capacity(capacity: int, minimum: int, start: int) -> None:
@@ -226,25 +391,6 @@ def check_group(spec: Spec) -> None:
             "this policy stores queries, so it must know how many heads share a KV head; give "
             "Spec(group=...)"
         )
-
-
-def _store_queries(spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
-    """The state with the last W queries, those of the chunk among them."""
-    batch, kv_heads, num_queries, group, head_dim = state.queries.shape
-    if not num_queries:
-        return state
-    q = spec.encoding.rotate(chunk.q.astype(jnp.float32), chunk.positions)
-    q = q.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    queries = jnp.concatenate([state.queries, q], axis=2)
-    positions = jnp.concatenate([state.query_positions, chunk.positions], axis=1)
-    valid = jnp.concatenate([jnp.ones((batch, num_queries), bool), chunk.valid], axis=1)
-    order = jnp.argsort(~valid, axis=1, stable=True)  # valid queries first
-    new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)[:, None]
-    last = jnp.take_along_axis(order, new + jnp.arange(num_queries)[None], axis=1)
-    return state._replace(
-        queries=jnp.take_along_axis(queries, last[:, None, :, None, None], axis=2),
-        query_positions=jnp.take_along_axis(positions, last, axis=1),
-    )
 
 
 def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> CompressedState:
@@ -277,32 +423,32 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         jnp.where(prompt.count > size, rows.OVERFULL, prompt.count - count),
         prompt.exact_sinks,
     )
-    return state._replace(
-        dense=exact,
-        sample=chosen,
-        log_weight=weight,
-        queries=state.queries[:, :, :0],
-        query_positions=state.query_positions[:, :0],
-    )
+    empty = jax.tree.map(lambda a: a[:, :, :0] if a.ndim > 2 else a[:, :0], state.statistics)
+    return state._replace(dense=exact, sample=chosen, log_weight=weight, statistics=empty)
 
 
 def weighted_sample(
-    chosen: PerHeadTokens, count: Int32[Array, " B"], weight: float | Array
+    chosen: PerHeadTokens, count: Int32[Array, "B ..."], weight: float | Array
 ) -> Chosen:
-    """A sample whose first `count` slots are filled, each with this log weight."""
-    filled = jnp.arange(chosen.positions.shape[2])[None, None] < count[:, None, None]
+    """A sample whose first `count` [B,#K] slots are filled, each with this log weight."""
+    filled = _first(count, chosen.positions.shape[2])
     weight = jnp.where(filled, jnp.float32(weight), -jnp.inf)
     return chosen, jnp.broadcast_to(weight, chosen.positions.shape)
 
 
+def _first(count: Int32[Array, "B ..."], size: int) -> Bool[Array, "#B #K S"]:
+    """Whether each of `size` slots is one of the first `count` [B,#K]."""
+    return jnp.arange(size)[None, None] < count.reshape(count.shape[0], -1, 1)
+
+
 def keep_best(
     tokens: PerHeadTokens,
-    count: Int32[Array, " B"],
+    count: Int32[Array, "B ..."],
     score: Float32[Array, "B K S"],
     budget: int,
     budgets: Budgets = "equal",
 ) -> Chosen:
-    """The `budget` highest scores of the first `count` tokens, in the order of the text.
+    """The `budget` highest scores of the first `count` [B,#K] tokens, in the order of the text.
 
     budgets: "equal" for so many in each KV head, "adaptive" for as many in all KV heads together.
     """
@@ -310,7 +456,7 @@ def keep_best(
         return _keep_best_of_layer(tokens, count, score, budget)
     size = tokens.positions.shape[2]
     budget = min(size, budget)
-    valid = jnp.arange(size)[None, None] < count[:, None, None]
+    valid = _first(count, size)
     _, best = jax.lax.top_k(jnp.where(valid, score, -jnp.inf), budget)
     taken = jnp.sort(jnp.where(jnp.take_along_axis(valid, best, 2), best, size), axis=2)
     taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
@@ -318,7 +464,7 @@ def keep_best(
 
 
 def _keep_best_of_layer(
-    tokens: PerHeadTokens, count: Int32[Array, " B"], score: Float32[Array, "B K S"], budget: int
+    tokens: PerHeadTokens, count: Int32[Array, "B ..."], score: Float32[Array, "B K S"], budget: int
 ) -> Chosen:
     """The highest scores of all KV heads together, head by head (AdaKV, arXiv 2407.11550).
 
@@ -326,7 +472,7 @@ def _keep_best_of_layer(
     """
     batch, kv_heads, size = score.shape
     budget = min(size, budget)
-    valid = jnp.broadcast_to(jnp.arange(size)[None, None] < count[:, None, None], score.shape)
+    valid = jnp.broadcast_to(_first(count, size), score.shape)
     score = jnp.where(valid, score, -jnp.inf)
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
     score = jnp.where(valid & (rank < budget // SAFEGUARD), jnp.inf, score)
@@ -343,29 +489,3 @@ def resize(tokens: PerHeadTokens | PerLayerTokens, size: int) -> PerHeadTokens |
     padding = max(0, size - tokens.positions.shape[2])
     pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
     return jax.tree.map(lambda leaf: pad(leaf)[:, :, :size], tokens)
-
-
-def attention_of_last_queries(spec: Spec, state: CompressedState) -> Float32[Array, "B K G S"]:
-    """The attention that each token gets from the last queries of the prompt, summed over them."""
-    prompt = state.dense
-    kv_heads, num_queries = state.queries.shape[1:3]
-    logits = jnp.einsum(
-        "bkwgh,bksh->bkgws",
-        state.queries,
-        rows.dequantise(prompt.k).astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    ) * jnp.float32(spec.scale)
-    if spec.softcap is not None:
-        logits = jnp.float32(spec.softcap) * jnp.tanh(logits / jnp.float32(spec.softcap))
-    penalty = spec.encoding.bias(state.query_positions, prompt.positions, kv_heads)
-    logits = logits if penalty is None else logits + penalty
-    # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
-    number = prompt.count[:, None] - num_queries + jnp.arange(num_queries)[None]
-    slot = jnp.arange(prompt.positions.shape[1])
-    seen = slot[None, None] <= number[:, :, None]
-    seen = seen[:, None, None]
-    top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    shares = weights / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(shares, axis=3)

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv import rows
-from jaxkv.cache import ring
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec, prefill_finished
+from jaxkv.contract import Chunk, Leaf, Spec
 from jaxkv.errors import UserError
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import (
     Budgets,
-    CompressedState,
     CompressionPolicy,
     ExactEnds,
+    Positions,
+    ScoredTokens,
 )
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
+_MAX_COUNT = 2**31 - 1
 
 
-class ExpectedState(NamedTuple):
-    """prompt: the tokens. mean, covariance: of the queries after the sinks, before rotation.
+class QueryMoments(NamedTuple):
+    """Of the queries after the sinks, before rotation. count: of all tokens, up to 2^31 - 1."""
 
-    M is 1 and J is H before the end of prefill; both are 0 after it.
-    """
+    mean: Float32[Array, "B K M G H"]  # M is 1
+    covariance: Float32[Array, "B K J G H"]  # J is H
+    count: Int32[Array, "B C"]  # C is 1
 
-    prompt: CompressedState
-    mean: Float32[Array, "B K M G H"]
-    covariance: Float32[Array, "B K J G H"]
+
+LEAVES = QueryMoments(Leaf("B K M G H"), Leaf("B K J G H"), Leaf("B C", shared=True))
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ExpectedAttention(CompressionPolicy):
     softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
-    exactly. A prompt of at most `capacity` tokens is not compressed. budgets: as in keydiff. start:
-    slots before the prompt, doubled as they fill. storage: as in streaming. The other defaults are
-    those of the published code.
+    exactly. A prompt of at most `capacity` tokens is not compressed. budgets, every, positions: as
+    in keydiff. start: slots before the prompt, doubled as they fill. storage: as in streaming. The
+    other defaults are those of the published code.
     """
 
     capacity: int = 1024
@@ -67,11 +67,14 @@ class ExpectedAttention(CompressionPolicy):
     value_norm: bool = True
     epsilon: float = 0.0
     budgets: Budgets = "equal"
+    every: int | None = None
+    positions: Positions = None
     start: int = 512
     storage: Storage = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+    statistics_leaves: ClassVar[QueryMoments] = LEAVES
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < math.inf:
@@ -86,46 +89,20 @@ class ExpectedAttention(CompressionPolicy):
     def ends(self) -> ExactEnds:
         return ExactEnds(self.sinks, 0)
 
-    @property
-    def leaves(self) -> ExpectedState:
-        return ExpectedState(super().leaves, Leaf("B K M G H"), Leaf("B K J G H"))
-
-    @property
-    def min_prompt(self) -> int:
-        return self.capacity + 1
-
-    def init(self, spec: Spec, batch: int, rng: jax.Array) -> ExpectedState:
+    def statistics(self, spec: Spec, batch: int) -> QueryMoments:
         base.check_group(spec)
-        prompt, heads = super().init(spec, batch, rng), (batch, spec.kv_heads)
         sizes = (1, spec.head_dim)
         moments = (
-            jnp.zeros((*heads, size, spec.group, spec.head_dim), jnp.float32) for size in sizes
+            jnp.zeros((batch, spec.kv_heads, size, spec.group, spec.head_dim), jnp.float32)
+            for size in sizes
         )
-        return ExpectedState(prompt, *moments)
+        return QueryMoments(*moments, jnp.zeros((batch, 1), jnp.int32))
 
-    def reserve(self, spec: Spec, state: ExpectedState, tokens: int) -> ExpectedState:
-        return state._replace(prompt=super().reserve(spec, state.prompt, tokens))
-
-    def cached(self, spec: Spec, state: ExpectedState) -> Cached:
-        return super().cached(spec, state.prompt)
-
-    def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
-        base.check_group(spec)
-        heads, head_dim = spec.kv_heads * spec.group, spec.head_dim
-        return super().bytes_per_sequence(spec, tokens) + 4 * heads * head_dim * (head_dim + 1)
-
-    def update(
-        self, spec: Spec, state: ExpectedState, chunk: Chunk
-    ) -> tuple[Partial, ExpectedState]:
-        seen, after = super().update(spec, state.prompt, chunk)
-        if not prefill_finished(state.prompt):
-            state = self._add_queries(state, chunk)
-        return seen, state._replace(prompt=after)
-
-    def _add_queries(self, state: ExpectedState, chunk: Chunk) -> ExpectedState:
-        """The state with the mean and covariance of the chunk's queries merged into its own."""
-        counted = ring.token_numbers(state.prompt.dense, chunk.valid) >= self.sinks
-        before = jnp.maximum(state.prompt.dense.count - self.sinks, 0).astype(jnp.float32)
+    def observe(self, spec: Spec, statistics: QueryMoments, chunk: Chunk) -> QueryMoments:
+        """The mean and covariance with those of the chunk's queries merged in."""
+        state, tokens = statistics, jnp.cumsum(chunk.valid, axis=1, dtype=jnp.int32)
+        counted = chunk.valid & (jnp.minimum(state.count, self.sinks) + tokens > self.sinks)
+        before = jnp.maximum(state.count[:, 0] - self.sinks, 0).astype(jnp.float32)
         new = jnp.sum(counted, axis=1, dtype=jnp.int32).astype(jnp.float32)
         column = lambda x: x[:, None, None, None, None]  # noqa: E731
         batch, kv_heads, _, group, head_dim = state.mean.shape
@@ -146,31 +123,29 @@ class ExpectedAttention(CompressionPolicy):
             + outer * new_share * old_share
         )
         has_new = column(new > 0)
-        return state._replace(
-            mean=jnp.where(has_new, state.mean + mean_difference * new_share, state.mean),
-            covariance=jnp.where(has_new, merged, state.covariance),
+        return QueryMoments(
+            jnp.where(has_new, state.mean + mean_difference * new_share, state.mean),
+            jnp.where(has_new, merged, state.covariance),
+            jnp.minimum(state.count, _MAX_COUNT - tokens[:, -1:]) + tokens[:, -1:],
         )
 
-    def finish_prefill(self, spec: Spec, state: ExpectedState) -> ExpectedState:
-        choose = partial(self.choose, spec, jax.lax.stop_gradient(state))
-        prompt = base.compress(state.prompt, self.ends, choose)
-        return ExpectedState(prompt, state.mean[:, :, :0], state.covariance[:, :, :0])
-
-    def choose(
-        self, spec: Spec, state: ExpectedState, tokens: PerHeadTokens, count: Array
-    ) -> base.Chosen:
-        # A choice has no gradient.
-        score = self._score(spec, state, jax.lax.stop_gradient(tokens), count)
-        return base.keep_best(tokens, count, score, self.capacity - self.sinks, self.budgets)
+    def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
+        """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
+        positions, newest = tokens.stored.positions[:, 0], tokens.count[:, :1] - 1
+        newest = jnp.clip(newest, 0, positions.shape[1] - 1)
+        after = jnp.take_along_axis(positions, newest, axis=1) + jnp.uint32(1)
+        between = jax.tree.map(lambda leaf: leaf[:, :, tokens.slots], tokens.seen)
+        return self._score(spec, tokens.statistics, between, tokens.num_between, after)
 
     def _score(
-        self, spec: Spec, state: ExpectedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
-    ) -> Float32[Array, "B K S"]:
-        """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
-        written = state.prompt.dense.count[:, None]
-        slots = state.prompt.dense.positions
-        last = jnp.take_along_axis(slots, jnp.clip(written - 1, 0, slots.shape[1] - 1), axis=1)
-        after = last + jnp.uint32(1)
+        self,
+        spec: Spec,
+        state: QueryMoments,
+        tokens: PerHeadTokens,
+        count: Int32[Array, "#B #K"],
+        after: UInt32[Array, "B 1"],
+    ) -> Float32[Array, "B K C"]:
+        """`score` of the first `count` tokens; after: the position of the first later query."""
         rotation = self._mean_rotation(spec, after)
         keys = rows.dequantise(tokens.k).astype(jnp.float32)
         mean = jnp.einsum("bkmgx,bxh->bkgh", state.mean, rotation, precision=HIGHEST)
@@ -185,8 +160,8 @@ class ExpectedAttention(CompressionPolicy):
             logits += jnp.float32(spec.scale**2 / 2) * variance
         penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])
         logits = logits if penalty is None else logits + penalty[:, :, :, 0]
-        valid = jnp.arange(keys.shape[2])[None] < count[:, None]
-        logits = jnp.where(valid[:, None, None], logits, -jnp.inf)
+        valid = jnp.arange(keys.shape[2])[None, None] < count[..., None]
+        logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
         shares = jax.nn.log_softmax(logits, axis=-1)
         score = jax.nn.logsumexp(shares, axis=2) - jnp.float32(math.log(shares.shape[2]))
         if not self.value_norm:

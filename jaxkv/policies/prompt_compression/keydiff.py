@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv import rows
 from jaxkv.cache import per_head
-from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.cache.ring import Ring
-from jaxkv.contract import Spec
+from jaxkv.contract import Chunk, Leaf, Spec, State
 from jaxkv.errors import check_choice
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import (
     Budgets,
-    CompressedState,
     CompressionPolicy,
     ExactEnds,
+    Positions,
+    ScoredTokens,
 )
-from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float, Float32
+from jaxkv.rows import Rows, Storage
+from jaxkv.typing import Array, Float, Float32, UInt32
 
 Keys = Literal["rotated", "unrotated"]
 
@@ -44,11 +42,19 @@ class KeyDiff(CompressionPolicy):
     for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer together
     (AdaKV, arXiv 2407.11550). start: slots before the prompt, doubled as they fill. storage: as in
     streaming.
+
+    every: compress whenever so many tokens beyond `capacity` are cached, in prompts and answers
+    alike, so that endless text fits a constant memory; a query sees at most `capacity` + `every`
+    tokens. The mean key is then that of all tokens so far. positions: with `every`, relative (the
+    default) counts positions within the cache, as in streaming, and absolute in the text. A head
+    with more tokens than an equal share gives its furthest ones the same relative position.
     """
 
     capacity: int = 1024
     keys: Keys = "rotated"
     budgets: Budgets = "equal"
+    every: int | None = None
+    positions: Positions = None
     start: int = 512
     storage: Storage = "float"
 
@@ -62,30 +68,41 @@ class KeyDiff(CompressionPolicy):
         super().__post_init__()
 
     @property
-    def min_prompt(self) -> int:
-        return self.capacity + 1
+    def statistics_leaves(self) -> State:
+        return () if self.every is None else Leaf("B K M H")
 
-    def choose(
-        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
-    ) -> base.Chosen:
-        difference = score(spec, state.dense, self.keys)
-        return base.keep_best(tokens, count, difference, self.capacity, self.budgets)
+    def statistics(self, spec: Spec, batch: int) -> State:
+        """With `every`, the sum of the keys of all tokens, each of length 1."""
+        shape = batch, spec.kv_heads, 1, spec.head_dim
+        return () if self.every is None else jnp.zeros(shape, jnp.float32)
 
+    def observe(self, spec: Spec, statistics: State, chunk: Chunk) -> State:
+        if self.every is None:
+            return statistics
+        k = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
+        k = rows.quantise(k) if self.storage == "int8" else k.astype(spec.dtype)
+        k = self._directions(spec, k, jnp.broadcast_to(chunk.positions[:, None], k.shape[:3]))
+        k = jnp.where(chunk.valid[:, None, :, None], k, 0.0)
+        return statistics + jnp.sum(k, axis=2, keepdims=True)
 
-def score(spec: Spec, prompt: Ring, keys: Keys) -> Float32[Array, "B K S"]:
-    """Minus the cosine of each key of a prompt with the mean of all its keys of length 1.
+    def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
+        """Minus the cosine of each key with the mean of all keys of length 1."""
+        k, total = (
+            self._directions(spec, tokens.stored.k, tokens.stored.positions),
+            tokens.statistics,
+        )
+        if self.every is None:
+            total = jnp.sum(jnp.where(tokens.filled[..., None], k, 0.0), axis=2, keepdims=True)
+        return -jnp.sum(k * _unit(total), axis=-1)[:, :, tokens.slots]
 
-    A score chooses, so it has no gradient.
-    """
-    batch, kv_heads, size, _ = prompt.k.shape
-    k = jax.lax.stop_gradient(rows.dequantise(prompt.k).astype(jnp.float32))
-    if keys == "unrotated":
-        back = jnp.broadcast_to(-prompt.positions[:, None], (batch, kv_heads, size))
-        k = per_head.rerotate(replace(spec, dtype="float32"), k, back)
-    k = _unit(k)
-    written = (jnp.arange(size)[None] < prompt.count[:, None])[:, None, :, None]
-    mean = jnp.sum(jnp.where(written, k, 0.0), axis=2, keepdims=True)
-    return -jnp.sum(k * _unit(mean), axis=-1)
+    def _directions(
+        self, spec: Spec, k: Rows, positions: UInt32[Array, "B K S"]
+    ) -> Float32[Array, "B K S H"]:
+        """Stored keys [B,K,S,H], of length 1."""
+        k = rows.dequantise(k).astype(jnp.float32)
+        if self.keys == "unrotated":
+            k = per_head.rerotate(replace(spec, dtype="float32"), k, -positions)
+        return _unit(k)
 
 
 def _unit(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:

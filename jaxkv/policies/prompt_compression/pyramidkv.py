@@ -6,14 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.contract import Spec
 from jaxkv.errors import UserError
-from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.base import CompressionPolicy, ExactEnds, Positions
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
 from jaxkv.rows import Storage
-from jaxkv.typing import Array
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,9 @@ class PyramidKV(CompressionPolicy):
     (section 3), so lower layers need more of the same total budget.
 
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
-    start, storage: as in snapkv. The step from layer to layer is rounded down, as in the published
-    code, so the mean is above `capacity`, by less than half as many tokens as there are layers.
+    every, positions, start, storage: as in snapkv. The step from layer to layer is rounded down, as
+    in the published code, so the mean is above `capacity`, by less than half as many tokens as
+    there are layers.
     Here the budgets do not depend on the prompt. In the published code they do: a prompt of fewer
     than `capacity` tokens stays whole, all layers have the same budget up to twice as many tokens,
     and no layer has a budget above the length of the prompt.
@@ -36,6 +33,8 @@ class PyramidKV(CompressionPolicy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     beta: int = 20
+    every: int | None = None
+    positions: Positions = None
     start: int = 512
     # Set by `for_layer`.
     layer: int = field(default=0, repr=False)
@@ -57,13 +56,13 @@ class PyramidKV(CompressionPolicy):
             raise UserError(
                 f"layer must be one of {self.layers} layers, got {self.layer}; use 0 or more"
             )
-        _ = self._snap
+        _ = self.scorer
 
     def for_layer(self, layer: int, num_layers: int) -> PyramidKV:
         return dataclasses.replace(self, layer=layer, layers=num_layers)
 
     @property
-    def _snap(self) -> SnapKV:
+    def scorer(self) -> SnapKV:
         mean = self.capacity - self.window
         budget, minimum = mean, mean // self.beta
         if self.layers > 1:
@@ -75,23 +74,16 @@ class PyramidKV(CompressionPolicy):
             window=self.window,
             kernel=self.kernel,
             pool=self.pool,
+            every=self.every,
+            positions=self.positions,
             start=self.start,
             storage=self.storage,
         )
 
     @property
     def ends(self) -> ExactEnds:
-        return self._snap.ends
+        return self.scorer.ends
 
     @property
-    def num_queries(self) -> int:
-        return self._snap.num_queries
-
-    @property
-    def min_prompt(self) -> int:
-        return self._snap.min_prompt
-
-    def choose(
-        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
-    ) -> base.Chosen:
-        return self._snap.choose(spec, state, tokens, count)
+    def budget(self) -> int:
+        return self.scorer.budget

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.contract import Spec
-from jaxkv.policies.prompt_compression import base, keydiff
+from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import (
     Budgets,
-    CompressedState,
     CompressionPolicy,
     ExactEnds,
+    Positions,
 )
+from jaxkv.policies.prompt_compression.keydiff import KeyDiff
 from jaxkv.rows import Storage
-from jaxkv.typing import Array
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,17 @@ class Retrieval(CompressionPolicy):
 
     The compressed prompt has `capacity` tokens per KV head on average. Its first `sinks` and last
     `window` tokens are among them, in every head. Generated tokens are cached exactly. A prompt of
-    at most `capacity` tokens is not compressed. budgets, start: as in keydiff. storage: as in
-    streaming.
+    at most `capacity` tokens is not compressed. budgets, every, positions, start: as in keydiff.
+    storage: as in streaming. With `every` needles are found in endless text: a sentence that left
+    the window stays in the heads that retrieve.
     """
 
     capacity: int = 1024
     sinks: int = 4
     window: int = 32
     budgets: Budgets = "adaptive"
+    every: int | None = None
+    positions: Positions = None
     start: int = 512
     storage: Storage = "float"
 
@@ -54,13 +55,5 @@ class Retrieval(CompressionPolicy):
         return ExactEnds(self.sinks, self.window)
 
     @property
-    def min_prompt(self) -> int:
-        return self.capacity + 1
-
-    def choose(
-        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
-    ) -> base.Chosen:
-        between = slice(self.sinks, self.sinks + tokens.positions.shape[2])
-        difference = keydiff.score(spec, state.dense, "unrotated")[:, :, between]
-        budget = self.capacity - self.sinks - self.window
-        return base.keep_best(tokens, count, difference, budget, self.budgets)
+    def scorer(self) -> KeyDiff:
+        return KeyDiff(self.capacity, "unrotated", every=self.every, storage=self.storage)

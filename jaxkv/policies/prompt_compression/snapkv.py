@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import rows
-from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.contract import Spec
+from jaxkv.contract import Chunk, Leaf, Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import (
     Budgets,
-    CompressedState,
     CompressionPolicy,
     ExactEnds,
+    Positions,
+    ScoredTokens,
 )
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float32
+from jaxkv.typing import Array, Float, Float32, UInt32
 
 MAX_KERNEL = 1023  # neighbours; the time of pooling grows with them
+
+
+class LastQueries(NamedTuple):
+    """The last W queries, rotated to their positions."""
+
+    q: Float[Array, "B K W G H"]
+    positions: UInt32[Array, "B W"]
+
+
+LEAVES = LastQueries(Leaf("B K W G H"), Leaf("B W", shared=True))
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,9 @@ class SnapKV(CompressionPolicy):
     The compressed prompt has `capacity` tokens; generated tokens are cached exactly. Attention is
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
-    published LongBench runs. A prompt of at most `capacity` tokens is not compressed. budgets: as
-    in keydiff. start: slots before the prompt, doubled as they fill. storage: as in streaming.
+    published LongBench runs. A prompt of at most `capacity` tokens is not compressed. budgets,
+    every, positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage:
+    as in streaming.
     """
 
     capacity: int = 1024
@@ -45,11 +56,14 @@ class SnapKV(CompressionPolicy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     budgets: Budgets = "equal"
+    every: int | None = None
+    positions: Positions = None
     start: int = 512
     storage: Storage = "float"
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    statistics_leaves: ClassVar[LastQueries] = LEAVES
 
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start)
@@ -69,24 +83,21 @@ class SnapKV(CompressionPolicy):
     def ends(self) -> ExactEnds:
         return ExactEnds(0, self.window)
 
-    @property
-    def num_queries(self) -> int:
-        return self.window
+    def statistics(self, spec: Spec, batch: int) -> LastQueries:
+        base.check_group(spec)
+        shape = batch, spec.kv_heads, self.window, spec.group, spec.head_dim
+        return LastQueries(
+            jnp.zeros(shape, jnp.float32), jnp.zeros((batch, self.window), jnp.uint32)
+        )
 
-    @property
-    def min_prompt(self) -> int:
-        return self.capacity + 1
+    def observe(self, spec: Spec, statistics: LastQueries, chunk: Chunk) -> LastQueries:
+        return with_queries(spec, statistics, chunk)
 
-    def choose(
-        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
-    ) -> base.Chosen:
-        # A choice has no gradient.
-        attention = jax.lax.stop_gradient(base.attention_of_last_queries(spec, state))
-        size = tokens.positions.shape[2]
-        valid = jnp.arange(size)[None, None] < count[:, None, None]
-        score = jnp.where(valid[:, :, None], attention[..., :size], 0)
-        score = jnp.mean(self._pooled(score), axis=2)
-        return base.keep_best(tokens, count, score, self.capacity - self.window, self.budgets)
+    def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
+        attention = attention_of_last_queries(spec, tokens)[..., tokens.slots]
+        valid = jnp.arange(attention.shape[3])[None, None] < tokens.num_between[..., None]
+        attention = jnp.where(valid[:, :, None], attention, 0)
+        return jnp.mean(self._pooled(attention), axis=2)
 
     def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
         """Pooled over neighbours. A mean counts places beyond the ends as zeros."""
@@ -101,3 +112,46 @@ class SnapKV(CompressionPolicy):
             ((0, 0), (0, 0), (0, 0), (side, side)),
         )
         return pooled / jnp.float32(self.kernel) if self.pool == "mean" else pooled
+
+
+def with_queries(spec: Spec, last: LastQueries, chunk: Chunk) -> LastQueries:
+    """The last W queries, those of the chunk among them."""
+    batch, kv_heads, num_queries, group, head_dim = last.q.shape
+    q = spec.encoding.rotate(chunk.q.astype(jnp.float32), chunk.positions)
+    q = q.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    queries = jnp.concatenate([last.q, q], axis=2)
+    positions = jnp.concatenate([last.positions, chunk.positions], axis=1)
+    valid = jnp.concatenate([jnp.ones((batch, num_queries), bool), chunk.valid], axis=1)
+    order = jnp.argsort(~valid, axis=1, stable=True)  # valid queries first
+    new = jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)[:, None]
+    newest = jnp.take_along_axis(order, new + jnp.arange(num_queries)[None], axis=1)
+    return LastQueries(
+        jnp.take_along_axis(queries, newest[:, None, :, None, None], axis=2),
+        jnp.take_along_axis(positions, newest, axis=1),
+    )
+
+
+def attention_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K G S"]:
+    """The attention that each cached token gets from the last queries, summed over them."""
+    last, seen_tokens = tokens.statistics, tokens.seen
+    kv_heads, num_queries = last.q.shape[1:3]
+    logits = jnp.einsum(
+        "bkwgh,bksh->bkgws",
+        last.q,
+        rows.dequantise(seen_tokens.k).astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    ) * jnp.float32(spec.scale)
+    if spec.softcap is not None:
+        logits = jnp.float32(spec.softcap) * jnp.tanh(logits / jnp.float32(spec.softcap))
+    penalty = spec.encoding.bias(last.positions, seen_tokens.positions, kv_heads)
+    logits = logits if penalty is None else logits + penalty
+    # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
+    number = tokens.count[..., None] - num_queries + jnp.arange(num_queries)[None, None]
+    slot = jnp.arange(seen_tokens.positions.shape[2])
+    seen = slot[None, None, None] <= number[..., None]
+    seen = seen[:, :, None]
+    top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(shares, axis=3)

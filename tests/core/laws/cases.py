@@ -164,6 +164,17 @@ CASES = [
     Case("retrieval", policy=Retrieval(capacity=15, sinks=2, window=3, start=16),
          rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
               capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
+    # With `every`, token number capacity + every is the first that evicts others.
+    Case("keydiff-every", policy=KeyDiff(capacity=9, every=4),
+         rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0, choose=oracle.least_alike(
+              capacity=9, theta=THETA)), capacity=12, relative=True),
+    Case("snapkv-every", policy=SnapKV(capacity=9, window=3, kernel=3, every=5, storage="int8"),
+         rule=oracle.repeated(capacity=9, every=5, sinks=0, size=3, choose=oracle.most_attended(
+              capacity=9, size=3, kernel=3, pool="max", **ROTATED, relative=True)),
+         capacity=13, relative=True, chunks=FEW),
+    Case("retrieval-every", policy=Retrieval(capacity=15, sinks=2, window=3, every=4),
+         rule=oracle.repeated_of_layer(capacity=15, every=4, sinks=2, size=3),
+         capacity=18, exact=2, relative=True, chunks=FEW),
     # New tables are made after 35 tokens, and after 75. Codes of rotated keys depend on the first
     # position.
     Case("magicpig", policy=MagicPIG(K=2, L=5, sinks=2, window=3, tail=35, start=8),
@@ -205,6 +216,32 @@ VARIANTS = [
     Case("keydiff-unrotated", policy=KeyDiff(capacity=9, start=16, keys="unrotated"),
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.least_alike(capacity=9,
               theta=None)), capacity=9, chunks=FEW, longest=36),
+    Case("keydiff-every-1", policy=KeyDiff(capacity=9, keys="unrotated", every=1,
+         positions="absolute"),
+         rule=oracle.repeated(capacity=9, every=1, sinks=0, size=0, choose=oracle.least_alike(
+              capacity=9, theta=None)), capacity=9, chunks=FEW),
+    Case("snapkv-every-absolute", policy=SnapKV(capacity=8, window=3, kernel=3, pool="mean",
+         every=20, positions="absolute"),
+         rule=oracle.repeated(capacity=8, every=20, sinks=0, size=3, choose=oracle.most_attended(
+              capacity=8, size=3, kernel=3, pool="mean", **ROTATED)), capacity=27, chunks=FEW),
+    Case("snapkv-every-equal-int8", policy=SnapKV(capacity=9, window=3, kernel=3, every=5,
+         storage="int8", positions="absolute"),
+         rule=oracle.repeated(capacity=9, every=5, sinks=0, size=3, choose=oracle.most_attended(
+              capacity=9, size=3, kernel=3, pool="max", **ROTATED)), capacity=13, chunks=FEW),
+    Case("expected-attention-every", policy=ExpectedAttention(capacity=9, sinks=2, future=6,
+         every=3, positions="absolute"),
+         rule=oracle.repeated(capacity=9, every=3, sinks=2, size=0, choose=oracle.most_expected(
+              capacity=9, sinks=2, future=6, **ROTATED)), capacity=11, exact=2, chunks=FEW),
+    Case("retrieval-every-int8", policy=Retrieval(capacity=15, sinks=2, window=3, every=7,
+         storage="int8"), rule=oracle.repeated_of_layer(capacity=15, every=7, sinks=2, size=3),
+         capacity=21, exact=2, relative=True, chunks=FEW),
+    Case("retrieval-every-absolute", policy=Retrieval(capacity=15, sinks=2, window=3, every=1,
+         positions="absolute"),
+         rule=oracle.repeated_of_layer(capacity=15, every=1, sinks=2, size=3),
+         capacity=15, exact=2, chunks=FEW),
+    Case("retrieval-every-alibi", policy=Retrieval(capacity=15, sinks=2, window=3, every=6),
+         rule=oracle.repeated_of_layer(capacity=15, every=6, sinks=2, size=3),
+         capacity=20, exact=2, relative=True, chunks=FEW, encoding=ALIBI, softcap=2.0),
     Case("window-1", policy=Window(window=1),
          rule=oracle.window(size=1), capacity=1, chunks=(1, 3), longest=7),
     Case("streaming-0-5", policy=Streaming(sinks=0, window=5),

@@ -26,6 +26,8 @@ from tests.core.oracle.prompt_compression import (
     least_alike_of_layer,
     most_attended,
     most_expected,
+    repeated,
+    repeated_of_layer,
 )
 from tests.core.oracle.sparse import (
     by_weight,
@@ -60,6 +62,8 @@ __all__ = [
     "of_mass",
     "of_pages",
     "priority",
+    "repeated",
+    "repeated_of_layer",
     "reservoir",
     "rotate",
     "rotate_heads",

@@ -13,6 +13,7 @@ class Inputs(NamedTuple):
     tokens, prompt: the length of the sequence, and of the prompt in it. rng: two uint32.
     q [T,G,H], k, v [T,H]: before rotation. start: position of the first token. slopes: ALiBi
     slopes of the query heads. head, layer_k [T,K,H]: which KV head this is, and the keys of all.
+    cached: the tokens in the cache when it is compressed; None: all of the prompt.
     """
 
     tokens: int
@@ -25,6 +26,7 @@ class Inputs(NamedTuple):
     slopes: Any = None
     head: int = 0
     layer_k: Any = None
+    cached: Any = None
 
 
 def attention(

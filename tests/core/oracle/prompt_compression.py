@@ -34,6 +34,53 @@ def compressed(sinks, size, rounds, choose):
     return rule
 
 
+def repeated(capacity, every, sinks, size, choose):
+    """Whenever `every` tokens beyond `capacity` are cached, compress to `capacity`; ends stay."""
+
+    def rule(inputs):
+        cached = []
+        for number in range(inputs.tokens):
+            cached.append(number)
+            view = [(n, 0.0) for n in cached]
+            if len(cached) == capacity + every:
+                end = len(cached) - size
+                chosen = choose(
+                    cached[sinks:end], inputs._replace(prompt=number + 1, cached=cached)
+                )
+                cached = cached[:sinks] + sorted(chosen) + cached[end:]
+            yield view, [(n, 0.0) for n in cached]
+
+    return rule
+
+
+def repeated_of_layer(capacity, every, sinks, size):
+    """The same for KV heads that compete, by their keys before rotation.
+
+    A position in the cache is at most so many tokens back as with equal heads: sampled tokens
+    further back share one.
+    """
+
+    def rule(inputs):
+        budget, heads = capacity - sinks - size, range(inputs.layer_k.shape[1])
+        cached, excess = [[] for _ in heads], [0 for _ in heads]
+        for number in range(inputs.tokens):
+            for head in heads:
+                cached[head].append(number)
+            view = [(n, 0.0) for n in cached[inputs.head]]
+            shared = excess[inputs.head]
+            places = [i if i < sinks else max(sinks, i - shared) for i in range(len(view))]
+            if sum(map(len, cached)) == len(heads) * (capacity + every):
+                between = [cached[head][sinks : len(cached[head]) - size] for head in heads]
+                best = best_of_layer(between, inputs._replace(prompt=number + 1), budget)
+                for head in heads:
+                    kept = sorted(n for _, at, n in best if at == head)
+                    first, last = cached[head][:sinks], cached[head][len(cached[head]) - size :]
+                    cached[head], excess[head] = first + kept + last, max(0, len(kept) - budget)
+            yield view, [(n, 0.0) for n in cached[inputs.head]], places
+
+    return rule
+
+
 def in_blocks(rounds, block, choose):
     """Halving in blocks, `rounds` times."""
 
@@ -86,25 +133,30 @@ def at_random(rounds):
     return choose
 
 
-def most_attended(capacity, size, kernel, pool, theta, scale):
-    """SnapKV: the tokens with the most attention from the last `size` queries, pooled per head."""
+def most_attended(capacity, size, kernel, pool, theta, scale, relative=False):
+    """SnapKV: the tokens with the most attention from the last `size` queries, pooled per head.
+
+    relative: by positions in the cache.
+    """
 
     def choose(numbers, inputs):
-        last = [n for n in range(inputs.prompt - size, inputs.prompt) if n >= 0]
-        k, side = inputs.k[: inputs.prompt], kernel // 2
-        k = k if theta is None else rotate(k, np.arange(inputs.prompt), theta)
+        cached = list(range(inputs.prompt)) if inputs.cached is None else inputs.cached
+        place = np.arange(len(cached)) if relative else np.array(cached)
+        k, side = inputs.k[cached], kernel // 2
+        k = k if theta is None else rotate(k, place, theta)
         pooled = np.zeros(len(numbers))
         for head in range(len(inputs.q[0])):
-            score = np.zeros(inputs.prompt)
-            for n in last:
-                query = inputs.q[n][head]
-                query = query if theta is None else rotate(query[None], [n], theta)[0]
-                e = np.exp(k[: n + 1] @ query * scale)
-                score[: n + 1] += e / e.sum()
+            score = np.zeros(len(cached))
+            for i in range(max(0, len(cached) - size), len(cached)):
+                query = inputs.q[cached[i]][head]
+                query = query if theta is None else rotate(query[None], place[i : i + 1], theta)[0]
+                e = np.exp(k[: i + 1] @ query * scale)
+                score[: i + 1] += e / e.sum()
             padded = np.pad(score[: len(numbers)], side)
             around = [padded[i : i + kernel] for i in range(len(numbers))]
             pooled += [x.max() if pool == "max" else x.mean() for x in around]
-        return sorted(numbers, key=lambda n: -pooled[n])[: capacity - size]
+        best = sorted(range(len(numbers)), key=lambda i: -pooled[i])[: capacity - size]
+        return [numbers[i] for i in best]
 
     return choose
 
@@ -127,19 +179,24 @@ def least_alike_of_layer(capacity, ends):
     """Retrieval: keys before rotation; KV heads compete, each with a fifth of an equal share."""
 
     def choose(numbers, inputs):
-        share, heads = min(capacity - ends, len(numbers)), range(inputs.layer_k.shape[1])
-        ranked, fixed = [], []
-        for head in heads:
-            k = inputs.layer_k[: inputs.prompt, head]
-            k = k / np.linalg.norm(k, axis=1)[:, None]
-            cosines = k @ k.sum(axis=0) / np.linalg.norm(k.sum(axis=0))
-            order = sorted((cosines[n], head, n) for n in numbers)
-            fixed += order[: share // 5]
-            ranked += order[share // 5 :]
-        best = fixed + sorted(ranked)[: len(heads) * share - len(fixed)]
+        share, heads = min(capacity - ends, len(numbers)), inputs.layer_k.shape[1]
+        best = best_of_layer([numbers] * heads, inputs, share)
         return [n for _, head, n in best if head == inputs.head]
 
     return choose
+
+
+def best_of_layer(numbers, inputs, share):
+    """Of the tokens of each KV head the best of all heads: (cosine, head, number)."""
+    ranked, fixed = [], []
+    for head, of_head in enumerate(numbers):
+        k = inputs.layer_k[: inputs.prompt, head]
+        k = k / np.linalg.norm(k, axis=1)[:, None]
+        cosines = k @ k.sum(axis=0) / np.linalg.norm(k.sum(axis=0))
+        order = sorted((cosines[n], head, n) for n in of_head)
+        fixed += order[: share // 5]
+        ranked += order[share // 5 :]
+    return fixed + sorted(ranked)[: len(numbers) * share - len(fixed)]
 
 
 def most_expected(capacity, sinks, future, theta, scale, epsilon=0.0):

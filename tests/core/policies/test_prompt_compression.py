@@ -15,7 +15,8 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV
 from jaxkv.policies.prompt_compression.balance import _as_published
-from jaxkv.policies.prompt_compression.base import attention_of_last_queries
+from jaxkv.policies.prompt_compression.base import ScoredTokens
+from jaxkv.policies.prompt_compression.snapkv import attention_of_last_queries
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 from jaxkv.rotary import Alibi, NoPosition, rotary
 from tests.core import oracle
@@ -28,12 +29,12 @@ HEADS = KV_HEADS * GROUP
 def test_pyramidkv_budgets_fall_from_layer_to_layer():
     """32 layers, with the published capacity 2048 and window 32: B = 2016, minimum 2016 // 20."""
     layers = by_layer("pyramidkv:capacity=2048", 32)
-    budgets = [policy._snap.capacity - 32 for policy in layers]
+    budgets = [policy.scorer.capacity - 32 for policy in layers]
     assert budgets[0] == 2 * 2016 - 100 and budgets[1] == budgets[0] - (3932 - 100) // 31
     assert budgets == sorted(budgets, reverse=True) and 100 <= budgets[-1] < 120
     assert 2016 <= np.mean(budgets) < 2016 + 16
     # The step is rounded down, which small budgets feel most.
-    small = [policy._snap.capacity for policy in by_layer("pyramidkv:capacity=128", 30)]
+    small = [policy.scorer.capacity for policy in by_layer("pyramidkv:capacity=128", 30)]
     assert 128 < np.mean(small) <= 128 * 1.05
     assert len({type(policy) for policy in layers}) == 1 and layers[3].layer == 3
 
@@ -106,6 +107,14 @@ def read(policy, spec, tokens, valid):
     return state
 
 
+def scored_tokens(policy, state):
+    """The tokens of the prompts, as a score gets them."""
+    prompt = state.dense
+    positions = jnp.broadcast_to(prompt.positions[:, None], prompt.k.shape[:3])
+    stored = PerHeadTokens(prompt.k, prompt.v, positions)
+    return ScoredTokens(stored, stored, prompt.count[:, None], state.statistics, policy.ends)
+
+
 def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
     """A mean that is thirty times the deviation loses no digits of the covariance."""
     spec, sinks = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP), 3
@@ -117,9 +126,10 @@ def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
     for sequence, head in np.ndindex(2, HEADS):
         queries = q[sequence, padding[sequence] + sinks :, head].astype(np.float64)
         at = sequence, head // GROUP, slice(None), head % GROUP
-        np.testing.assert_allclose(state.mean[at][0], queries.mean(axis=0), rtol=1e-6)
+        moments = state.statistics
+        np.testing.assert_allclose(moments.mean[at][0], queries.mean(axis=0), rtol=1e-6)
         expected = np.cov(queries.T, bias=True)
-        np.testing.assert_allclose(state.covariance[at], expected, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(moments.covariance[at], expected, rtol=2e-5, atol=1e-5)
 
 
 def test_the_score_is_the_expectation_over_normal_queries(rng):
@@ -131,9 +141,7 @@ def test_the_score_is_the_expectation_over_normal_queries(rng):
     q, k, v = random_tokens(rng, 1, 1)
     q = q @ mix + np.float32(0.3)
     state = read(policy, spec, (q, k, v), np.ones((2, TOKENS), bool))
-    prompt = state.prompt.dense
-    positions = jnp.broadcast_to(prompt.positions[:, None], (2, 1, 64))
-    score = policy._score(spec, state, PerHeadTokens(prompt.k, prompt.v, positions), prompt.count)
+    score = policy.score(spec, scored_tokens(policy, state))
     queries = q[0, :, 0].astype(np.float64)
     drawn = rng.multivariate_normal(
         queries.mean(axis=0), np.cov(queries.T, bias=True), size=2_000_000
@@ -186,7 +194,8 @@ def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, t
     valid[1, : TOKENS - tokens] = False  # padding before it
     q, k, v = random_tokens(rng)
     state = read(policy, spec, (q, k, v), valid)
-    actual = np.asarray(jax.jit(lambda state: attention_of_last_queries(spec, state))(state))
+    score = lambda state: attention_of_last_queries(spec, scored_tokens(policy, state))  # noqa: E731
+    actual = np.asarray(jax.jit(score)(state))
     actual = actual.reshape(2, HEADS, -1)
     slopes = encoding.slopes if isinstance(encoding, Alibi) else None
     for sequence in range(2):
