@@ -52,24 +52,26 @@ USES = {
     ),
     "snapkv": (
         "a long prompt that is continued",
-        "endless text; single facts of the prompt; several questions about one prompt, which is "
-        "compressed for the first",
+        "endless text without `every`; single facts of the prompt; several questions about one "
+        "prompt, which is compressed for the first",
     ),
     "pyramidkv": (
         "a long prompt that is continued, with most of the budget in the first layers",
-        "endless text; single facts of the prompt and several questions, as snapkv",
+        "endless text without `every`; single facts of the prompt and several questions, as snapkv",
     ),
     "expected-attention": (
         "a long prompt that is continued, however it ends",
-        "endless text; single facts of the prompt; models whose logits have a softcap",
+        "endless text without `every`; single facts of the prompt; models whose logits have a "
+        "softcap",
     ),
     "keydiff": (
         "a prompt with single facts, of which a quarter or more is cached",
-        "endless text; removing most of a prompt",
+        "endless text without `every`; removing most of a prompt",
     ),
     "retrieval": (
-        "a prompt that is asked about afterwards: single facts anywhere in it",
-        "endless text; a mesh that splits KV heads",
+        "a prompt that is asked about afterwards: single facts anywhere in it; with `every`, "
+        "endless text",
+        "a mesh that splits KV heads",
     ),
     "magicpig": (
         "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",
@@ -101,8 +103,9 @@ def policies() -> str:
     sections = []
     for name, policy in POLICIES.items():
         use, avoid = USES[name]
+        words = (True, False, None)
         fields = ", ".join(
-            f"`{f.name}={str(f.default).lower() if f.default in (True, False) else f.default}`"
+            f"`{f.name}={str(f.default).lower() if f.default in words else f.default}`"
             for f in dataclasses.fields(policy) if f.repr
         )  # fmt: skip
         sections.append(

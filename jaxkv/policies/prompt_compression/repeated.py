@@ -12,7 +12,7 @@ heads with more than `budget` sampled tokens, all that are further back share th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,9 @@ from jaxkv.cache import per_head, per_layer, ring
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.cache.per_layer import PerLayerTokens
 from jaxkv.cache.ring import Ring, RingSettings
-from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.contract import Chunk, Partial, Spec, State
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
-State = TypeVar("State")
 Absorb = Callable[[State, Chunk], tuple[Partial, State]]
 Compress = Callable[[State, Bool[Array, " B"]], State]  # of the sequences that are marked
 Sample = PerHeadTokens | PerLayerTokens

@@ -26,6 +26,7 @@ from tests.serve.engine.plain import (
 )
 
 STREAMING = "streaming:sinks=2,window=14"
+RETRIEVAL = "retrieval:capacity=12,sinks=2,window=4,every=7"
 SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
 APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
              "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
@@ -41,11 +42,15 @@ EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,position
               "balance-stream:sinks=2,window=6,levels=2,block=4",
               "balance-stream:sinks=2,window=6,levels=1,block=4",
               "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,storage=int8",
+              RETRIEVAL, "keydiff:capacity=8,every=1,positions=absolute,storage=int8",
+              "snapkv:capacity=8,window=4,every=5", "pyramidkv:capacity=8,window=4,every=5",
+              "expected-attention:capacity=8,sinks=2,future=16,every=5",
               "balance-stream:sinks=2,window=6,levels=2,block=4,storage=int8")  # fmt: skip
 OFTEN = {
     "full",
     "full:storage=int8",
     STREAMING,
+    RETRIEVAL,
     "0=full;*=streaming:sinks=2,window=14",
 }
 

@@ -19,7 +19,7 @@ from tests.seldom import seldom
 from tests.serve.engine.plain import Recorder, ask, finish, plain, prompts
 
 POLICIES = ["streaming:sinks=2,window=14", "full", seldom("reservoir:sinks=2,window=6,sample=8"),
-            seldom("snapkv:capacity=12,window=4")]  # fmt: skip
+            seldom("snapkv:capacity=12,window=4"), "keydiff:capacity=12,every=5"]  # fmt: skip
 
 
 def test_sizes():
