@@ -67,17 +67,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         for line in lines(silent=args.json):
             begin = line.lstrip()[:2]
-            if begin.startswith("/") and begin != "//":
-                with on_interrupt(stop):
-                    obey(chat, line.strip())
-            else:
-                message = line.lstrip()[1:] if begin == "//" else line
-                try:
-                    turns.append(answer(chat, message))
-                except UserError as error:
-                    if not sys.stdin.isatty():
-                        raise
-                    say(f"error: {error}; or begin an empty conversation with /reset")
+            is_command = begin.startswith("/") and begin != "//"
+            try:
+                if is_command:
+                    with on_interrupt(stop):
+                        obey(chat, line.strip())
+                else:
+                    turns.append(answer(chat, line.lstrip()[1:] if begin == "//" else line))
+            except UserError as error:  # the chat goes on
+                reset = "" if is_command else "; or begin an empty conversation with /reset"
+                say(f"error: {error}{reset}")
+                code = 0 if sys.stdin.isatty() else 2
             if args.session is not None:
                 keep(chat)
     except KeyboardInterrupt:
@@ -226,25 +226,22 @@ class ChatState:
 def obey(chat: ChatState, line: str) -> None:
     """Run one command, a line that begins with a slash; it prints to standard error.
 
-    An error of the user prints one line, and the chat goes on.
+    Raises UserError for an unknown command and for wrong arguments.
     """
     name, rest = (*line.split(None, 1), "")[:2]
-    try:
-        if name == EXIT:
-            raise UserError(f"{EXIT} takes nothing after it, got {rest!r}; write {EXIT}")
-        if name not in COMMANDS:
-            near = nearest(name, [*COMMANDS, EXIT])
-            meant = f"did you mean {near}? " if near else ""
-            raise UserError(f"unknown command {name!r}; {meant}/help lists the commands")
-        argument, _, act = COMMANDS[name]
-        rest = rest.strip()
-        if rest and not argument:
-            raise UserError(f"{name} takes nothing after it, got {rest!r}; write {name}")
-        if not rest and argument and not argument.startswith("["):
-            raise UserError(f"{name} needs {argument}; write {name} {argument}")
-        say(act(chat, rest))
-    except UserError as error:
-        say(f"error: {error}")
+    if name == EXIT:
+        raise UserError(f"{EXIT} takes nothing after it, got {rest!r}; write {EXIT}")
+    if name not in COMMANDS:
+        near = nearest(name, [*COMMANDS, EXIT])
+        meant = f"did you mean {near}? " if near else ""
+        raise UserError(f"unknown command {name!r}; {meant}/help lists the commands")
+    argument, _, act = COMMANDS[name]
+    rest = rest.strip()
+    if rest and not argument:
+        raise UserError(f"{name} takes nothing after it, got {rest!r}; write {name}")
+    if not rest and argument and not argument.startswith("["):
+        raise UserError(f"{name} needs {argument}; write {name} {argument}")
+    say(act(chat, rest))
 
 
 def _help(chat: ChatState, _: str) -> str:

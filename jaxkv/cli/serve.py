@@ -76,7 +76,7 @@ FLAGS = {
          f"which reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the "
          "two)"),
         ("max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
-         "tokens of running answers, at least a chunk (default: a chunk)"),
+         "tokens of running answers, in whole chunks, one at least (default: a chunk)"),
         ("chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
          "multiples of it"),
         ("queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "

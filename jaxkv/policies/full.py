@@ -38,7 +38,8 @@ class Full(Policy):
     def __post_init__(self) -> None:
         if self.max < 1 or self.start < 1:
             raise UserError(
-                f"max and start must be at least 1, got {self.max} and {self.start}; try max=4096"
+                f"max and start must be at least 1, got {self.max} and {self.start}; try "
+                "start=512,max=4096"
             )
         rows.check(self.storage)
 

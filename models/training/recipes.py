@@ -263,11 +263,11 @@ def _value(field: str, kind: Any, text: str) -> Any:
     low = MIN_VALUES.get(field, 1 if kind is int else 1e-12)
     high = MAX_VALUES.get(field, float("inf"))
     noun = "a whole number" if kind is int else "a number"
-    span = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+    span = f"of at least {low}" if high == float("inf") else f"from {low} to {high}"
     try:
         value = kind(text)
     except ValueError:
         value = None
     if value is None or not low <= value <= high or value == float("inf"):
-        raise UserError(f"{field} must be {noun} {span}, got {text!r}; choose another")
+        raise UserError(f"{field} must be {noun} {span}, got {text!r}; choose one of these")
     return value

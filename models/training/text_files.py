@@ -109,8 +109,8 @@ def check_splits(splits: set[str]) -> None:
     for split in SPLITS:
         if split not in splits:
             raise UserError(
-                f"the {split} split has no document: files of --valid are not in the train split; "
-                "give more texts"
+                f"both splits must have a document, the {split} split has none; give more texts, "
+                "or name those of the valid split with --valid"
             )
 
 

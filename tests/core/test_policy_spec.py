@@ -124,7 +124,7 @@ REFUSED = {
     "0=full;00=window": "layer 0 is named twice",
     "0=full;2=full": "layer 1 has no policy .* add .*=POLICY",
     "0=full;*=window": "names all other layers with .*: give layers=",
-    "full:max=0": "max and start must be at least 1.*try max=4096",
+    "full:max=0": "max and start must be at least 1.*try start=512,max=4096",
     "full:start=0": "at least 1",
     "h2o:heavy=0": "heavy and window must be at least 1",
     "reservoir:sample=0": "sample must be at least 1, got 0",

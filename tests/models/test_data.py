@@ -123,7 +123,7 @@ def test_unusable_texts_are_refused(tmp_path, tokens):
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "out"
     text = texts / "0.txt"
     for how, message in (
-        ({"vocab": VOCAB, "valid_share": 1e-9}, "valid split has no document"),
+        ({"vocab": VOCAB, "valid_share": 1e-9}, "the valid split has none; give more texts"),
         ({"vocab": 5000, "valid": [text]}, "choose a smaller vocabulary, or give more text"),
         ({"vocab": None, "tokenizer": text, "valid": [text]}, "is not a tokenizer.json"),
         ({"vocab": VOCAB, "remove": "("}, r"must be a regular expression, got '\('.*; correct it"),

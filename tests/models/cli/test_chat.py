@@ -69,7 +69,8 @@ def test_at_a_terminal_a_full_cache_does_not_end_the_chat(run, model, monkeypatc
 def test_in_a_pipe_a_full_cache_is_an_error(run, model, stdin):
     stdin(b"Hello\nHello again\n")
     ran = run("chat", "--model", model, "--policy", "full:start=24,max=24", "--max-new-tokens", 5)
-    assert ran.code == 2 and "/reset" not in ran.err
+    assert ran.code == 2 and ran.err.endswith("with /reset\n")
+    assert len(ran.out.splitlines()) == 1  # the answer before the error
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,13 @@ def test_in_a_pipe_a_full_cache_is_an_error(run, model, stdin):
         ("/save ~nobody-of-this-name/x", "begins with the home of an unknown user"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_the_chat_goes_on(chat, line, words):
-    turns, lines = chat("Hello", line, "And?")
+def test_a_wrong_command_is_one_line_and_the_chat_goes_on(run, model, stdin, line, words):
+    stdin(f"Hello\n{line}\nAnd?\n".encode())
+    ran = run("chat", "--model", model, "--max-new-tokens", 5, "--json")
+    _, *lines = ran.err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("jaxkv: error: ") and words in lines[0]
-    assert [turn["position"] for turn in turns] == [12, 23]
+    assert [turn["position"] for turn in json.loads(ran.out)["turns"]] == [12, 23]
+    assert ran.code == 2
 
 
 def test_the_system_message(chat):
