@@ -22,15 +22,22 @@ class TaskPrompt(NamedTuple):
 
 
 def prompts(
-    llm: Llm, task: str, length: int, count: int, seed: int, query_aware: bool = False
+    llm: Llm,
+    task: str,
+    length: int,
+    count: int,
+    seed: int,
+    query_aware: bool = False,
+    beyond: bool = False,
 ) -> list[TaskPrompt]:
     """The prompts of a task; their contexts have at most `length` tokens, the template's included.
 
-    query_aware: the question is read before the end of prefill too, beyond these tokens.
+    query_aware: the question is read before the end of prefill too, beyond these tokens. beyond:
+    the contexts may be longer than the trained context.
     Raises UserError for an unknown task, for a model without a chat template, and for a length that
     the task or the model does not allow.
     """
-    if length + ROOM > llm.config.context:
+    if length + ROOM > llm.config.context and not beyond:
         raise UserError(
             f"--lengths must be at most {llm.config.context - ROOM} for {llm.name}: its trained "
             f"context has {llm.config.context} tokens and {ROOM} are for question and answer, got "

@@ -311,8 +311,8 @@ class CompressionPolicy(Policy):
         exact, sample, ends, heads = state.dense, state.sample, self.ends, state.dense.k.shape[1]
         sampled = repeated.find_sampled(sample, state.log_weight, heads)
         # A head has at most what the safeguards of the others leave.
-        most = self.budget + (self.budget - self.budget // SAFEGUARD) * (heads - 1)
-        size = exact.positions.shape[1] + (most if self.heads_compete else self.budget)
+        max_rows = self.budget + (self.budget - self.budget // SAFEGUARD) * (heads - 1)
+        size = exact.positions.shape[1] + (max_rows if self.heads_compete else self.budget)
         stored = seen = repeated.in_order(exact, sample, sampled, ends.sinks, size)
         if self.cache_relative:
             places = repeated.cache_positions(exact, sampled, self.budget)

@@ -78,6 +78,7 @@ WORDS = {
     "training.sinks_in_front": f"{TEXTS} --variants zero --tokens 40 --windows 12 --starts 1",
     "training.mfu": "--preset backcopy --rows 1 --rounds 1",
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",
+    "tasks.endless_needle": f"{MODEL} --lengths 600 --samples 1 --budget 256 --every 32",
     "comparison.side_by_side": "",
 }
 SLOW = ("magicpig.sampling", "reservoir.recall", "reservoir.sampled")  # over ten seconds

@@ -1,0 +1,96 @@
+"""A needle that left the window, in text longer than the trained context: constant memory only.
+
+The cache is compressed while the text is read, and the question comes at the end. A query sees at
+most the same number of tokens per KV head under every policy. Full attention cannot read a text
+beyond the trained context; within it, full attention solves the task (record task_gates).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.tasks import score
+from jaxkv.evals.tasks.budgets import SINKS
+from jaxkv.evals.tasks.generators import TASKS, depth_of
+from jaxkv.evals.tasks.prompts import prompts
+from jaxkv.evals.tasks.run import Batch
+from jaxkv.models.tools.passage import PASSAGE
+
+FLAGS = (
+    flag("--tasks", ("needle",), choices=list(TASKS)),
+    flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
+    flag("--budget", 1024, "tokens that a query sees in each KV head, at most", minimum=256),
+    flag("--every", 128, "tokens between two compressions", minimum=1),
+    flag("--samples", 20, "of a task and length", minimum=1),
+    flag("--batch", 4, "samples read at a time", minimum=1),
+    flag("--seed", 0, minimum=0),
+)
+
+
+def policies(budget: int, every: int) -> dict[str, str]:
+    """The policies of one budget, by name."""
+    compressed = f"capacity={budget - every},every={every}"
+    ends, half = f"sinks={SINKS},window={budget - budget // 2 - SINKS}", budget // 2
+    return {
+        "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
+        "reservoir": f"reservoir:{ends},sample={half}",
+        "snapkv": f"snapkv:{compressed}",
+        "keydiff": f"keydiff:{compressed}",
+        "keydiff, unrotated keys": f"keydiff:{compressed},keys=unrotated",
+        "retrieval": f"retrieval:{compressed}",
+        "retrieval, absolute positions": f"retrieval:{compressed},positions=absolute",
+    }
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The right answers of every policy, by task and length."""
+    options, llm = run.options, run.llm
+    by_name = policies(options.budget, options.every)
+    batches = -(-options.samples // options.batch)
+    cases = batches * len(options.tasks) * len(options.lengths) * len(by_name)
+    parts, tasks = Parts(run.record, cases), {}
+    for task in options.tasks:
+        tasks[task] = {}
+        for length in options.lengths:
+            asked = prompts(llm, task, length, options.samples, options.seed, beyond=True)
+            tasks[task][str(length)] = {}
+            for name, policy in by_name.items():
+                right = []
+                for start in range(0, len(asked), options.batch):
+                    part = asked[start : start + options.batch]
+                    seeds = [options.seed + start + i for i in range(len(part))]
+                    batch = Batch(llm, part, TASKS[task].tokens, options.budget, seeds)
+                    key = f"{llm.name}, {task}, {length}, seed {options.seed}, {start}+{len(part)}"
+                    answers = lambda b=batch, p=policy: right_answers(b, p)  # noqa: E731
+                    right.append(parts.part(f"{key}, {policy}", answers))
+                depths = [depth_of(i) for i in range(len(asked))]
+                entry = score.summary(np.concatenate(right), depths)
+                tasks[task][str(length)][name] = entry
+                print(f"{task}, {length} tokens, {name}: {entry['score']:.2f}", flush=True)
+    return {
+        "model": llm.name,
+        "context": llm.config.context,
+        "samples": options.samples,
+        "policies": by_name,
+        "tasks": tasks,
+        "commits_of_parts": parts.commits,
+    }
+
+
+def right_answers(batch: Batch, policy: str) -> np.ndarray:
+    """The share of each prompt's answers that the greedy answer contains."""
+    stream = batch.prefill(policy)
+    texts = [batch.llm.tokenizer.decode(answer) for answer in batch.greedy(stream)]
+    pairs = zip(texts, batch.prompts, strict=True)
+    return np.array([score.match(text, prompt.answers) for text, prompt in pairs])
+
+
+MEASURE = Measure("endless_needle", measure, FLAGS, SMOLLM2, data=lambda _: [PASSAGE])
+
+
+if __name__ == "__main__":
+    run(MEASURE)
