@@ -35,9 +35,9 @@ _HOME = {
 # A test compares these names with jaxkv.policies.POLICIES.
 _HOME |= dict.fromkeys(
     (
-        *("Balance", "BalanceStream", "ExpectedAttention", "Full", "H2O", "KeyDiff", "MagicPIG"),
-        *("Oracle", "PyramidKV", "Quest", "Reservoir", "Retrieval", "SnapKV", "Stratified"),
-        *("Streaming", "TopK", "TopP", "Uniform", "VAttention", "Window"),
+        *("Balance", "BalanceStream", "ExpectedAttention", "Full", "H2O", "KeyDiff", "Loki"),
+        *("MagicPIG", "Oracle", "PyramidKV", "Quest", "Reservoir", "Retrieval", "SnapKV"),
+        *("Stratified", "Streaming", "TopK", "TopP", "Uniform", "VAttention", "Window"),
     ),
     "jaxkv.policies",
 )

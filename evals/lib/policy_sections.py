@@ -84,6 +84,7 @@ USES |= {
     "topp": ("an oracle baseline: attention to the keys that reach a mass", READS_ALL),
     "oracle": ("an oracle baseline: attention by exact sampling", READS_ALL),
     "quest": ("an oracle baseline: attention to selected pages of keys", READS_ALL),
+    "loki": ("an oracle baseline: attention to keys ranked in few dimensions", READS_ALL),
     "vattention": ("an oracle baseline: attention with an error bound", READS_ALL),
 }
 

@@ -25,7 +25,7 @@ TUNED = ("magicpig", "topp")
 QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "topk",
-         "quest", "oracle", "vattention", *TUNED)  # fmt: skip
+         "quest", "loki", "oracle", "vattention", *TUNED)  # fmt: skip
 
 
 class Between(NamedTuple):
@@ -91,6 +91,7 @@ def at_budget(
         "retrieval": f"retrieval:{capacity},window={min(queries, budget - SINKS - 1)},{start}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
+        "loki": f"loki:share={share:g},{sparse}",
         "oracle": f"oracle:share={share:g},{sparse}",
         # With these bounds it draws the set share and no more.
         "vattention": f"vattention:top={best:g},base={(share - best) / (1 - best):.3g},"

@@ -13,6 +13,7 @@ from jaxkv.policies.prompt_compression.retrieval import Retrieval
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
 from jaxkv.policies.prompt_compression.uniform import Uniform
 from jaxkv.policies.reservoir import Reservoir
+from jaxkv.policies.sparse_attention.loki import Loki
 from jaxkv.policies.sparse_attention.oracle import Oracle
 from jaxkv.policies.sparse_attention.quest import Quest
 from jaxkv.policies.sparse_attention.topk import TopK
@@ -41,6 +42,7 @@ POLICIES = {
     "topp": TopP,
     "oracle": Oracle,
     "quest": Quest,
+    "loki": Loki,
     "vattention": VAttention,
 }
 

@@ -52,6 +52,7 @@ SHAPES = {
     "topp": "topp:mass=0.9,sinks=4,window={near}",
     "oracle": "oracle:share={share:.3g},sinks=4,window={near}",
     "quest": "quest:share={share:.3g},page=4,fewest=1,sinks=4,window={near}",
+    "loki": "loki:share={share:.3g},sinks=4,window={near}",
     "vattention": "vattention:top={half_share:.3g},base={half_share:.3g},epsilon=0.99,delta=0.99,"
     "sides=one,sinks=4,window={near}",
     "magicpig": "magicpig:sinks=4,window={near},budget={budget}",

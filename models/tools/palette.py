@@ -26,6 +26,7 @@ COLOURS = {
     "topp": "#cc79a7",
     "oracle": "#000000",
     "quest": "#009e73",
+    "loki": "#f0e442",
     "vattention": "#56b4e9",
 }
 VARIANTS = {  # of training; plain softmax is the baseline

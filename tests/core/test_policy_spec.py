@@ -164,6 +164,7 @@ REFUSED = {
     "magicpig:tail=0": r"tail must be from 1 to 1073741824, got 0; try tail=1024",
     "topk:share=nan": "share must be above 0 and at most 1, got nan; try share=0.1",
     "topk:start=0": "got 4, 64 and 0",
+    "loki:dimensions=0": "dimensions must be above 0 and at most 1, got 0.0; try dimensions=0.25",
     "topp:mass=1.5": "mass must be above 0 and at most 1, got 1.5; try mass=0.9",
     "quest:page=0": "page and fewest must be at least 1, got 0 and 3; try page=16,fewest=3",
     "vattention:top=-0.1": "top must be from 0 to 1, got -0.1; try top=0.05",

@@ -233,7 +233,8 @@ STARTS = (
      "expected-attention:capacity=8,sinks=2,future=16,start=32", "keydiff:capacity=8,start=32",
      "retrieval:capacity=8,sinks=2,window=4,start=32",
      "topk:share=0.5,start=32", "topp:mass=0.9,start=32", "oracle:share=0.5,start=32",
-     "quest:share=0.5,start=32", "vattention:sinks=2,window=4,start=32"),
+     "quest:share=0.5,start=32", "loki:share=0.5,start=32",
+     "vattention:sinks=2,window=4,start=32"),
 )  # fmt: skip
 START = """
 import collections, json, sys, jax

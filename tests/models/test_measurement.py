@@ -39,6 +39,7 @@ SETTINGS = {
     "topp": f"topp:mass=0.5,{ENDS}",
     "oracle": f"oracle:share=0.2,{ENDS}",
     "quest": f"quest:share=0.2,page=4,fewest=1,{ENDS}",
+    "loki": f"loki:share=0.2,{ENDS}",
     "vattention": f"vattention:{ENDS}",
 }
 OTHERS = ["snapkv:capacity=12,window=5,storage=int8", f"0=full;*=uniform:{ENDS},rounds=2"]

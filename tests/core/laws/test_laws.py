@@ -107,7 +107,8 @@ def test_law_6_finish_prefill_is_equal_when_sharded(case):
     state = end_of_prompt(case)
     split = functools.partial(sharded_finish_prefill, mesh_for(case), case.policy, case.spec)
     finished = finish_prefill(case.policy, case.spec, state)
-    assert close(finished, jax.jit(split, compiler_options=QUICK)(state))
+    # Eigenvectors amplify the rounding of a covariance.
+    assert close(finished, jax.jit(split, compiler_options=QUICK)(state), case.tolerance)
 
 
 def mesh_for(case):

@@ -32,6 +32,7 @@ from tests.core.oracle.prompt_compression import (
 from tests.core.oracle.sparse import (
     by_weight,
     in_buckets,
+    in_components,
     of_largest,
     of_mass,
     of_pages,
@@ -52,6 +53,7 @@ __all__ = [
     "heavy_hitters",
     "in_blocks",
     "in_buckets",
+    "in_components",
     "in_int8",
     "least_alike",
     "least_alike_of_layer",

@@ -16,7 +16,7 @@ class Query(NamedTuple):
 
     s: its logits of the tokens so far. k, q: their keys and the query, rotated. candidates: the
     tokens to select from. prompt: the candidates at the end of prefill. at: index of its first
-    draw. rng, start: as in `Inputs`.
+    draw. rng, start: as in `Inputs`. prompt_k: the keys of the prompt before rotation.
     """
 
     s: np.ndarray
@@ -27,6 +27,7 @@ class Query(NamedTuple):
     at: int
     rng: Any
     start: int
+    prompt_k: Any
 
 
 def sparse_attention(sinks, size, choose, theta, scale, softcap=None, generated=True):
@@ -57,7 +58,8 @@ def sparse_attention(sinks, size, choose, theta, scale, softcap=None, generated=
                 if inputs.slopes is not None:
                     s = s - inputs.slopes[head] * (number - np.arange(number + 1))
                 at = ((number + inputs.start) * len(inputs.q[number]) + head) * 0x9E3779B1
-                query = Query(s, k, q, candidates, prompt, at, inputs.rng, inputs.start)
+                prompt_k = inputs.k[: inputs.prompt]
+                query = Query(s, k, q, candidates, prompt, at, inputs.rng, inputs.start, prompt_k)
                 chosen = choose(query) if candidates else {}
                 ends = {n: 0.0 for n in range(number + 1) if n not in candidates}
                 views.append(sorted((ends | chosen).items()))
@@ -76,6 +78,21 @@ def of_largest(share):
 
     def choose(query):
         best = sorted(query.candidates, key=lambda n: (-query.s[n], n))
+        return dict.fromkeys(best[: part(share, len(best))], 0.0)
+
+    return choose
+
+
+def in_components(share, dimensions, unrotated=False):
+    """`loki`: the largest products in the first principal components of the prompt's keys."""
+
+    def choose(query):
+        prompt_k = query.prompt_k if unrotated else query.k[: len(query.prompt_k)]
+        centred = prompt_k - prompt_k.sum(axis=0) / max(1, len(prompt_k))
+        variance, axes = np.linalg.eigh(centred.T @ centred)
+        axes = axes.T[variance > 1e-5 * variance.max()][::-1][:dimensions]
+        s = (query.k @ axes.T) @ (axes @ query.q)
+        best = sorted(query.candidates, key=lambda n: (-s[n], n))
         return dict.fromkeys(best[: part(share, len(best))], 0.0)
 
     return choose

@@ -74,7 +74,8 @@ def test_every_table_and_picture_is_on_a_page():
     assert sorted(shown) == sorted(path.stem for path in record.RESULTS.glob("*.png"))
 
 
-UNMEASURED = ("retrieval",)  # newer than the record side_by_side; its next run measures them
+# Newer than the record side_by_side; its next run measures them.
+UNMEASURED = ("retrieval", "loki")
 
 
 def test_every_policy_is_in_the_tables_of_all():

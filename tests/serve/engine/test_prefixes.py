@@ -34,6 +34,7 @@ APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,win
              "retrieval:capacity=8,sinks=2,window=4",
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
+             "loki:sinks=2,window=4",
              "vattention:sinks=2,window=4", "full:storage=int8",
              "balance:sinks=2,window=4,rounds=1,storage=int8")  # fmt: skip
 EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,positions=absolute",
