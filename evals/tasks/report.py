@@ -105,7 +105,7 @@ def scores(policies: Sequence[str], tasks: Sequence[str] = tuple(ANSWERS)) -> De
     return lambda results: {
         f"{policy}, {name}": by_policy[policy]["score"]
         for name, _, _, by_policy in solved_rows(results)
-        for policy in policies
+        for policy in by_policy.keys() & set(policies)
         if name.startswith(tuple(tasks))
     }
 
@@ -132,7 +132,8 @@ def evicted_scores(*policies: str) -> Derived:
 def keydiff_lead(results: Results) -> dict[str, float]:
     """Right answers of keydiff minus the most of any other policy that evicts or compresses."""
     return {
-        name: by_policy["keydiff"]["score"] - max(by_policy[x]["score"] for x in SAMPLED)
+        name: by_policy["keydiff"]["score"]
+        - max(by_policy[x]["score"] for x in by_policy.keys() & set(SAMPLED))
         for name, _, _, by_policy in solved_rows(results)
     }
 

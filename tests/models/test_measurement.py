@@ -67,7 +67,7 @@ def test_every_policy_is_measured(llm, text):
     assert set(SETTINGS) == set(POLICIES)
     names = [*SETTINGS.values(), *OTHERS]
     (group, *_) = measurement.grouped(llm, text, names, "full")
-    assert group.names[0] == "full" and len(group.names) == 15
+    assert group.names[0] == "full" and len(group.names) == 16
     readings = measurement.measure(llm, text, names, 5, watch, full="full")
     assert [reading.policy for reading in readings] == names
     for reading in readings:
