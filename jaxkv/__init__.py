@@ -36,8 +36,9 @@ _HOME = {
 _HOME |= dict.fromkeys(
     (
         *("Balance", "BalanceStream", "ExpectedAttention", "Full", "H2O", "KeyDiff", "Loki"),
-        *("MagicPIG", "Oracle", "PyramidKV", "Quest", "Reservoir", "Retrieval", "SnapKV"),
-        *("Stratified", "Streaming", "TopK", "TopP", "Uniform", "VAttention", "Window"),
+        *("MagicPIG", "Oracle", "PyramidKV", "Quest", "RKV", "Reservoir", "Retrieval", "SnapKV"),
+        *("Stratified", "Streaming", "TOVA", "TopK", "TopP", "TriAttention", "Uniform"),
+        *("VAttention", "VaSE", "Window"),
     ),
     "jaxkv.policies",
 )

@@ -255,8 +255,12 @@ def _format_one(policy: Policy) -> str:
     names = {kind: name for name, kind in POLICIES.items()}
     if type(policy) not in names:
         return repr(policy)  # a user's own policy has no name in the table
-    values = [(field.name, getattr(policy, field.name)) for field in _fields(policy)]
-    fields = [f"{name}={_written(value)}" for name, value in values if value is not None]
+    values = [(field, getattr(policy, field.name)) for field in _fields(policy)]
+    fields = [
+        f"{field.name}={_written(value)}"
+        for field, value in values
+        if value is not None or field.default is not None
+    ]
     return f"{names[type(policy)]}:{','.join(fields)}"
 
 

@@ -73,6 +73,22 @@ USES = {
         "endless text",
         "a mesh that splits KV heads",
     ),
+    "tova": (
+        "a baseline of caches that evict by attention, in the fewest lines",
+        "long texts: each token compresses the cache; a mesh that splits KV heads",
+    ),
+    "rkv": (
+        "long answers that repeat themselves, as chains of thought do",
+        "single distant facts",
+    ),
+    "vase": (
+        "long answers by sampling, as chains of thought",
+        "single distant facts; answers that must not depend on a seed",
+    ),
+    "triattention": (
+        "long answers, by a score that needs no attention",
+        "models without rotary positions, in which distance tells little",
+    ),
     "magicpig": (
         "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",
         "short prompts; GPUs, where its lookup is slow; saving memory",

@@ -19,12 +19,14 @@ from jaxkv.models.tools.passage import passage
 
 SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
+RECENT = 8  # last queries by which rkv selects
 PAGE = 4  # of quest
 RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its middle is halved
 TUNED = ("magicpig", "topp")
 QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
-         "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "topk",
+         "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "tova",
+         "rkv", "vase", "triattention", "topk",
          "quest", "loki", "oracle", "vattention", *TUNED)  # fmt: skip
 
 
@@ -74,6 +76,7 @@ def at_budget(
     sampled = f"sinks={SINKS},window={budget - SINKS - 2 * half}"
     start = f"start={slots}"
     capacity = f"capacity={budget}"
+    whole = f"{capacity},every=none,{start}"  # compressed at the end of the prompt
     halved, sparse = f"{exact},rounds={rounds},{start}", f"{exact},{start}"
     specs = {
         "window": f"window:window={budget}",
@@ -89,6 +92,10 @@ def at_budget(
         "expected-attention": f"expected-attention:{capacity},{start}",
         "keydiff": f"keydiff:{capacity},{start}",
         "retrieval": f"retrieval:{capacity},window={min(queries, budget - SINKS - 1)},{start}",
+        "tova": f"tova:{whole}",
+        "rkv": f"rkv:{whole},window={min(RECENT, budget // 4)}",
+        "vase": f"vase:{whole},window={budget // 8},sinks={min(SINKS, budget // 4)}",
+        "triattention": f"triattention:{whole}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
         "loki": f"loki:share={share:g},{sparse}",

@@ -10,8 +10,12 @@ from jaxkv.policies.prompt_compression.expected_attention import ExpectedAttenti
 from jaxkv.policies.prompt_compression.keydiff import KeyDiff
 from jaxkv.policies.prompt_compression.pyramidkv import PyramidKV
 from jaxkv.policies.prompt_compression.retrieval import Retrieval
+from jaxkv.policies.prompt_compression.rkv import RKV
 from jaxkv.policies.prompt_compression.snapkv import SnapKV
+from jaxkv.policies.prompt_compression.tova import TOVA
+from jaxkv.policies.prompt_compression.triattention import TriAttention
 from jaxkv.policies.prompt_compression.uniform import Uniform
+from jaxkv.policies.prompt_compression.vase import VaSE
 from jaxkv.policies.reservoir import Reservoir
 from jaxkv.policies.sparse_attention.loki import Loki
 from jaxkv.policies.sparse_attention.oracle import Oracle
@@ -37,6 +41,10 @@ POLICIES = {
     "expected-attention": ExpectedAttention,
     "keydiff": KeyDiff,
     "retrieval": Retrieval,
+    "tova": TOVA,
+    "rkv": RKV,
+    "vase": VaSE,
+    "triattention": TriAttention,
     "magicpig": MagicPIG,
     "topk": TopK,
     "topp": TopP,

@@ -80,8 +80,9 @@ def check_heads_together(mesh: Mesh, policy: Policy) -> None:
     heads = axes_in(mesh)[1]
     if policy.heads_compete and heads is not None and mesh.shape[heads] > 1:
         raise UserError(
-            f"budgets=adaptive needs all KV heads of a layer on one device, got a mesh with "
-            f"{heads}={mesh.shape[heads]}; use budgets=equal or a mesh of data alone"
+            f"a policy whose KV heads share a budget needs all KV heads of a layer on one device, "
+            f"got a mesh with {heads}={mesh.shape[heads]}; use a mesh of data alone, or "
+            "budgets=equal where the policy has budgets"
         )
 
 

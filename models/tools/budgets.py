@@ -46,6 +46,10 @@ SHAPES = {
     "expected-attention": "expected-attention:capacity={capacity}",
     "keydiff": "keydiff:capacity={capacity}",
     "retrieval": "retrieval:capacity={capacity},sinks={first},window={queries}",
+    "tova": "tova:capacity={slots}",
+    "rkv": "rkv:capacity={beside_every},window={newest},every={every}",
+    "vase": "vase:capacity={beside_every},window={newest},sinks=4,every={every}",
+    "triattention": "triattention:capacity={beside_every},every={every}",
     "uniform": "uniform:sinks=4,window={end},rounds={rounds}",
     "balance": "balance:sinks=4,window={end},rounds={rounds}",
     "topk": "topk:share={share:.3g},sinks=4,window={near}",
@@ -78,6 +82,7 @@ def shape(name: str, slots: int, prompt: int = 0, scored: int = 0) -> str:
     # Half of the attended tokens are near, the others are selected.
     near = max(1, slots // 2 - 4)
     share = min(1.0, slots / 2 / max(1, prompt - slots // 2))
+    every = slots // 8  # as with a capacity of 1,024 tokens and a compression every 128
     return SHAPES[name].format(
         slots=slots,
         recent=recent,
@@ -92,6 +97,9 @@ def shape(name: str, slots: int, prompt: int = 0, scored: int = 0) -> str:
         capacity=capacity,
         queries=min(WINDOW, capacity // 2),
         first=min(4, capacity // 4),
+        every=every,
+        beside_every=slots - every,
+        newest=min(8, slots // 4),
         rounds=rounds,
         end=end,
         near=near,

@@ -20,6 +20,11 @@ COLOURS = {
     "expected-attention": "#d55e00",
     "keydiff": "#cc79a7",
     "retrieval": "#f0e442",
+    # Compression of answers; of those above, only full, streaming and h2o share a picture.
+    "tova": "#d55e00",
+    "rkv": "#e69f00",
+    "vase": "#009e73",
+    "triattention": "#cc79a7",
     # Sparse attention; of those above, only full and uniform share a picture with these.
     "magicpig": "#d55e00",
     "topk": "#0072b2",

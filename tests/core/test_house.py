@@ -63,6 +63,7 @@ FILES_OF_A_POLICY = {
     "prompt_compression/retrieval": 8,  # and keydiff
     "prompt_compression/balance": 8,  # and the halving
     "prompt_compression/pyramidkv": 8,  # and snapkv
+    **dict.fromkeys((f"prompt_compression/{x}" for x in ("tova", "rkv", "vase")), 8),  # so here
     "merge_reduce": 8,
     "magicpig": 7,
     "discrepancy": 1,

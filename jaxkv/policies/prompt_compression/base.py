@@ -93,13 +93,14 @@ class ScoredTokens(NamedTuple):
 
     stored: as they are stored, keys rotated to their positions in the text. seen: the same tokens
     at the positions at which the newest query sees them. count: filled slots. statistics: those of
-    the method.
+    the method. rng: seeds of the draws.
     """
 
     stored: PerHeadTokens  # [B,K,S]
     seen: PerHeadTokens
     count: Int32[Array, "#B #K"]
     statistics: State
+    rng: UInt32[Array, "B K 2"]
     ends: ExactEnds
 
     @property
@@ -179,7 +180,7 @@ class CompressionPolicy(Policy):
         positions = jnp.broadcast_to(prompt.positions[:, None], shape)
         stored = PerHeadTokens(prompt.k, prompt.v, positions)
         scored = jax.lax.stop_gradient((stored, stored, prompt.count[:, None], state.statistics))
-        score = self.scorer.score(spec, ScoredTokens(*scored, self.ends))
+        score = self.scorer.score(spec, ScoredTokens(*scored, state.rng, self.ends))
         return keep_best(tokens, count, score, self.budget, self.budgets)
 
     @property
@@ -187,14 +188,19 @@ class CompressionPolicy(Policy):
         like = ring.DENSE_LEAVES if self.every is None else ring.LEAVES
         exact = ring.leaves(self.storage, self.ends.sinks, like)
         leaves = LEAVES._replace(dense=exact, statistics=self.scorer.statistics_leaves)
-        if self.heads_compete:
+        if self.rows_of_layer:
             sample, weight = per_layer.leaves(self.storage), Leaf("B I R")
             return leaves._replace(sample=sample, log_weight=weight)
         return leaves._replace(sample=per_head.leaves(self.storage))
 
     @property
-    def heads_compete(self) -> bool:
+    def rows_of_layer(self) -> bool:
+        """Whether KV heads have unequal budgets, so that the rows of all are together."""
         return self.budgets == "adaptive"
+
+    @property
+    def heads_compete(self) -> bool:
+        return self.rows_of_layer
 
     @property
     def grows(self) -> bool:
@@ -213,10 +219,10 @@ class CompressionPolicy(Policy):
         return self.capacity + self.every if self.cache_relative else math.inf
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
-        slots, size, heads = self.start, 0, spec.kv_heads if self.heads_compete else 1
+        slots, size, heads = self.start, 0, spec.kv_heads if self.rows_of_layer else 1
         if self.every is not None:
             slots, size = self.ends.max_tokens + self.every, heads * self.budget
-        storage = per_layer if self.heads_compete else per_head
+        storage = per_layer if self.rows_of_layer else per_head
         sample = storage.init(spec, batch, size, self.storage)
         return CompressedState(
             ring.init(spec, batch, slots, self.storage, self.ends.sinks),
@@ -269,7 +275,7 @@ class CompressionPolicy(Policy):
         log_weight: Float32[Array, "B X C"],
     ) -> Partial:
         """Attention of the tokens of a chunk to the compressed prompt."""
-        if self.heads_compete:
+        if self.rows_of_layer:
             return per_layer.attend(spec, chunk, sample, log_weight)
         visible = chunk.valid[:, None, :, None]
         bias = jnp.where(visible, log_weight[:, :, None], -jnp.inf)
@@ -312,13 +318,15 @@ class CompressionPolicy(Policy):
         sampled = repeated.find_sampled(sample, state.log_weight, heads)
         # A head has at most what the safeguards of the others leave.
         max_rows = self.budget + (self.budget - self.budget // SAFEGUARD) * (heads - 1)
-        size = exact.positions.shape[1] + (max_rows if self.heads_compete else self.budget)
+        size = exact.positions.shape[1] + (max_rows if self.rows_of_layer else self.budget)
         stored = seen = repeated.in_order(exact, sample, sampled, ends.sinks, size)
         if self.cache_relative:
             places = repeated.cache_positions(exact, sampled, self.budget)
             seen = repeated.at_cache_positions(spec, stored, sampled, places, ends.sinks)
         count = exact.count[:, None] + sampled.count
-        scored = ScoredTokens(*jax.lax.stop_gradient((stored, seen, count, state.statistics)), ends)
+        scored = ScoredTokens(
+            *jax.lax.stop_gradient((stored, seen, count, state.statistics)), state.rng, ends
+        )
         score = self.scorer.score(spec, scored)
         tokens = jax.tree.map(lambda leaf: leaf[:, :, scored.slots], stored)
         new = keep_best(tokens, scored.num_between, score, self.budget, self.budgets)
@@ -331,7 +339,7 @@ class CompressionPolicy(Policy):
 
     def cached(self, spec: Spec, state: CompressedState) -> Cached:
         exact, sample = ring.cached(state.dense), Cached(state.sample.positions, state.log_weight)
-        if self.heads_compete:
+        if self.rows_of_layer:
             sample = per_layer.cached(state.sample, state.log_weight, spec.kv_heads)
         return Cached(*(jnp.concatenate(pair, axis=2) for pair in zip(exact, sample, strict=True)))
 

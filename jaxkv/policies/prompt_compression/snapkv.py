@@ -21,7 +21,7 @@ from jaxkv.policies.prompt_compression.base import (
     ScoredTokens,
 )
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float, Float32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
 MAX_KERNEL = 1023  # neighbours; the time of pooling grows with them
 
@@ -68,15 +68,8 @@ class SnapKV(CompressionPolicy):
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start)
         super().__post_init__()
-        if not self.window < self.capacity <= rows.MAX_SLOTS:
-            raise UserError(
-                f"capacity must be more than window and {rows.MAX_SLOTS} at most, got "
-                f"{self.capacity} and {self.window}; try capacity=1024,window=32"
-            )
-        if not 1 <= self.kernel <= MAX_KERNEL or self.kernel % 2 == 0:
-            raise UserError(
-                f"kernel must be one of 1, 3, 5 to {MAX_KERNEL}, got {self.kernel}; try kernel=7"
-            )
+        check_window(self.capacity, self.window, "capacity=1024,window=32")
+        check_kernel(self.kernel)
         check_choice("pool", self.pool, ("max", "mean"))
 
     @property
@@ -84,11 +77,7 @@ class SnapKV(CompressionPolicy):
         return ExactEnds(0, self.window)
 
     def statistics(self, spec: Spec, batch: int) -> LastQueries:
-        base.check_group(spec)
-        shape = batch, spec.kv_heads, self.window, spec.group, spec.head_dim
-        return LastQueries(
-            jnp.zeros(shape, jnp.float32), jnp.zeros((batch, self.window), jnp.uint32)
-        )
+        return no_queries(spec, batch, self.window)
 
     def observe(self, spec: Spec, statistics: LastQueries, chunk: Chunk) -> LastQueries:
         return with_queries(spec, statistics, chunk)
@@ -97,21 +86,51 @@ class SnapKV(CompressionPolicy):
         attention = attention_of_last_queries(spec, tokens)[..., tokens.slots]
         valid = jnp.arange(attention.shape[3])[None, None] < tokens.num_between[..., None]
         attention = jnp.where(valid[:, :, None], attention, 0)
-        return jnp.mean(self._pooled(attention), axis=2)
+        return jnp.mean(pooled(attention, self.kernel, self.pool), axis=2)
 
-    def _pooled(self, score: Float32[Array, "B K G S"]) -> Float32[Array, "B K G S"]:
-        """Pooled over neighbours. A mean counts places beyond the ends as zeros."""
-        start, combine = (0.0, jax.lax.add) if self.pool == "mean" else (-np.inf, jax.lax.max)
-        side = self.kernel // 2
-        pooled = jax.lax.reduce_window(
-            score,
-            jnp.float32(start),
-            combine,
-            (1, 1, 1, self.kernel),
-            (1, 1, 1, 1),
-            ((0, 0), (0, 0), (0, 0), (side, side)),
+
+def pooled(
+    score: Float32[Array, "B K G S"], kernel: int, pool: Literal["max", "mean"]
+) -> Float32[Array, "B K G S"]:
+    """Pooled over neighbours. A mean counts places beyond the ends as zeros."""
+    start, combine = (0.0, jax.lax.add) if pool == "mean" else (-np.inf, jax.lax.max)
+    side = kernel // 2
+    result = jax.lax.reduce_window(
+        score,
+        jnp.float32(start),
+        combine,
+        (1, 1, 1, kernel),
+        (1, 1, 1, 1),
+        ((0, 0), (0, 0), (0, 0), (side, side)),
+    )
+    return result / jnp.float32(kernel) if pool == "mean" else result
+
+
+def check_kernel(kernel: int) -> None:
+    """Raise UserError unless a token has as many neighbours before it as after it."""
+    if not 1 <= kernel <= MAX_KERNEL or kernel % 2 == 0:
+        raise UserError(
+            f"kernel must be one of 1, 3, 5 to {MAX_KERNEL}, got {kernel}; try kernel=7"
         )
-        return pooled / jnp.float32(self.kernel) if self.pool == "mean" else pooled
+
+
+def check_window(capacity: int, window: int, example: str) -> None:
+    """Raise UserError unless the capacity has room for more than the window.
+
+    example: valid settings, for the message.
+    """
+    if not window < capacity <= rows.MAX_SLOTS:
+        raise UserError(
+            f"capacity must be more than window and {rows.MAX_SLOTS} at most, got {capacity} and "
+            f"{window}; try {example}"
+        )
+
+
+def no_queries(spec: Spec, batch: int, window: int) -> LastQueries:
+    """Zeros in place of the last `window` queries."""
+    base.check_group(spec)
+    shape = batch, spec.kv_heads, window, spec.group, spec.head_dim
+    return LastQueries(jnp.zeros(shape, jnp.float32), jnp.zeros((batch, window), jnp.uint32))
 
 
 def with_queries(spec: Spec, last: LastQueries, chunk: Chunk) -> LastQueries:
@@ -133,8 +152,17 @@ def with_queries(spec: Spec, last: LastQueries, chunk: Chunk) -> LastQueries:
 
 def attention_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K G S"]:
     """The attention that each cached token gets from the last queries, summed over them."""
+    last, slot = tokens.statistics, jnp.arange(tokens.seen.positions.shape[2])
+    # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
+    num_queries = last.q.shape[2]
+    number = tokens.count[..., None] - num_queries + jnp.arange(num_queries)[None, None]
+    seen = slot[None, None, None] <= number[..., None]
+    return jnp.sum(shares(logits_of_last_queries(spec, tokens), seen[:, :, None]), axis=3)
+
+
+def logits_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K G W S"]:
+    """The logits of the last queries and all cached tokens."""
     last, seen_tokens = tokens.statistics, tokens.seen
-    kv_heads, num_queries = last.q.shape[1:3]
     logits = jnp.einsum(
         "bkwgh,bksh->bkgws",
         last.q,
@@ -143,15 +171,15 @@ def attention_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array
     ) * jnp.float32(spec.scale)
     if spec.softcap is not None:
         logits = jnp.float32(spec.softcap) * jnp.tanh(logits / jnp.float32(spec.softcap))
-    penalty = spec.encoding.bias(last.positions, seen_tokens.positions, kv_heads)
-    logits = logits if penalty is None else logits + penalty
-    # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
-    number = tokens.count[..., None] - num_queries + jnp.arange(num_queries)[None, None]
-    slot = jnp.arange(seen_tokens.positions.shape[2])
-    seen = slot[None, None, None] <= number[..., None]
-    seen = seen[:, :, None]
+    penalty = spec.encoding.bias(last.positions, seen_tokens.positions, last.q.shape[1])
+    return logits if penalty is None else logits + penalty
+
+
+def shares(
+    logits: Float32[Array, "B K #G W S"], seen: Bool[Array, "#B #K #G #W S"]
+) -> Float32[Array, "B K #G W S"]:
+    """The softmax over the tokens that are seen; zeros where none is."""
     top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    shares = weights / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(shares, axis=3)
+    return weights / jnp.where(total == 0, 1.0, total)

@@ -213,7 +213,8 @@ def test_positions_wrap_without_a_trace(case):
 
 # Without draws by the position. Keys in int8 are rounded after their rotation.
 WRAPPING = ("full", "window-5", "streaming-4-5", "stratified", "uniform", "snapkv",
-            "balance-stream-cache-relative", "keydiff", "h2o", "topk")  # fmt: skip
+            "balance-stream-cache-relative", "keydiff", "h2o", "topk", "loki", "tova", "rkv",
+            "triattention")  # fmt: skip
 
 
 @for_cases(lambda case: case.name in WRAPPING)

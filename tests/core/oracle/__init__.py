@@ -10,6 +10,12 @@ token it yields (view, cached): lists of (number, log weight), oldest token firs
 theta: a rotary base, or frequencies and an amplitude (`yarn`). None: no rotation.
 """
 
+from tests.core.oracle.attended import (
+    attended_by_centres,
+    attended_by_newest,
+    attended_without_like,
+    large_and_drawn,
+)
 from tests.core.oracle.draws import priority
 from tests.core.oracle.evicting import full, heavy_hitters, reservoir, streaming, window
 from tests.core.oracle.halving import by_coin, by_pairs, by_walk
@@ -43,6 +49,9 @@ from tests.core.oracle.sparse import (
 __all__ = [
     "as_published",
     "at_random",
+    "attended_by_centres",
+    "attended_by_newest",
+    "attended_without_like",
     "attention",
     "by_coin",
     "by_pairs",
@@ -55,6 +64,7 @@ __all__ = [
     "in_buckets",
     "in_components",
     "in_int8",
+    "large_and_drawn",
     "least_alike",
     "least_alike_of_layer",
     "merge_and_reduce",

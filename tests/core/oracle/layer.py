@@ -13,6 +13,7 @@ class Inputs(NamedTuple):
     tokens, prompt: the length of the sequence, and of the prompt in it. rng: two uint32.
     q [T,G,H], k, v [T,H]: before rotation. start: position of the first token. slopes: ALiBi
     slopes of the query heads. head, layer_k [T,K,H]: which KV head this is, and the keys of all.
+    layer_q [T,N,H]: the queries of all.
     cached: the tokens in the cache when it is compressed; None: all of the prompt.
     """
 
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
     head: int = 0
     layer_k: Any = None
     cached: Any = None
+    layer_q: Any = None
 
 
 def attention(
@@ -61,7 +63,7 @@ def attention(
         heads_of = range(kv * group, (kv + 1) * group)
         group_slopes = None if slopes is None else [slopes[n] for n in heads_of]
         head_qkv = q[:, heads_of], k[:, kv], v[:, kv]
-        inputs = Inputs(tokens, prompt, rng, *head_qkv, start, group_slopes, kv, k)
+        inputs = Inputs(tokens, prompt, rng, *head_qkv, start, group_slopes, kv, k, layer_q=q)
         for t, (view, after, *gaps) in enumerate(rule(inputs)):
             cached[t][kv] = after
             per_query_head = isinstance(view[0], list)

@@ -75,7 +75,7 @@ def test_every_table_and_picture_is_on_a_page():
 
 
 # Newer than the record side_by_side; its next run measures them.
-UNMEASURED = ("retrieval", "loki")
+UNMEASURED = ("retrieval", "tova", "rkv", "vase", "triattention", "loki")
 
 
 def test_every_policy_is_in_the_tables_of_all():

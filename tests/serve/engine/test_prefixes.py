@@ -46,6 +46,8 @@ EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,position
               RETRIEVAL, "keydiff:capacity=8,every=1,positions=absolute,storage=int8",
               "snapkv:capacity=8,window=4,every=5", "pyramidkv:capacity=8,window=4,every=5",
               "expected-attention:capacity=8,sinks=2,future=16,every=5",
+              "tova:capacity=8", "rkv:capacity=8,window=4,every=5",
+              "vase:capacity=16,window=4,every=5", "triattention:capacity=8,every=5",
               "balance-stream:sinks=2,window=6,levels=2,block=4,storage=int8")  # fmt: skip
 OFTEN = {
     "full",
