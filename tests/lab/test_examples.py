@@ -293,7 +293,8 @@ def with_small_caches(name: str, spec: jaxkv.Spec) -> tuple[jaxkv.Policy, jaxkv.
     """A policy that acts on a prompt of 40 tokens, and compiles in a second."""
     fields = {"start": 8, "window": 4, "capacity": 16, "block": 8, "sinks": 2, "L": 4, "K": 4}
     kind = jaxkv.POLICIES[name]
-    fields = {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
+    names = {f.name for f in dataclasses.fields(kind)} - ({"start"} if not kind().grows else set())
+    fields = {name: value for name, value in fields.items() if name in names}
     return kind(**fields), dataclasses.replace(spec, group=2)
 
 

@@ -31,7 +31,7 @@ class RKV(CompressionPolicy):
     """Cache the newest `window` tokens, and those that these attend to and that repeat no others.
 
     The chain of thought of a reasoning model repeats itself, and its repetitions attend to each
-    other. So attention alone keeps the repetitions; the similarity of keys finds them (section 3).
+    other. So attention alone keeps the repetitions; the similarity of keys finds them.
 
     importance: the attention of the last `window` queries to the tokens before them, as a mean. The
     logits are first maximised over the query heads of a KV head; attention is then maximised over
@@ -40,10 +40,12 @@ class RKV(CompressionPolicy):
     `threshold`) is not redundant to any of them, so it stays. The score is mix x importance
     - (1 - mix) x redundancy.
 
-    mix: 0.1 as in the published text; the scripts of the published code have 0.07. In the code a
-    key without any like it is not counted against the first token; here it is. every, positions,
-    budgets: as in keydiff. Every 128 tokens is the published interval. start: slots before the
-    prompt, doubled as they fill. storage: as in streaming.
+    After the authors' code (github.com/Zefan-Cai/R-KV), which keeps one of the tokens that are
+    alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
+    the code a key without any like it is not counted against the first token; here it is.
+
+    every, positions, budgets: as in keydiff. Every 128 tokens is the published interval. start:
+    slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024

@@ -25,7 +25,7 @@ class TOVA(CompressionPolicy):
     """Cache the `capacity` tokens that the newest query attends to most.
 
     A decoder with a cache of a fixed size is a recurrent network whose state is a set of tokens.
-    Which of them may leave, the newest attention tells best (section 3.3).
+    The attention of the newest query tells best which of them may leave.
 
     The score of a token is its attention from the newest query, averaged over all query heads of
     the layer, so all KV heads of a layer cache the same tokens. The newest token may be evicted

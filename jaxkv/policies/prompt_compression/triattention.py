@@ -52,12 +52,14 @@ class TriAttention(CompressionPolicy):
     queries minus the length of their mean. Scores are normalised over the tokens to mean 0 and
     standard deviation 1, and the highest of the query heads of a KV head counts.
 
-    After the authors' code (github.com/WeianMao/triattention, version 0.2.0) with pruning per layer
-    and head. It takes the centres from a calibration text and protects the prompt; here they are
-    the mean of all queries so far, and a prompt is compressed like any text. A distance penalty
-    (ALiBi) is added; a softcap is ignored. every, positions, budgets: as in keydiff. Every 128
-    tokens is the published interval. start: slots before the prompt, doubled as they fill. storage:
-    as in streaming.
+    After the authors' code (github.com/WeianMao/triattention, version 0.2.0) with its option of
+    pruning per layer and head; by default its layers share one choice. The code takes the centres
+    from a calibration text and keeps the prompt. Here they are the mean of all queries so far, and
+    a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
+    The authors' servers disable prefix caching; here a snapshot of a prefix has the centres too.
+
+    every, positions, budgets: as in keydiff. Every 128 tokens is the published interval. start:
+    slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024

@@ -38,10 +38,10 @@ class VaSE(CompressionPolicy):
     of a KV head. A draw is a function of the seed, of the token's position and of the newest
     token's position, so each compression draws anew.
 
-    This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE, September 2026), whose
-    defaults these are. It compresses a prompt first during the answer, here too while reading it.
-    every, positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage:
-    as in streaming.
+    This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
+    MATH-500. The code compresses a prompt when the answer begins; with `every` a long prompt is
+    compressed while it is read. every, positions: as in keydiff. start: slots before the prompt,
+    doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024

@@ -48,7 +48,7 @@ class Loki(SparsePolicy):
     with the query in that subspace. It attends exactly to the first `sinks` tokens, the newest
     `window`, and of the others to the `share` with the largest products, rounded up. The published
     method has neither sinks nor window. The defaults, a quarter of the tokens and of the
-    dimensions, are the paper's. Products have no distance penalty (ALiBi) and no cap.
+    dimensions, are one of its settings. Products have no distance penalty (ALiBi) and no cap.
 
     dimensions: the share of the head's dimensions, at least one, that the subspace has. Its
     components are eigenvectors of the covariance of the prompt's keys, per KV head; the published
@@ -77,8 +77,9 @@ class Loki(SparsePolicy):
         super().__post_init__()
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> LokiState:
+        state = super().init(spec, batch, rng)
         empty = jnp.zeros((batch, spec.kv_heads, spec.head_dim, 0), jnp.float32)
-        return LokiState(*super().init(spec, batch, rng), empty)
+        return LokiState(*state, empty)
 
     def update(self, spec: Spec, state: LokiState, chunk: Chunk) -> tuple[Partial, LokiState]:
         select = partial(self.select_in, state.components)

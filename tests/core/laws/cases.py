@@ -177,8 +177,7 @@ CASES = [
     Case("rkv", policy=RKV(capacity=9, window=3, kernel=3, mix=0.3, every=4),
          rule=oracle.repeated(capacity=9, every=4, sinks=0, size=3,
               choose=oracle.attended_without_like(capacity=9, size=3, kernel=3, mix=0.3,
-                   threshold=0.5, **ROTATED, relative=True)),
-         capacity=12, relative=True, chunks=FEW),
+                   threshold=0.5, **ROTATED, relative=True)), capacity=12, relative=True),
     Case("vase", policy=VaSE(capacity=12, sinks=1, window=3, kernel=3, every=4),
          rule=oracle.repeated(capacity=12, every=4, sinks=0, size=3,
               choose=oracle.large_and_drawn(capacity=12, sinks=1, size=3, large=3, kernel=3,
@@ -186,7 +185,7 @@ CASES = [
     Case("triattention", policy=TriAttention(capacity=9, furthest=20, every=4),
          rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0,
               choose=oracle.attended_by_centres(capacity=9, furthest=20, theta=THETA,
-                   relative=True)), capacity=12, relative=True, chunks=FEW),
+                   relative=True)), capacity=12, relative=True),
     Case("keydiff-every", policy=KeyDiff(capacity=9, every=4),
          rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0, choose=oracle.least_alike(
               capacity=9, theta=THETA)), capacity=12, relative=True),
