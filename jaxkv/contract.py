@@ -187,7 +187,7 @@ class Policy:
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
     prompt on which `finish_prefill` acts; None if it does nothing. grows: whether the cache grows
     with the tokens, so that the caller must `reserve`. heads_compete: whether the KV heads of a
-    layer share one budget, so that they cannot be split over devices.
+    layer share one budget or one array, so that they cannot be split over devices.
 
     `jaxkv policies` prints `summary`, which says what is cached, and `source`, the paper.
     """

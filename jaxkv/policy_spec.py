@@ -75,7 +75,7 @@ def format_policy(policies: Policy | Sequence[Policy]) -> str:
     """The string that `parse_policy` reads back as the same policies."""
     if not isinstance(policies, (tuple, list)):
         return _format_one(policies)
-    policies = [policy.for_layer(0, 1) for policy in policies]
+    policies = [_without_layer(policy) for policy in policies]
     if len(set(policies)) == 1:
         return _format_one(policies[0])
     most_common, _ = Counter(policies).most_common(1)[0]
@@ -262,6 +262,12 @@ def _format_one(policy: Policy) -> str:
         if value is not None or field.default is not None
     ]
     return f"{names[type(policy)]}:{','.join(fields)}"
+
+
+def _without_layer(policy: Policy) -> Policy:
+    """The policy before `for_layer`, which sets the fields that no string may set."""
+    hidden = [field for field in dataclasses.fields(policy) if not field.repr]
+    return dataclasses.replace(policy, **{field.name: field.default for field in hidden})
 
 
 def _written(value: object) -> object:

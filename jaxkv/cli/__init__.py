@@ -39,6 +39,7 @@ COMMANDS = {
     "perplexity": "compute the perplexity of a text under a cache policy",
     "compare": "compare cache policies on one text: a table and a plot of loss by position",
     "advise": "measure cache policies at equal budgets on your own text, and say which to take",
+    "calibrate": "measure how much of a KV budget each KV head of a model needs",
     "view": "write a web page that shows what is cached and where attention goes",
     "policies": "list the cache policies with their fields and memory, or describe one of them",
     "data": "tokenize texts into shards for `jaxkv pretrain`",

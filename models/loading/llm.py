@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -27,6 +28,8 @@ from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, spec_of
 from jaxkv.models.network.quantised import FORMATS, Quantised
+from jaxkv.policies.prompt_compression import head_shares
+from jaxkv.policies.prompt_compression.base import CompressionPolicy
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 from jaxkv.typing import Array
@@ -118,7 +121,22 @@ class Llm:
                 raise UserError(
                     f"a policy is a string or a value such as Streaming(), got {policy!r}"
                 )
-        return by_layer(chosen, self.config.layers, self.config.windows)
+        policies = by_layer(chosen, self.config.layers, self.config.windows)
+        check_heads(self.config, policies, lambda: self.source_fingerprint)
+        return policies
+
+    @cached_property
+    def source_fingerprint(self) -> str:
+        """The fingerprint of the model's files (`ModelSource.fingerprint`)."""
+        return open_source(self.path).fingerprint()
+
+
+def check_heads(config: Config, policies: Iterable[Policy], fingerprint: Callable[[], str]) -> None:
+    """Raise UserError for policies with head shares of another model."""
+    spec = spec_of(config, "float32")
+    names = {policy.heads for policy in policies if isinstance(policy, CompressionPolicy)}
+    for name in sorted(name for name in names if name is not None):
+        head_shares.check_model(name, spec, config.layers, fingerprint())
 
 
 def load(

@@ -59,11 +59,12 @@ ASIDE = {"typing", "errors", "defaults", "arguments", "platform"}
 FILES_OF_A_POLICY = {
     "window": 3, "streaming": 3, "full": 3, "h2o": 4, "reservoir": 4,
     "sparse_attention": 4,
-    "prompt_compression": 7,  # heads with budgets of their own are stored per layer; `every`
-    "prompt_compression/retrieval": 8,  # and keydiff
-    "prompt_compression/balance": 8,  # and the halving
-    "prompt_compression/pyramidkv": 8,  # and snapkv
-    **dict.fromkeys((f"prompt_compression/{x}" for x in ("tova", "rkv", "vase")), 8),  # so here
+    # Heads with budgets of their own, perhaps of a file, are stored per layer; `every`.
+    "prompt_compression": 8,
+    "prompt_compression/retrieval": 9,  # and keydiff
+    "prompt_compression/balance": 9,  # and the halving
+    "prompt_compression/pyramidkv": 9,  # and snapkv
+    **dict.fromkeys((f"prompt_compression/{x}" for x in ("tova", "rkv", "vase")), 9),  # so here
     "merge_reduce": 8,
     "magicpig": 7,
     "discrepancy": 1,

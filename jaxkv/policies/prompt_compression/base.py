@@ -11,10 +11,10 @@ tokens beyond `capacity` are cached, in a prompt and in an answer alike (repeate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,16 @@ from jaxkv.cache.per_layer import PerLayerTokens
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State, prefill_finished
 from jaxkv.errors import UserError, check_choice
-from jaxkv.policies.prompt_compression import repeated
+from jaxkv.policies.prompt_compression import head_shares, repeated
+from jaxkv.policies.prompt_compression.head_shares import SAFEGUARD
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 # Tokens of a prompt, with log weights, -inf in empty slots.
 Chosen = tuple[PerHeadTokens | PerLayerTokens, Float32[Array, "B X C"]]
-Budgets = Literal["equal", "adaptive"]  # how the KV heads of a layer share its budget
+# Each KV head has the same budget, those of a layer compete for it, or a file fixes them.
+Budgets = Literal["equal", "adaptive", "calibrated"]
 Positions = Literal["relative", "absolute"] | None  # None without `every`, and the first with it
-SAFEGUARD = 5  # adaptive budgets leave a fifth of an equal share to every KV head (AdaKV)
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
 Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 _PIECE = 256  # tokens of a chunk that are absorbed at a time, with `every`; they bound the memory
@@ -46,7 +47,7 @@ class CompressedState(NamedTuple):
     """dense: every token; after prefill the prompt's ends and the generated tokens.
 
     sample, log_weight: the compressed prompt; no slots before the end of prefill. X is K, or 1
-    where budgets are adaptive and the rows of all KV heads are together. statistics: what the
+    where KV heads have unequal budgets and the rows of all are together. statistics: what the
     method gathers of all tokens for its score; empty after prefill. rng: seeds of the draws.
 
     With `every` all sizes are constant, and dense has the ends and up to `every` tokens between.
@@ -121,22 +122,31 @@ class ScoredTokens(NamedTuple):
 class CompressionPolicy(Policy):
     """A policy that compresses a prompt: a frozen dataclass with these fields, and `ends`.
 
-    It defines `choose`; or `score` and the fields capacity, every, positions and budgets. A score
-    may need statistics of all tokens: `statistics`, their leaves and `observe`.
+    It defines `choose`; or `score` and the fields capacity, every, positions, budgets and heads,
+    and head_budgets, which `for_layer` sets. A score may need statistics of all tokens:
+    `statistics`, their leaves and `observe`.
     """
 
     start: int
     storage: Storage
 
     capacity: ClassVar[int] = 0
+    budget_rules: ClassVar[tuple[str, ...]] = get_args(Budgets)
     budgets: ClassVar[Budgets] = "equal"
+    heads: ClassVar[str | None] = None
+    head_budgets: ClassVar[tuple[int, ...]] = ()
     every: ClassVar[int | None] = None
     positions: ClassVar[Positions] = None
     statistics_leaves: State = ()
 
     def __post_init__(self) -> None:
         rows.check(self.storage)
-        check_choice("budgets", self.budgets, ("equal", "adaptive"))
+        check_choice("budgets", self.budgets, self.budget_rules)
+        if (self.budgets == "calibrated") != (self.heads is not None):
+            raise UserError(
+                "budgets=calibrated and heads=FILE belong together, got "
+                f"budgets={self.budgets},heads={self.heads}; give both or neither"
+            )
         check_every(self)
         sinks = self.ends.sinks
         if self.storage == "int8" and self.every is None and self.start < sinks:
@@ -176,12 +186,22 @@ class CompressionPolicy(Policy):
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
         """Select the tokens that represent the first `count` between the ends of the prompt."""
+        return self.keep_best(tokens, count, self.prompt_score(spec, state))
+
+    def keep_best(
+        self, tokens: PerHeadTokens, count: Int32[Array, "B ..."], score: Float32[Array, "B K S"]
+    ) -> Chosen:
+        """The highest scores of the first `count` [B,#K] tokens within the KV heads' budgets."""
+        budget = self.head_budgets or self.budget
+        return keep_best(tokens, count, score, budget, self.budgets == "adaptive")
+
+    def prompt_score(self, spec: Spec, state: CompressedState) -> Float32[Array, "B K C"]:
+        """The score of the tokens between the ends of a prompt."""
         prompt, shape = state.dense, state.dense.k.shape[:3]
         positions = jnp.broadcast_to(prompt.positions[:, None], shape)
         stored = PerHeadTokens(prompt.k, prompt.v, positions)
         scored = jax.lax.stop_gradient((stored, stored, prompt.count[:, None], state.statistics))
-        score = self.scorer.score(spec, ScoredTokens(*scored, state.rng, self.ends))
-        return keep_best(tokens, count, score, self.budget, self.budgets)
+        return self.scorer.score(spec, ScoredTokens(*scored, state.rng, self.ends))
 
     @property
     def leaves(self) -> CompressedState:
@@ -196,7 +216,7 @@ class CompressionPolicy(Policy):
     @property
     def rows_of_layer(self) -> bool:
         """Whether KV heads have unequal budgets, so that the rows of all are together."""
-        return self.budgets == "adaptive"
+        return self.budgets != "equal"
 
     @property
     def heads_compete(self) -> bool:
@@ -208,7 +228,8 @@ class CompressionPolicy(Policy):
 
     @property
     def min_prompt(self) -> int | None:
-        return self.ends.max_tokens + self.budget + 1 if self.every is None else None
+        smallest = min(self.head_budgets, default=self.budget)
+        return self.ends.max_tokens + smallest + 1 if self.every is None else None
 
     @property
     def cache_relative(self) -> bool:
@@ -218,10 +239,19 @@ class CompressionPolicy(Policy):
     def max_lookback(self) -> int | float:
         return self.capacity + self.every if self.cache_relative else math.inf
 
+    def for_layer(self, layer: int, num_layers: int) -> CompressionPolicy:
+        if self.heads is None:
+            return self
+        budgets = head_shares.budgets(self.heads, layer, num_layers, self.budget)
+        return replace(self, head_budgets=budgets)
+
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        if self.budgets not in ("equal", "adaptive"):
+            check_head_budgets(spec, self.budgets, self.head_budgets)
         slots, size, heads = self.start, 0, spec.kv_heads if self.rows_of_layer else 1
         if self.every is not None:
-            slots, size = self.ends.max_tokens + self.every, heads * self.budget
+            slots = self.ends.max_tokens + self.every
+            size = sum(self.head_budgets) or heads * self.budget
         storage = per_layer if self.rows_of_layer else per_head
         sample = storage.init(spec, batch, size, self.storage)
         return CompressedState(
@@ -316,9 +346,10 @@ class CompressionPolicy(Policy):
         """Compress the sample and the tokens between the ends, in the sequences that are full."""
         exact, sample, ends, heads = state.dense, state.sample, self.ends, state.dense.k.shape[1]
         sampled = repeated.find_sampled(sample, state.log_weight, heads)
-        # A head has at most what the safeguards of the others leave.
-        max_rows = self.budget + (self.budget - self.budget // SAFEGUARD) * (heads - 1)
-        size = exact.positions.shape[1] + (max_rows if self.rows_of_layer else self.budget)
+        largest = max(self.head_budgets, default=self.budget)
+        if self.budgets == "adaptive":  # a head has at most what the safeguards of the others leave
+            largest += (self.budget - self.budget // SAFEGUARD) * (heads - 1)
+        size = exact.positions.shape[1] + largest
         stored = seen = repeated.in_order(exact, sample, sampled, ends.sinks, size)
         if self.cache_relative:
             places = repeated.cache_positions(exact, sampled, self.budget)
@@ -329,7 +360,7 @@ class CompressionPolicy(Policy):
         )
         score = self.scorer.score(spec, scored)
         tokens = jax.tree.map(lambda leaf: leaf[:, :, scored.slots], stored)
-        new = keep_best(tokens, scored.num_between, score, self.budget, self.budgets)
+        new = self.keep_best(tokens, scored.num_between, score)
         column = lambda leaf: full.reshape(-1, *[1] * (leaf.ndim - 1))  # noqa: E731
         sample, log_weight = jax.tree.map(
             lambda new, old: jnp.where(column(old), new, old), new, (sample, state.log_weight)
@@ -392,6 +423,17 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
+def check_head_budgets(spec: Spec, budgets: str, head_budgets: Sequence[int]) -> None:
+    """Raise UserError unless every KV head has a fixed budget."""
+    if len(head_budgets) != spec.kv_heads:
+        source = "call for_layer(layer, num_layers) with heads= of this model"
+        raise UserError(
+            f"budgets={budgets} needs a budget for each of {spec.kv_heads} KV heads, got "
+            f"{len(head_budgets)}; "
+            f"{source if budgets == 'calibrated' else 'use those of `global_budgets`'}"
+        )
+
+
 def check_group(spec: Spec) -> None:
     """Raise UserError where the number of query heads of a KV head is unknown."""
     if spec.group is None:
@@ -417,8 +459,10 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
         positions = jnp.broadcast_to(prompt.positions[:, None, middle], (batch, kv_heads, between))
         k, v = (rows.cut(leaf, middle.start, middle.stop) for leaf in prompt[:2])
         chosen, weight = choose(PerHeadTokens(k, v, positions), count)
-    else:  # one empty slot: its presence says that prefill is finished
-        chosen = resize(state.sample, 1)
+    else:
+        chosen, weight = state.sample, state.log_weight
+    if weight.shape[2] == 0:  # one empty slot: its presence says that prefill is finished
+        chosen = resize(chosen, 1)
         weight = jnp.full(chosen.positions.shape, -jnp.inf, jnp.float32)
     slot = jnp.arange(min(ends.max_tokens, size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
@@ -453,14 +497,15 @@ def keep_best(
     tokens: PerHeadTokens,
     count: Int32[Array, "B ..."],
     score: Float32[Array, "B K S"],
-    budget: int,
-    budgets: Budgets = "equal",
+    budget: int | Sequence[int],
+    adaptive: bool = False,
 ) -> Chosen:
-    """The `budget` highest scores of the first `count` [B,#K] tokens, in the order of the text.
+    """The highest scores of the first `count` [B,#K] tokens, in the order of the text.
 
-    budgets: "equal" for so many in each KV head, "adaptive" for as many in all KV heads together.
+    budget: the number of tokens of each KV head, or a number for each. adaptive: all KV heads
+    together have as many tokens.
     """
-    if budgets == "adaptive":
+    if adaptive or not isinstance(budget, int):
         return _keep_best_of_layer(tokens, count, score, budget)
     size = tokens.positions.shape[2]
     budget = min(size, budget)
@@ -472,24 +517,45 @@ def keep_best(
 
 
 def _keep_best_of_layer(
-    tokens: PerHeadTokens, count: Int32[Array, "B ..."], score: Float32[Array, "B K S"], budget: int
+    tokens: PerHeadTokens,
+    count: Int32[Array, "B ..."],
+    score: Float32[Array, "B K S"],
+    budget: int | Sequence[int],
 ) -> Chosen:
-    """The highest scores of all KV heads together, head by head (AdaKV, arXiv 2407.11550).
-
-    Each head has at least one part in SAFEGUARD of an equal share.
-    """
+    """The highest scores of each KV head, head by head, where the heads have unequal budgets."""
     batch, kv_heads, size = score.shape
-    budget = min(size, budget)
     valid = jnp.broadcast_to(_first(count, size), score.shape)
     score = jnp.where(valid, score, -jnp.inf)
-    rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
-    score = jnp.where(valid & (rank < budget // SAFEGUARD), jnp.inf, score)
-    _, best = jax.lax.top_k(score.reshape(batch, -1), kv_heads * budget)
+    order = jnp.argsort(-score, axis=2, stable=True)
+    if isinstance(budget, int):
+        best = _best_of_layer(score, order, valid, min(size, budget))
+    else:
+        budgets = np.minimum(budget, size)
+        head = np.repeat(np.arange(kv_heads), budgets)
+        rank = np.concatenate([np.arange(number) for number in budgets])
+        best = order[:, head, rank].astype(jnp.int32) + np.int32(head * size)[None]
     filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1)
     place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
     taken = per_head.pick(per_layer.flat(tokens), jnp.minimum(place, kv_heads * size - 1))
     weight = jnp.where(place < kv_heads * size, np.float32(0), -jnp.inf)
     return taken, weight
+
+
+def _best_of_layer(
+    score: Float32[Array, "B K S"],
+    order: Int32[Array, "B K S"],
+    valid: Bool[Array, "B K S"],
+    budget: int,
+) -> Int32[Array, "B R"]:
+    """The highest scores of all KV heads together, `budget` a head (AdaKV, arXiv 2407.11550).
+
+    Each head has at least one part in SAFEGUARD of an equal share. order: each head's places, the
+    highest score first. Returns places in the slots of all heads, head by head.
+    """
+    rank = jnp.argsort(order, axis=2)
+    score = jnp.where(valid & (rank < budget // SAFEGUARD), jnp.inf, score)
+    _, best = jax.lax.top_k(score.reshape(score.shape[0], -1), score.shape[1] * budget)
+    return best
 
 
 def resize(tokens: PerHeadTokens | PerLayerTokens, size: int) -> PerHeadTokens | PerLayerTokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -55,9 +55,9 @@ class ExpectedAttention(CompressionPolicy):
     softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
-    exactly. A prompt of at most `capacity` tokens is not compressed. budgets, every, positions: as
-    in keydiff. start: slots before the prompt, doubled as they fill. storage: as in streaming. The
-    other defaults are those of the published code.
+    exactly. A prompt of at most `capacity` tokens is not compressed. budgets, heads, every,
+    positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage: as in
+    streaming. The other defaults are those of the published code.
     """
 
     capacity: int = 1024
@@ -67,10 +67,12 @@ class ExpectedAttention(CompressionPolicy):
     value_norm: bool = True
     epsilon: float = 0.0
     budgets: Budgets = "equal"
+    heads: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
+    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jaxkv.policies.prompt_compression import base
@@ -28,19 +28,21 @@ class Retrieval(CompressionPolicy):
 
     The compressed prompt has `capacity` tokens per KV head on average. Its first `sinks` and last
     `window` tokens are among them, in every head. Generated tokens are cached exactly. A prompt of
-    at most `capacity` tokens is not compressed. budgets, every, positions, start: as in keydiff.
-    storage: as in streaming. With `every` needles are found in endless text: a sentence that left
-    the window stays in the heads that retrieve.
+    at most `capacity` tokens is not compressed. budgets, heads, every, positions, start: as in
+    keydiff. storage: as in streaming. With `every` needles are found in endless text: a sentence
+    that left the window stays in the heads that retrieve.
     """
 
     capacity: int = 1024
     sinks: int = 4
     window: int = 32
     budgets: Budgets = "adaptive"
+    heads: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
+    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "a prompt's ends, and the tokens with the least alike keys of a layer"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364, with the budgets of AdaKV, 2407.11550"

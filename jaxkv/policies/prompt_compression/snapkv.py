@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -47,8 +47,8 @@ class SnapKV(CompressionPolicy):
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
     published LongBench runs. A prompt of at most `capacity` tokens is not compressed. budgets,
-    every, positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage:
-    as in streaming.
+    heads, every, positions: as in keydiff. start: slots before the prompt, doubled as they fill.
+    storage: as in streaming.
     """
 
     capacity: int = 1024
@@ -56,10 +56,12 @@ class SnapKV(CompressionPolicy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     budgets: Budgets = "equal"
+    heads: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
+    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"

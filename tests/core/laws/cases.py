@@ -196,6 +196,10 @@ CASES = [
     Case("retrieval-every", policy=Retrieval(capacity=15, sinks=2, window=3, every=4),
          rule=oracle.repeated_of_layer(capacity=15, every=4, sinks=2, size=3),
          capacity=18, exact=2, relative=True, chunks=FEW),
+    Case("retrieval-calibrated", policy=Retrieval(capacity=12, sinks=2, window=3, start=16,
+         budgets="calibrated", heads="a file", head_budgets=(4, 10)),
+         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_heads(
+              (4, 10))), capacity=9, exact=2, chunks=FEW, longest=36),
     # New tables are made after 35 tokens, and after 75. Codes of rotated keys depend on the first
     # position.
     Case("magicpig", policy=MagicPIG(K=2, L=5, sinks=2, window=3, tail=35, start=8),
@@ -233,6 +237,10 @@ VARIANTS = [
          storage="int8"),
          rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
               capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
+    Case("retrieval-calibrated-int8", policy=Retrieval(capacity=12, sinks=2, window=3, start=16,
+         budgets="calibrated", heads="a file", head_budgets=(4, 10), storage="int8"),
+         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_heads(
+              (4, 10))), capacity=9, exact=2, chunks=FEW, longest=36),
     Case("retrieval-equal", policy=Retrieval(capacity=9, sinks=2, window=3, start=16,
          budgets="equal"), rule=oracle.compressed(sinks=2, size=3, rounds=0,
               choose=oracle.least_alike(capacity=4, theta=None)),
@@ -297,6 +305,10 @@ VARIANTS = [
          positions="absolute"),
          rule=oracle.repeated_of_layer(capacity=15, every=1, sinks=2, size=3),
          capacity=15, exact=2, chunks=FEW),
+    Case("retrieval-calibrated-every", policy=Retrieval(capacity=12, sinks=2, window=3, every=4,
+         budgets="calibrated", heads="a file", head_budgets=(4, 10)),
+         rule=oracle.repeated_of_heads(12, (4, 10), every=4, sinks=2, size=3),
+         capacity=11, exact=2, relative=True, chunks=FEW),
     Case("retrieval-every-alibi", policy=Retrieval(capacity=15, sinks=2, window=3, every=6),
          rule=oracle.repeated_of_layer(capacity=15, every=6, sinks=2, size=3),
          capacity=20, exact=2, relative=True, chunks=FEW, encoding=ALIBI, softcap=2.0),

@@ -29,10 +29,12 @@ from tests.core.oracle.prompt_compression import (
     compressed,
     in_blocks,
     least_alike,
+    least_alike_of_heads,
     least_alike_of_layer,
     most_attended,
     most_expected,
     repeated,
+    repeated_of_heads,
     repeated_of_layer,
 )
 from tests.core.oracle.sparse import (
@@ -66,6 +68,7 @@ __all__ = [
     "in_int8",
     "large_and_drawn",
     "least_alike",
+    "least_alike_of_heads",
     "least_alike_of_layer",
     "merge_and_reduce",
     "most_attended",
@@ -75,6 +78,7 @@ __all__ = [
     "of_pages",
     "priority",
     "repeated",
+    "repeated_of_heads",
     "repeated_of_layer",
     "reservoir",
     "rotate",

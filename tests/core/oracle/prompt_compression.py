@@ -81,6 +81,26 @@ def repeated_of_layer(capacity, every, sinks, size):
     return rule
 
 
+def repeated_of_heads(capacity, budgets, every, sinks, size):
+    """The same for KV heads with budgets of their own; they compress at the same tokens."""
+
+    def rule(inputs):
+        ends, budget = sinks + size, budgets[inputs.head]
+        mean, cached, excess = capacity - ends, [], 0
+        for number in range(inputs.tokens):
+            cached.append(number)
+            view = [(n, 0.0) for n in cached]
+            places = [i if i < sinks else max(sinks, i - excess) for i in range(len(view))]
+            since = number + 1 - ends - ((mean - 1) % every + 1)
+            if since >= 0 and since % every == 0:
+                end, asked = len(cached) - size, inputs._replace(prompt=number + 1)
+                kept = sorted(least_alike(budget, None)(cached[sinks:end], asked))
+                cached, excess = cached[:sinks] + kept + cached[end:], max(0, len(kept) - mean)
+            yield view, [(n, 0.0) for n in cached], places
+
+    return rule
+
+
 def in_blocks(rounds, block, choose):
     """Halving in blocks, `rounds` times."""
 
@@ -171,6 +191,15 @@ def least_alike(capacity, theta):
         anchor = k.sum(axis=0)
         cosines = k @ anchor / np.linalg.norm(anchor)
         return sorted(numbers, key=lambda n: cosines[n])[:capacity]
+
+    return choose
+
+
+def least_alike_of_heads(capacities):
+    """Retrieval with calibrated budgets: keys before rotation, a fixed number in each KV head."""
+
+    def choose(numbers, inputs):
+        return least_alike(capacities[inputs.head], None)(numbers, inputs)
 
     return choose
 

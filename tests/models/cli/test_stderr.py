@@ -29,7 +29,7 @@ SIZE = r"\d\S* [KMG]iB"
 # Printed every five seconds.
 PROGRESS = r".* (\d+%, .* left|\d+ of \d+ \w+, \d+ s|\.\.\. \d+ s)"
 # One start says all: they compile nothing, or what perplexity compiles, and read that.
-STARTED_ONCE = ("policies", "data", "compare", "view")
+STARTED_ONCE = ("policies", "data", "compare", "view", "calibrate")
 SMALL = "--set layers=1 --set width=32 --set heads=1 --set kv_heads=1 --set mlp=32 --set context=32"
 STARTS = {
     "generate": (
@@ -48,6 +48,7 @@ STARTS = {
         "--policy streaming:sinks=1,window=15 --model TMP/model",
         r"jaxkv: measures full attention and 1 other on 8 stretches of 32 tokens; .*",
     ),
+    "calibrate": (f"calibrate --text {TEXT} --max-tokens 40 --model TMP/model",),
     "view": (f"view --text {TEXT} --max-tokens 70 --out NEW/view.html --model TMP/model",),
     "policies": ("policies streaming",),
     "data": (f"data --text TMP/text.txt --valid {TEXT} --vocab-size 300 --out NEW",),

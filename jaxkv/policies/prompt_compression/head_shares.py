@@ -1,0 +1,139 @@
+"""Head shares: which part of a model's KV budget each KV head needs, read from a small JSON file.
+
+`jaxkv calibrate` writes such a file, from one plain text per model. Which heads retrieve is a
+property of the model and hardly of the text. So budgets of fixed sizes are enough, and compiled
+programs have fixed shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.contract import Spec
+from jaxkv.errors import UserError, is_whole
+from jaxkv.rotary import Rotary
+
+FORMAT = "jaxkv head shares 1"
+FOLDER = Path(__file__).with_name("calibrated")  # files in the package, found by name
+SAFEGUARD = 5  # unequal budgets leave a fifth of an equal share to every KV head (AdaKV)
+MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
+
+
+class HeadShares(NamedTuple):
+    """model: name and fingerprint. shares: a number of at least 0 for each layer and KV head."""
+
+    name: str
+    fingerprint: str
+    kv_heads: int
+    head_dim: int
+    encoding: Rotary
+    text: dict[str, Any]  # sha256, tokens
+    shares: tuple[tuple[float, ...], ...]
+
+
+def write(head_shares: HeadShares) -> str:
+    """The JSON of head shares."""
+    encoding = head_shares.encoding
+    fields = {
+        "format": FORMAT,
+        "model": {"name": head_shares.name, "fingerprint": head_shares.fingerprint},
+        "layers": len(head_shares.shares),
+        "kv_heads": head_shares.kv_heads,
+        "head_dim": head_shares.head_dim,
+        "rotary": {"frequencies": encoding.frequencies, "amplitude": encoding.amplitude},
+        "text": head_shares.text,
+        "shares": head_shares.shares,
+    }
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read(name: str) -> HeadShares:
+    """Head shares by the name of a file in the package, or by the path of a file.
+
+    Raises UserError for a file that cannot be read or is damaged.
+    """
+    shipped = FOLDER / f"{name}.json"
+    path = shipped if "/" not in name and shipped.is_file() else Path(name)
+    names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
+    remedy = f"name a file that `jaxkv calibrate` wrote, or one of {names}"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the head shares {name!r}: {reason}; {remedy}") from None
+    try:
+        return _parsed(json.loads(raw))
+    except (ValueError, TypeError, KeyError, RecursionError):  # of JSON, of UTF-8, of a field
+        raise UserError(f"{name} has no head shares of the format {FORMAT!r}; {remedy}") from None
+
+
+def _parsed(fields: dict[str, Any]) -> HeadShares:
+    """The head shares of a JSON object; raises ValueError, TypeError or KeyError if damaged."""
+    shares = tuple(tuple(map(float, layer)) for layer in fields["shares"])
+    rotary, model, text = fields["rotary"], fields["model"], fields["text"]
+    layers, kv_heads, head_dim = (fields[name] for name in ("layers", "kv_heads", "head_dim"))
+    encoding = Rotary(tuple(rotary["frequencies"]), float(rotary["amplitude"]))
+    numbers = [number for layer in shares for number in layer]
+    if not (
+        fields["format"] == FORMAT
+        and all(map(is_whole, (layers, kv_heads, head_dim, *encoding.frequencies)))
+        and len(shares) == layers > 0
+        and {len(layer) for layer in shares} == {kv_heads}
+        and all(math.isfinite(number) and number >= 0 for number in numbers)
+        and 0 < sum(numbers) < math.inf
+        and isinstance(text, dict)
+    ):
+        raise ValueError
+    return HeadShares(
+        str(model["name"]), str(model["fingerprint"]), kv_heads, head_dim, encoding, text, shares
+    )
+
+
+def check_model(name: str, spec: Spec, layers: int, fingerprint: str) -> None:
+    """Raise UserError unless the head shares of this name belong to a model.
+
+    fingerprint: `ModelSource.fingerprint` of the model.
+    """
+    head_shares = read(name)
+    facts = {
+        "layers": (len(head_shares.shares), layers),
+        "KV heads": (head_shares.kv_heads, spec.kv_heads),
+        "head dim": (head_shares.head_dim, spec.head_dim),
+        "rotary settings": (head_shares.encoding, spec.encoding),
+        "weights": (head_shares.fingerprint, fingerprint),
+    }
+    for fact, (of_file, of_model) in facts.items():
+        if of_file != of_model:
+            values = "" if fact == "rotary settings" else f", {of_file} and not {of_model}"
+            raise UserError(
+                f"heads={name} belongs to another model, {head_shares.name}: its {fact} differ"
+                f"{values}; run `jaxkv calibrate` on this model"
+            )
+
+
+def budgets(name: str, layer: int, num_layers: int, budget: int) -> tuple[int, ...]:
+    """The tokens of each KV head of one layer.
+
+    All heads of all layers share `budget` tokens per head, in proportion to their shares above a
+    floor of budget / SAFEGUARD. Raises UserError for head shares of another number of layers.
+    """
+    shares = np.array(read(name).shares, np.float64)
+    if len(shares) != num_layers:
+        raise UserError(
+            f"heads={name} has {len(shares)} layers, but the model has {num_layers}; run `jaxkv "
+            "calibrate` on this model"
+        )
+    floor = max(1, budget // SAFEGUARD)
+    rest = (budget - floor) * shares.size
+    exact = (rest * shares / shares.sum()).ravel()
+    extra = np.floor(exact).astype(np.int64)
+    largest_first = np.argsort(extra - exact, kind="stable")  # largest remainder first
+    extra[largest_first[: rest - extra.sum()]] += 1
+    return tuple(int(tokens) for tokens in floor + extra.reshape(shares.shape)[layer])

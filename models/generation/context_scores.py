@@ -1,0 +1,201 @@
+"""KVzip's scores: how much attention each key gets while the model repeats its context.
+
+The model reads a context once, and then again in pieces, each after a request to repeat it. What it
+attends to while it repeats, a later question may ask for (KVzip, arXiv 2505.23416, section 3). The
+wording, the pieces of 2,048 tokens and the eight tokens that announce a piece are those of the
+published code. So is the softmax: over the sinks, the piece and its repetition. Layer by layer, so
+that one layer at a time has its cache in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.contract import Policy, Spec, State
+from jaxkv.errors import UserError
+from jaxkv.models.generation.decoding import Static, embed
+from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, run_recorded
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights, layer_weights
+from jaxkv.policies import Full
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+
+PIECE = 2048  # tokens that are repeated at once
+SINKS = 4
+ALIGNED = 64  # parts have a multiple of so many tokens, so that few programs are compiled
+ANNOUNCED = 8  # last tokens of the piece before, with which a repetition is announced
+REQUEST = "\n\nRepeat the previous context exactly."
+NEXT_REQUEST = "\n\nRepeat the part of the previous context exactly, starting with"
+MARK = "\ue000context\ue001"  # private-use characters, which templates copy unchanged
+
+
+class Passage(NamedTuple):
+    """Tokens that are read together, in parts of one size; the last part is padded.
+
+    x: the input of the next layer. positions, valid: of each part.
+    """
+
+    x: list[Float[Array, "1 T D"]]
+    positions: list[UInt32[np.ndarray, "1 T"]]
+    valid: list[Bool[np.ndarray, "1 T"]]
+
+
+def around_context(llm: Llm) -> tuple[list[int], list[int]]:
+    """The ids in front of a context, and those between a request and the answer.
+
+    They are those of the chat template around a message; without one, the BOS, and a line break.
+    """
+    encode = llm.tokenizer.encode
+    if llm.chat.template is None:
+        return encode("", bos=True), encode("\n", bos=False, start=False)
+    before, *between, after = llm.chat.render([{"role": "user", "content": MARK}]).split(MARK)
+    if between:
+        raise UserError(
+            f"the chat template of {llm.name} must show a message once; use another model"
+        )
+    front = [*llm.tokenizer.sinks, *encode(before, bos=False)]
+    return front, encode(after, bos=False, start=False)
+
+
+def repetitions(llm: Llm, ids: Sequence[int], front: int) -> list[tuple[slice, list[int]]]:
+    """Each piece of a context, and the tokens with which it is repeated.
+
+    ids: the context. front: its first tokens, which are not repeated.
+    """
+    encode = partial(llm.tokenizer.encode, bos=False, start=False)
+    _, answer = around_context(llm)
+    pieces = []
+    for start in range(front, len(ids), PIECE):
+        piece = slice(start, min(start + PIECE, len(ids)))
+        request = encode(REQUEST)
+        if start > front:
+            request = encode(NEXT_REQUEST) + list(ids[start - ANNOUNCED : start])
+        pieces.append((piece, [*request, *answer, *ids[piece]]))
+    return pieces
+
+
+def context_scores(
+    llm: Llm,
+    ids: Sequence[int],
+    front: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Float32[np.ndarray, "L K S"]:
+    """The score of each key of a context: its largest attention from the repetition, from 0 to 1.
+
+    ids: the context with what the chat template writes in front of it. front: the number of those
+    tokens, which are not repeated and have the score 0. progress: called with (tokens done, all
+    tokens) over all layers.
+
+    Raises UserError for a context of which nothing is repeated, for one that leaves no room for its
+    repetition, and for a model with sliding windows.
+    """
+    pieces = repetitions(llm, ids, front) if 0 <= front < len(ids) else []
+    longest = max((len(tokens) for _, tokens in pieces), default=0)
+    _check(llm, len(ids), front, longest)
+    text = _reading(llm, ids, 0, len(ids))
+    repeats = [_reading(llm, tokens, len(ids), longest) for _, tokens in pieces]
+    policy = Full(max=len(ids) + longest, start=len(ids) + longest)
+    sizes = min(SINKS, front), min(PIECE, len(ids) - front)
+    scores = np.zeros((llm.config.layers, llm.config.kv_heads, len(ids)), np.float32)
+    done, total = 0, (len(ids) + sum(len(tokens) for _, tokens in pieces)) * llm.config.layers
+    for layer, of_layer in enumerate(scores):
+        weights = layer_weights(llm.weights, layer)
+        state = policy.init(llm.spec, 1, jax.random.key(0))
+        state, context = _run(llm.config, policy, weights, text, state)
+        done += len(ids)
+        for (piece, tokens), repeat in zip(pieces, repeats, strict=True):
+            _, asked = _run(llm.config, policy, weights, repeat, jax.tree.map(jnp.copy, state))
+            attended = piece_scores(llm.spec, *sizes, context, asked, np.int32(piece.start))
+            of_layer[:, piece] = np.asarray(attended)[:, : piece.stop - piece.start]
+            done += len(tokens)
+            if progress is not None:
+                progress(done, total)
+    return scores
+
+
+def _check(llm: Llm, size: int, front: int, longest: int) -> None:
+    if any(window is not None for window in llm.config.windows):
+        raise UserError(
+            f"a context is repeated where every layer sees all of it, got {llm.name} with sliding "
+            "windows; use another model"
+        )
+    if longest == 0:
+        raise UserError(f"a context needs tokens to repeat, got {size - front}; give a longer one")
+    if size + longest > llm.config.context:
+        raise UserError(
+            f"a context and the repetition of a piece must fit the trained context of "
+            f"{llm.config.context} tokens, got {size} and {longest}; give a shorter one"
+        )
+
+
+def _reading(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
+    """Tokens from position `start` on, embedded, in parts whose size follows from `longest`."""
+    width = -(-longest // (ALIGNED * -(-longest // CHUNK))) * ALIGNED
+    size = -(-len(ids) // width) * width
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(ids)] = ids
+    positions = (start + np.arange(size, dtype=np.uint32))[None]
+    valid = np.arange(size)[None] < len(ids)
+    parts = [slice(at, at + width) for at in range(0, size, width)]
+    static = Static(llm.config, (), llm.mesh)
+    return Passage(
+        [embed(static, llm.weights, tokens[:, part]) for part in parts],
+        [positions[:, part] for part in parts],
+        [valid[:, part] for part in parts],
+    )
+
+
+def _run(
+    config: Config, policy: Policy, weights: Weights, reading: Passage, state: State
+) -> tuple[State, AttentionInputs]:
+    """One layer: `reading.x` becomes its output. Returns the cache, and what attention read."""
+    seen = []
+    for number, where in enumerate(zip(reading.positions, reading.valid, strict=True)):
+        x = reading.x[number]
+        reading.x[number], state, inputs = run_recorded(config, policy, weights, x, state, *where)
+        seen.append(inputs)
+    join = partial(jnp.concatenate, axis=1)
+    return state, AttentionInputs(*map(join, zip(*seen, strict=True)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def piece_scores(
+    spec: Spec,
+    sinks: int,
+    size: int,
+    context: AttentionInputs,
+    repeat: AttentionInputs,
+    start: Int32[Array, ""],
+) -> Float32[Array, "K P"]:
+    """The largest attention of each key of a piece from the queries of its repetition.
+
+    start, size: the place of the piece in the context; beyond the end of the context it is masked.
+    """
+    kv_heads, tokens = spec.kv_heads, context.k.shape[1]
+    piece = start + jnp.arange(size)
+    place = jnp.concatenate([jnp.arange(sinks), jnp.minimum(piece, tokens - 1)])
+    rotated = spec.encoding.rotate(context.k, context.positions)[0][place]
+    keys = jnp.concatenate([rotated, spec.encoding.rotate(repeat.k, repeat.positions)[0]])
+    in_context = (piece < tokens) & context.valid[0, place[sinks:]]
+    written = jnp.concatenate([jnp.ones(sinks, bool), in_context])
+    queries = spec.encoding.rotate(repeat.q, repeat.positions)[0]
+    count = len(queries)
+    causal = jnp.tril(jnp.ones((count, count), bool)) & repeat.valid[0][None]
+    visible = jnp.concatenate([jnp.broadcast_to(written, (count, len(written))), causal], axis=1)
+
+    def of_head(pair: tuple[Array, Array]) -> Float32[Array, " P"]:
+        q, k = (x.astype(jnp.float32) for x in pair)  # [T,G,H], [S,H]
+        logits = jnp.einsum("tgh,sh->gts", q, k) * jnp.float32(spec.scale)
+        shares = jax.nn.softmax(jnp.where(visible[None], logits, -jnp.inf), axis=-1)
+        shares = jnp.where(repeat.valid[0][None, :, None], shares, 0.0)
+        return jnp.max(shares, axis=(0, 1))[sinks : sinks + size]
+
+    queries = queries.reshape(count, kv_heads, -1, queries.shape[-1]).transpose(1, 0, 2, 3)
+    return jax.lax.map(of_head, (queries, keys.transpose(1, 0, 2)))

@@ -1,0 +1,62 @@
+"""Calibrates head budgets: how much of a KV budget each KV head of a model needs.
+
+A head that retrieves gives much attention to the keys of a text while the model repeats it
+(`context_scores`). The mean score of its keys is the head's share of the budget of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxkv.models.generation.context_scores import REQUEST, around_context, context_scores
+from jaxkv.models.loading.llm import Llm
+from jaxkv.policies.prompt_compression.head_shares import HeadShares
+
+TOKENS = 1024  # of a text at most, unless chosen
+DIGITS = 6  # of a share; all shares add up to 1
+
+
+def calibrate(
+    llm: Llm,
+    text: str,
+    tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> HeadShares:
+    """The head shares of a model from the first `tokens` tokens of a text.
+
+    tokens: None takes TOKENS, or as many as fit the trained context twice. progress: called with
+    (tokens done, all tokens) over all layers. Raises UserError for a text that is empty or too long
+    for the model.
+    """
+    front, answer = around_context(llm)
+    if tokens is None:
+        request = llm.tokenizer.encode(REQUEST, bos=False, start=False)
+        room = llm.config.context - len(front) - len(request) - len(answer)
+        tokens = max(1, min(TOKENS, room // 2))
+    ids = llm.tokenizer.encode(text, bos=False, start=False)[:tokens]
+    scores = context_scores(llm, [*front, *ids], len(front), progress)
+    means = scores[:, :, len(front) :].mean(axis=2, dtype=np.float64)
+    shares = np.round(means / means.sum(), DIGITS)
+    spec = llm.spec
+    return HeadShares(
+        name=llm.name,
+        fingerprint=llm.source_fingerprint,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        encoding=spec.encoding,
+        text={"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(ids)},
+        shares=tuple(map(tuple, shares.tolist())),
+    )
+
+
+def strongest(head_shares: HeadShares, count: int) -> list[tuple[str, float]]:
+    """The heads with the largest shares, written LAYER.HEAD, and their multiples of the mean."""
+    shares = np.array(head_shares.shares)
+    order = np.argsort(-shares, axis=None, kind="stable")[:count]
+    places = zip(*np.unravel_index(order, shares.shape), strict=True)
+    return [
+        (f"{layer}.{head}", float(shares[layer, head] / shares.mean())) for layer, head in places
+    ]

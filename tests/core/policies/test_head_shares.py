@@ -1,0 +1,140 @@
+"""Head shares: the file of `jaxkv calibrate`, and the budgets that KV heads get from it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import UserError, by_layer, format_policy
+from jaxkv.contract import Chunk, Spec
+from jaxkv.policies import Retrieval
+from jaxkv.policies.prompt_compression import head_shares
+from jaxkv.policies.prompt_compression.head_shares import FOLDER, HeadShares
+from jaxkv.rotary import rotary
+
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
+SHARES = ((0.1, 0.0), (0.6, 0.1), (0.0, 0.2))
+ABOUT = HeadShares("a model", "0123", 2, 8, SPEC.encoding, {"sha256": "", "tokens": 3}, SHARES)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_text(head_shares.write(ABOUT))
+    return path
+
+
+def test_a_file_is_read_as_it_was_written(file):
+    assert head_shares.read(str(file)) == ABOUT
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_files_in_the_package(path):
+    about = head_shares.read(path.stem)
+    assert path.stat().st_size < 10_000
+    assert abs(sum(map(sum, about.shares)) - 1) < 1e-3
+
+
+def test_budgets_follow_the_shares_above_a_floor(file):
+    layers = [head_shares.budgets(str(file), layer, 3, 100) for layer in range(3)]
+    assert layers == [(20 + 48, 20), (20 + 288, 20 + 48), (20, 20 + 96)]
+    for budget in range(1, 50):
+        tokens = [n for layer in range(3) for n in head_shares.budgets(str(file), layer, 3, budget)]
+        assert sum(tokens) == 6 * budget and min(tokens) >= max(1, budget // 5)
+
+
+def test_one_string_names_all_layers(file):
+    text = f"retrieval:capacity=15,sinks=2,window=3,budgets=calibrated,heads={file}"
+    layers = by_layer(text, 3)
+    assert [policy.head_budgets for policy in layers] == [(7, 2), (31, 7), (2, 11)]
+    assert [policy.min_prompt for policy in layers] == [5 + 2 + 1, 5 + 7 + 1, 5 + 2 + 1]
+    assert by_layer(format_policy(layers), 3) == layers
+    assert by_layer(f"1=full;*={text}", 3)[2] == layers[2]
+
+
+def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
+    """Law 6 for budgets that are fixed: rows lie together, but heads do not compete."""
+    policy = Retrieval(12, 2, 3, "calibrated", "a file", head_budgets=(4, 10))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 40, n, 8)).astype("f4") for n in (4, 2, 2))
+
+    def positions(k):
+        state = policy.reserve(SPEC, policy.init(SPEC, 1, jax.random.key(0)), 40)
+        valid = np.ones((1, 40), bool)
+        tokens = Chunk(q, k, v, np.arange(40, dtype=np.uint32)[None], valid)
+        state = policy.finish_prefill(SPEC, policy.update(SPEC, state, tokens)[1])
+        cached = policy.cached(SPEC, state)
+        chosen = np.asarray(cached.log_weight[0]) > -np.inf
+        return [set(np.asarray(cached.positions[0, i])[chosen[i]].tolist()) for i in range(2)]
+
+    other = k.copy()
+    other[:, :, 1] = rng.normal(size=(1, 40, 8)) * 9
+    assert positions(k)[0] == positions(other)[0] != positions(k)[1]
+    assert list(map(len, positions(k))) == [4 + 5, 10 + 5]
+
+
+def test_layers_have_budgets_of_their_own(file):
+    policy = Retrieval(budgets="calibrated", heads=str(file))
+    with pytest.raises(UserError, match=r"each of 2 KV heads, got 0; call for_layer"):
+        policy.init(SPEC, 1, jax.random.key(0))
+    with pytest.raises(UserError, match="has 3 layers, but the model has 4"):
+        policy.for_layer(0, 4)
+
+
+@pytest.mark.parametrize("fields", [{"budgets": "calibrated"}, {"heads": "default"}])
+def test_calibrated_budgets_and_heads_belong_together(fields):
+    with pytest.raises(UserError, match=r"belong together, got .*; give both or neither"):
+        Retrieval(**fields)
+
+
+DAMAGES = {
+    "not JSON": lambda fields: "{",
+    "no object": lambda fields: "[1]",
+    "deep": lambda fields: "[" * 100_000,
+    "another format": lambda fields: fields | {"format": "jaxkv head shares 9"},
+    "a field missing": lambda fields: {k: v for k, v in fields.items() if k != "rotary"},
+    "a layer missing": lambda fields: fields | {"shares": fields["shares"][1:]},
+    "a head missing": lambda fields: fields | {"shares": [[0.1], [0.6, 0.1], [0, 0.2]]},
+    "a share too small": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, -0.2]]},
+    "NaN": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, float("nan")]]},
+    "all zero": lambda fields: fields | {"shares": [[0, 0], [0, 0], [0, 0]]},
+    "a share no number": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, "x"]]},
+    "layers no number": lambda fields: fields | {"layers": "3"},
+    "a long number": lambda fields: fields | {"rotary": {"frequencies": [0.5], "amplitude": 1}},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files(file, name):
+    damaged = DAMAGES[name](json.loads(file.read_text()))
+    file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+    with pytest.raises(
+        UserError, match=r"has no head shares of the format .*; name a file"
+    ) as info:
+        head_shares.read(str(file))
+    assert "\n" not in str(info.value)
+
+
+def test_absent_files(tmp_path):
+    for name in ("absent", str(tmp_path), "a\0b", ""):
+        with pytest.raises(UserError, match=r"cannot read the head shares .*; name a file"):
+            head_shares.read(name)
+
+
+def test_files_of_another_model(file):
+    def check(**fields):
+        arguments = {"spec": SPEC, "layers": 3, "fingerprint": "0123"} | fields
+        head_shares.check_model(str(file), **arguments)
+
+    check()
+    cases = {
+        "its layers differ, 3 and not 4": {"layers": 4},
+        "its KV heads differ, 2 and not 1": {"spec": Spec(1, 8, 1.0, SPEC.encoding)},
+        "its head dim differ, 8 and not 4": {"spec": Spec(2, 4, 1.0, rotary(4, 100.0))},
+        "its rotary settings differ;": {"spec": Spec(2, 8, 1.0, rotary(8, 1e4))},
+        "its weights differ, 0123 and not 4567": {"fingerprint": "4567"},
+    }
+    for reason, fields in cases.items():
+        with pytest.raises(UserError, match=f"another model, a model: {reason}.*jaxkv calibrate"):
+            check(**fields)

@@ -1,0 +1,72 @@
+"""`jaxkv calibrate`, and policies whose budgets follow its file."""
+
+import json
+
+import pytest
+
+from tests.models.cli.test_bad_input import refused
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def heads(model, tmp_path_factory):
+    """The head shares of the model."""
+    from jaxkv.cli import main
+
+    out = tmp_path_factory.mktemp("heads") / "heads.json"
+    assert main(["calibrate", "--model", model, "--max-tokens", "60", "--out", str(out)]) == 0
+    return out
+
+
+def test_it_writes_or_prints_a_small_file(run, model, text, heads, tmp_path):
+    words = ("calibrate", "--model", model, "--max-tokens", "60")
+    about = run(*words).out
+    assert about == heads.read_text() and len(about) < 2000
+    out = tmp_path / "other.json"
+    ran = run(*words, "--text", text, "--out", out)
+    assert ran.out.startswith(f"wrote {out}; use it as retrieval:budgets=calibrated,heads={out}\n")
+    assert json.loads(out.read_text())["text"]["tokens"] == 60
+    assert json.loads(out.read_text())["shares"] != json.loads(about)["shares"]
+    ran = run(*words, "--text", text, "--out", out, "--json")
+    assert ran.json == json.loads(out.read_text())
+
+
+def test_a_policy_uses_it(run, model, heads, text):
+    policy = f"retrieval:capacity=24,sinks=2,window=4,budgets=calibrated,heads={heads}"
+    words = ("--model", model, "--text", text, "--prompt-tokens", 100, "--max-tokens", 120)
+    ran = run("perplexity", *words, "--policy", policy, "--json")
+    assert ran.json["policy_string"].startswith(policy.rpartition(",start")[0])
+    equal = policy.replace("budgets=calibrated", "budgets=equal").partition(",heads")[0]
+    other = run("perplexity", *words, "--policy", equal, "--json")
+    assert ran.json["loss"] != other.json["loss"]
+
+
+def test_wrong_head_shares(run, model, heads, tmp_path):
+    def generate(policy, of=model):
+        return run("generate", "Hi", "--model", of, "--policy", f"retrieval:{policy}")
+
+    use = f"budgets=calibrated,heads={heads}"
+    refused(generate("budgets=calibrated"), "belong together", "give both or neither")
+    refused(generate(f"heads={heads}"), "belong together", "give both or neither")
+    refused(generate(f"capacity=36,{use}"), "capacity must be from 37")
+    refused(generate("budgets=calibrated,heads=no"), "cannot read the head shares 'no'", "default")
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(heads.read_text()[:-9])
+    refused(generate(f"budgets=calibrated,heads={damaged}"), "no head shares of the format")
+    others = {
+        "its weights differ": {"seed": 1},
+        "has 2 layers, but the model has 3": {"num_hidden_layers": 3},
+        "its KV heads differ, 2 and not 4": {"num_key_value_heads": 4},
+        "its rotary settings differ": {"rope_theta": 500.0},
+    }
+    for number, (words, fields) in enumerate(others.items()):
+        folder = write_tiny(tmp_path / str(number), **fields)
+        refused(generate(use, folder), words, "jaxkv calibrate")
+
+
+def test_wrong_texts(run, model, text, tmp_path):
+    words = ("calibrate", "--model", model)
+    refused(run(*words, "--text", tmp_path / "no.txt"), "no such text")
+    refused(run(*words, "--max-tokens", 400), "trained context of 512 tokens", "give a shorter")
+    refused(run(*words, "--max-tokens", 0), "--max-tokens", "at least 1")
+    refused(run(*words, "--out", tmp_path / "no" / "heads.json"), "--out needs a folder that")

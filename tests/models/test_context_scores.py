@@ -1,0 +1,84 @@
+"""KVzip's scores against the attention of an uncached program, and head shares from them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxkv import UserError
+from jaxkv.models.generation import context_scores as scoring
+from jaxkv.models.generation.context_scores import around_context, context_scores, repetitions
+from jaxkv.models.loading.chat import Chat
+from jaxkv.models.network.uncached import attend_with_probabilities, forward
+from jaxkv.models.tools import calibrate
+
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen."
+TEMPLATE = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}<a>"
+
+
+def oracle(llm, ids, front):
+    """Attention to sinks, piece and repetition: full attention, divided by the sum of these."""
+    expected = np.zeros((llm.config.layers, llm.config.kv_heads, len(ids)))
+    for piece, tokens in repetitions(llm, ids, front):
+        inputs = np.array([[*ids, *tokens]], np.int32)
+        layers = forward(llm.config, llm.weights, inputs, attend_with_probabilities)[2]
+        counted = np.zeros(inputs.shape[1], bool)
+        counted[: min(front, scoring.SINKS)] = counted[piece] = counted[len(ids) :] = True
+        for layer, attention in enumerate(layers):
+            attention = np.asarray(attention[0], np.float64)[:, len(ids) :] * counted
+            attention /= attention.sum(axis=2, keepdims=True)
+            largest = attention.max(axis=1).reshape(llm.config.kv_heads, -1, inputs.shape[1])
+            expected[layer, :, piece] = largest.max(axis=1)[:, piece]
+    return expected
+
+
+@pytest.mark.parametrize("piece, chunk", [(2048, 1024), (32, 64), (13, 1024)])
+def test_scores_are_the_largest_attention_from_the_repetition(llm, monkeypatch, piece, chunk):
+    monkeypatch.setattr(scoring, "PIECE", piece)
+    monkeypatch.setattr(scoring, "CHUNK", chunk)
+    done = []
+    for chat in (llm.chat, Chat(TEMPLATE)):
+        reader = dataclasses.replace(llm, chat=chat)
+        front, _ = around_context(reader)
+        ids = front + llm.tokenizer.encode(TEXT, bos=False)
+        scores = context_scores(reader, ids, len(front), lambda *counts: done.append(counts))
+        np.testing.assert_allclose(scores, oracle(reader, ids, len(front)), rtol=2e-4, atol=1e-6)
+        assert done[-1][0] == done[-1][1]
+
+
+def test_requests(llm, monkeypatch):
+    monkeypatch.setattr(scoring, "PIECE", 32)
+    reader = dataclasses.replace(llm, chat=Chat(TEMPLATE))
+    front, answer = around_context(reader)
+    assert [llm.tokenizer.decode(ids) for ids in (front, answer)] == ["<u>", "</u><a>"]
+    ids = front + llm.tokenizer.encode(TEXT, bos=False)
+    pieces = [(piece, llm.tokenizer.decode(x)) for piece, x in repetitions(reader, ids, 3)]
+    request = "\n\nRepeat the part of the previous context exactly, starting with"
+    assert pieces == [
+        (slice(3, 35), f"\n\nRepeat the previous context exactly.</u><a>{TEXT[:32]}"),
+        (slice(35, 67), f"{request}{TEXT[24:32]}</u><a>{TEXT[32:64]}"),
+        (slice(67, 76), f"{request}{TEXT[56:64]}</u><a>{TEXT[64:]}"),
+    ]
+
+
+def test_contexts_that_cannot_be_repeated(llm):
+    with pytest.raises(UserError, match="needs tokens to repeat, got 0"):
+        context_scores(llm, [0, 5], 2)
+    with pytest.raises(UserError, match="trained context of 512 tokens, got 300 and 338; give a"):
+        context_scores(llm, [5] * 300, 1)
+    config = dataclasses.replace(llm.config, windows=(None, 24))
+    with pytest.raises(UserError, match="sliding windows; use another model"):
+        context_scores(dataclasses.replace(llm, config=config), [5] * 30, 1)
+
+
+def test_shares_are_mean_scores(llm):
+    about = calibrate.calibrate(llm, TEXT * 9, tokens=60)
+    ids = llm.tokenizer.encode(TEXT, bos=True)[:61]
+    means = context_scores(llm, ids, 1)[:, :, 1:].mean(axis=2)
+    np.testing.assert_allclose(about.shares, means / means.sum(), atol=1e-6)
+    assert about.text["tokens"] == 60 and about.encoding == llm.config.encoding
+    head, times = calibrate.strongest(about, 1)[0]
+    layer, kv_head = map(int, head.split("."))
+    assert about.shares[layer][kv_head] == np.max(about.shares)
+    assert times == pytest.approx(np.max(about.shares) / np.mean(about.shares))
+    assert calibrate.calibrate(llm, TEXT * 9).text["tokens"] == (512 - 1 - 38 - 1) // 2
