@@ -43,19 +43,34 @@ def rows_are_rounded_once(subject: Subject) -> Checks:
                     valid_tokens = np.flatnonzero(valid).tolist()
                     token_at = {int(tokens.positions[sequence, n]): n for n in valid_tokens}
                     positions = np.asarray(part.positions[sequence])
-                    right = _near(stored, positions, of_tokens[sequence], token_at)
+                    heads = _heads(part)[sequence]
+                    right = _near(stored, positions, heads, of_tokens[sequence], token_at)
                     yield f"in chunks of {size} a row of {name} is not its token's", right
 
 
+def _heads(part: Any) -> np.ndarray:
+    """The KV head of each row [B,K,S]: the `head` of PerLayerTokens, else the place on axis K."""
+    shape = part.k.shape[:3]
+    places = np.broadcast_to(np.arange(shape[1])[:, None], shape)
+    return np.asarray(getattr(part, "head", places))
+
+
 def _near(
-    stored: Int8Rows, positions: np.ndarray, of_tokens: np.ndarray, token_at: dict[int, int]
+    stored: Int8Rows,
+    positions: np.ndarray,
+    heads: np.ndarray,
+    of_tokens: np.ndarray,
+    token_at: dict[int, int],
 ) -> bool:
-    """Whether the rows [K,S,H] at these positions [S] or [K,S] are those of the tokens [T,K,H]."""
-    head, slot, _ = np.nonzero(stored.scale)  # an empty slot has the scale 0
-    positions = np.broadcast_to(positions, stored.shape[:2])[head, slot]
-    expected = of_tokens[[token_at[int(at)] for at in positions], head]
-    scale = stored.scale[head, slot]
-    return bool((np.abs(stored.values[head, slot] * scale - expected) <= HALF * scale).all())
+    """Whether the rows [K,S,H] at these positions [S] or [K,S] are those of the tokens [T,K,H].
+
+    heads [K,S]: the KV head of each row.
+    """
+    row, slot, _ = np.nonzero(stored.scale)  # an empty slot has the scale 0
+    positions = np.broadcast_to(positions, stored.shape[:2])[row, slot]
+    expected = of_tokens[[token_at[int(at)] for at in positions], heads[row, slot]]
+    scale = stored.scale[row, slot]
+    return bool((np.abs(stored.values[row, slot] * scale - expected) <= HALF * scale).all())
 
 
 def _is_int8(node: Any) -> bool:
