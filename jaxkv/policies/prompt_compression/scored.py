@@ -1,0 +1,133 @@
+"""Scores from outside: the tokens of a prompt with the largest scores that the caller computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.contract import Leaf, Spec, prefill_finished
+from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression import base
+from jaxkv.policies.prompt_compression.base import (
+    CompressedState,
+    CompressionPolicy,
+    ExactEnds,
+    ScoredTokens,
+)
+from jaxkv.rows import Storage
+from jaxkv.typing import Array, Float32
+
+Score = Callable[[Spec, ScoredTokens], Float32[Array, "B K C"]]
+
+
+@dataclass(frozen=True)
+class Scored(CompressionPolicy):
+    """Keep a prompt's ends and, of the others, the tokens with the largest scores of the caller.
+
+    Some scores need the model again, as those of KVzip do (arXiv 2505.23416), or a network of their
+    own. The caller computes them after the prompt and puts them into the state:
+
+        state = policy.with_scores(state, scores)  # [B,K,S], a score for each token of the prompt
+        state = policy.finish_prefill(spec, state)
+
+    function: computes the scores in place of that, from `ScoredTokens`. A state without scores, or
+    with NaN among them, gives NaN after the prompt.
+
+    budgets: equal and adaptive as in keydiff; global for the numbers of `head_budgets`, which
+    `global_budgets` computes from the scores of all layers. The other fields are those of
+    retrieval.
+    """
+
+    capacity: int = 1024
+    sinks: int = 4
+    window: int = 0
+    budgets: Literal["equal", "adaptive", "global"] = "equal"
+    start: int = 512
+    storage: Storage = "float"
+    function: Score | None = None
+    head_budgets: tuple[int, ...] = ()
+
+    summary: ClassVar[str] = "a prompt's ends, and the tokens with the largest scores of the caller"
+    source: ClassVar[str] = "KVzip, arXiv 2505.23416, for scores of `context_scores`"
+    statistics_leaves: ClassVar[Leaf] = Leaf("B K S")
+    budget_rules: ClassVar[tuple[str, ...]] = ("equal", "adaptive", "global")
+
+    def __post_init__(self) -> None:
+        if min(self.sinks, self.window) < 0:
+            raise UserError(
+                f"sinks and window must be 0 or more, got {self.sinks} and {self.window}; try "
+                "sinks=4,window=0"
+            )
+        base.check_capacity(self.capacity, self.sinks + self.window + 1, self.start)
+        super().__post_init__()
+
+    @property
+    def ends(self) -> ExactEnds:
+        return ExactEnds(self.sinks, self.window)
+
+    def statistics(self, spec: Spec, batch: int) -> Float32[Array, "B K S"]:
+        """The scores that are set: NaN for each slot; none where a function computes them."""
+        slots = self.start if self.function is None else 0
+        return jnp.full((batch, spec.kv_heads, slots), jnp.nan, jnp.float32)
+
+    def reserve(self, spec: Spec, state: CompressedState, tokens: int) -> CompressedState:
+        state = super().reserve(spec, state, tokens)
+        if prefill_finished(state) or self.function is not None:
+            return state
+        scores, slots = state.statistics, state.dense.positions.shape[1]
+        padding = ((0, 0), (0, 0), (0, slots - scores.shape[2]))
+        return state._replace(statistics=jnp.pad(scores, padding, constant_values=jnp.nan))
+
+    def with_scores(
+        self, state: CompressedState, scores: Float32[Array, "B K S"]
+    ) -> CompressedState:
+        """The state with the scores of its tokens, in their order.
+
+        Raises UserError for scores of another shape and for NaN.
+        """
+        check_scores(scores, state.statistics.shape)
+        set_scores = state.statistics.at[:, :, : scores.shape[2]].set(scores)
+        return state._replace(statistics=set_scores)
+
+    def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
+        if self.function is None:
+            return tokens.statistics[:, :, tokens.slots]
+        return self.function(spec, tokens)
+
+    def choose(
+        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
+    ) -> base.Chosen:
+        score = self.prompt_score(spec, state)
+        scored = jnp.arange(score.shape[2])[None, None] < count[:, None, None]
+        unknown = jnp.any(jnp.isnan(score) & scored, axis=(1, 2))[:, None, None]
+        chosen, weight = self.keep_best(tokens, count, jnp.where(unknown, 0.0, score))
+        return chosen, jnp.where(unknown, jnp.nan, weight)
+
+
+def check_scores(scores: Float32[Array, "B K S"], slots: tuple[int, int, int]) -> None:
+    """Raise UserError for scores that do not fit these slots, and for NaN where that is known."""
+    shape = tuple(scores.shape)
+    if len(shape) != 3 or shape[:2] != slots[:2] or shape[2] > slots[2]:
+        raise UserError(
+            f"scores must be [B,K,S] with B={slots[0]}, K={slots[1]} and S of at most {slots[2]} "
+            f"slots, got {list(shape)}; give one for each token of the prompt"
+        )
+    if not isinstance(scores, jax.core.Tracer) and np.isnan(np.asarray(scores)).any():
+        raise UserError("scores must be numbers, got NaN; check what computes them")
+
+
+def global_budgets(scores: Float32[np.ndarray, "L K S"], budget: int) -> list[tuple[int, ...]]:
+    """How many of the largest scores of all layers together each KV head of each layer has.
+
+    scores: of the tokens between the ends. budget: the mean number of tokens of a KV head.
+    """
+    layers, kv_heads, size = scores.shape
+    best = np.argsort(-scores, axis=None, kind="stable")[: layers * kv_heads * min(budget, size)]
+    counts = np.bincount(best // size, minlength=layers * kv_heads).reshape(layers, kv_heads)
+    return [tuple(layer) for layer in counts.tolist()]

@@ -1,0 +1,58 @@
+"""KVzip: a prompt compressed by the attention that its keys get while the model repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxkv.models.generation.context_scores import context_scores
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.llm import Llm
+from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
+from jaxkv.typing import Float32
+
+
+def kvzip_stream(
+    llm: Llm,
+    ids: Sequence[int],
+    front: int,
+    policy: Scored,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Stream:
+    """A stream that has read a context, compressed by KVzip's scores (arXiv 2505.23416).
+
+    A question may come after it:
+
+        front, answer = around_context(llm)
+        context = llm.tokenizer.encode(text, bos=False)
+        policy = Scored(capacity=256, budgets="global")
+        stream = kvzip_stream(llm, [*front, *context], len(front), policy)
+        stream.prefill([llm.tokenizer.encode(question, bos=False, start=False) + answer])
+        tokens, ended = stream.decode(llm.sampling, 64, llm.eos)
+
+    ids, front, progress: as in `context_scores`. policy: of every layer; `budgets=global` shares
+    `capacity` tokens a KV head among all layers, as the published code does by default. Each
+    context then has caches of sizes of its own, for which programs are compiled.
+
+    Raises UserError as `context_scores` does.
+    """
+    scores = context_scores(llm, ids, front, progress)
+    stream = Stream(llm, layer_policies(policy, scores), seed=seed, tokens=len(ids))
+    stream.prefill([ids])
+    states = zip(stream.policies, stream.decoding.states, scores, strict=True)
+    states = tuple(policy.with_scores(state, of_layer[None]) for policy, state, of_layer in states)
+    stream.decoding = stream.decoding._replace(states=states)
+    stream.finish_prefill()
+    return stream
+
+
+def layer_policies(policy: Scored, scores: Float32[np.ndarray, "L K S"]) -> list[Scored]:
+    """The policy of each layer, with the budgets of its KV heads where they are global."""
+    if policy.budgets != "global":
+        return [policy] * len(scores)
+    between = scores[:, :, policy.sinks : max(policy.sinks, scores.shape[2] - policy.window)]
+    budgets = global_budgets(between, policy.budget)
+    return [replace(policy, head_budgets=of_layer) for of_layer in budgets]

@@ -1,0 +1,113 @@
+"""Scores from outside: the laws, scores that are set, budgets over all layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import UserError, rows
+from jaxkv.contract import Chunk, Spec
+from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
+from jaxkv.rotary import rotary
+from jaxkv.testing import check_policy
+
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
+ENDS = {"sinks": 2, "window": 3, "start": 16}
+TOKENS = 30
+
+
+def length_of_value(spec, tokens):
+    v = rows.dequantise(tokens.stored.v).astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(v * v, axis=-1))[:, :, tokens.slots]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"budgets": "adaptive", "storage": "int8"},
+        {"budgets": "global", "head_budgets": (4, 0, 9)},  # three heads, as the laws have
+    ],
+    ids=str,
+)
+def test_laws(fields):
+    check_policy(Scored(capacity=12, function=length_of_value, **ENDS, **fields))
+
+
+def read(policy, tokens=TOKENS, batch=2):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(batch, tokens, n, 8)).astype("f4") for n in (4, 2, 2))
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (batch, tokens))
+    state = policy.reserve(SPEC, policy.init(SPEC, batch, jax.random.key(0)), tokens)
+    chunk = Chunk(q, k, v, positions, np.ones((batch, tokens), bool))
+    return policy.update(SPEC, state, chunk)[1]
+
+
+def cached(policy, state):
+    cache = policy.cached(SPEC, policy.finish_prefill(SPEC, state))
+    chosen = np.asarray(cache.log_weight) > -np.inf
+    return [
+        [set(p[c].tolist()) for p, c in zip(*pair, strict=True)]
+        for pair in zip(np.asarray(cache.positions), chosen, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [{}, {"budgets": "adaptive"}, {"budgets": "global", "head_budgets": (11, 3)}],
+    ids=str,
+)
+def test_scores_that_are_set_choose_as_a_function_does(budgets):
+    policy = Scored(capacity=12, **ENDS, **budgets)
+    by_function = Scored(capacity=12, **ENDS, **budgets, function=length_of_value)
+    state = read(policy)
+    scores = np.linalg.norm(state.dense.v[:, :, :TOKENS], axis=-1)
+    state = jax.jit(policy.with_scores)(state, scores)
+    assert cached(policy, state) == cached(by_function, read(by_function))
+    best = np.argsort(-np.asarray(scores)[0, 0, 2:-3], kind="stable")[:7] + 2
+    if not budgets:
+        assert cached(policy, state)[0][0] == {0, 1, *best.tolist(), 27, 28, 29}
+
+
+def test_a_layer_may_keep_only_the_ends():
+    policy = Scored(capacity=12, budgets="global", head_budgets=(0, 0), **ENDS)
+    state = policy.with_scores(read(policy), np.ones((2, 2, TOKENS), "f4"))
+    assert cached(policy, state) == [[{0, 1, 27, 28, 29}] * 2] * 2
+    finished = policy.finish_prefill(SPEC, state)
+    with pytest.raises(UserError, match="finished already"):
+        policy.finish_prefill(SPEC, finished)
+
+
+def test_scores_that_do_not_fit():
+    policy = Scored(capacity=12, **ENDS)
+    state, scores = read(policy), np.ones((2, 2, TOKENS), "f4")
+    for wrong in (scores[0], scores[:1], scores[:, :1], np.ones((2, 2, 33), "f4")):
+        with pytest.raises(UserError, match=r"with B=2, K=2 and S of at most 32 slots, got \["):
+            policy.with_scores(state, wrong)
+    scores[1, 0, 5] = np.nan
+    with pytest.raises(UserError, match="scores must be numbers, got NaN"):
+        policy.with_scores(state, scores)
+    with pytest.raises(UserError, match="each of 2 KV heads, got 0; use those of `global_budgets`"):
+        read(Scored(budgets="global"))
+    with pytest.raises(UserError, match="one of equal, adaptive, global, got 'calibrated'"):
+        Scored(budgets="calibrated")
+
+
+@pytest.mark.parametrize("known", [0, TOKENS - 9])
+def test_tokens_without_a_score_give_nan(known):
+    policy = Scored(capacity=12, **ENDS)
+    state = policy.with_scores(read(policy), np.ones((2, 2, known), "f4"))
+    state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 5)
+    one = np.ones((2, 1, 4, 8), "f4"), np.ones((2, 1, 2, 8), "f4"), np.ones((2, 1, 2, 8), "f4")
+    chunk = Chunk(*one, np.full((2, 1), TOKENS, np.uint32), np.ones((2, 1), bool))
+    assert np.isnan(policy.update(SPEC, state, chunk)[0].out).all()
+
+
+def test_global_budgets_count_the_largest_scores_of_all_layers():
+    scores = np.random.default_rng(0).random((3, 2, 50)).astype("f4") ** 3
+    budgets = global_budgets(scores, 12)
+    threshold = np.sort(scores, axis=None)[-6 * 12]
+    assert budgets == [tuple((layer >= threshold).sum(axis=1)) for layer in scores]
+    assert global_budgets(scores, 99) == [(50, 50)] * 3
+    scores[1] = 0
+    assert global_budgets(scores, 4)[1] == (0, 0)
