@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+UNMEASURED = "not measured"  # a cell without a record
 BAR = r"\|"  # a bar inside a cell, where a plain one would start another cell
 
 

@@ -11,6 +11,9 @@ that an interrupted run continues, and a longer one starts from them.
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +21,18 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.tasks import budgets, score
+from jaxkv.evals.tasks import budgets, ruler, score
 from jaxkv.evals.tasks.budgets import NAMES, RATIOS
 from jaxkv.evals.tasks.generators import TASKS, depth_of
-from jaxkv.evals.tasks.prompts import ROOM, prompts
+from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_of, check, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools.passage import PASSAGE
 
+RULER = "ruler"  # all of its tasks
 FLAGS = (
-    flag("--tasks", tuple(TASKS), choices=list(TASKS)),
+    flag("--tasks", tuple(TASKS), f"{RULER}: all 13 of RULER's own, from {ruler.PACKAGE}",
+         choices=[*TASKS, RULER, *ruler.NAMES]),
     flag("--lengths", (1024, 2048, 4096), "tokens of a context", minimum=1),
     flag("--ratios", (0.25, 0.5), "budgets, as shares of the context", choices=list(RATIOS)),
     flag("--policies", NAMES, "by default all", choices=NAMES),
@@ -36,13 +41,22 @@ FLAGS = (
     flag("--seed", 0, minimum=0),
     flag("--gates", False, "measure full attention alone"),
     flag("--query-aware", False, "put the question into the prefill"),
-)
+)  # fmt: skip
+# By the share of a context that is cached: name of a policy -> its string.
+SpecsByRatio = dict[float, dict[str, str]]
+
+
+def tasks_of(options: argparse.Namespace) -> list[str]:
+    """The names of the tasks, without the name that stands for all of RULER's."""
+    named = ((task,) if task != RULER else ruler.NAMES for task in options.tasks)
+    return list(dict.fromkeys(task for names in named for task in names))
 
 
 def record_name(options: argparse.Namespace) -> str:
+    suite = "ruler" if set(tasks_of(options)) & set(ruler.NAMES) else "tasks"
     if options.gates:
-        return "task_gates"
-    return "tasks_query_aware" if options.query_aware else "tasks"
+        return "ruler_gates" if suite == "ruler" else "task_gates"
+    return f"{suite}_query_aware" if options.query_aware else suite
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -51,14 +65,21 @@ def measure(run: Run) -> dict[str, Any]:
     if options.gates and options.query_aware:
         raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
                         "one out")  # fmt: skip
-    plan = plan_of(llm, options)
+    names, lengths = tasks_of(options), options.lengths
+    if set(names) & set(ruler.NAMES):
+        ruler.check_package()
+    plan: dict[int, SpecsByRatio] = {}
+    for length in lengths:
+        check(llm, length)
+        for task in {*names} & {*TASKS}:
+            prompts(llm, task, length, 1, options.seed, options.query_aware)
+            plan[length] = plan.get(length) or budgets_of(llm, options, length)
     batches = -(-options.samples // options.batch)
-    policies = sum(1 + sum(map(len, by_ratio.values())) for by_ratio in plan.values())
-    parts = Parts(run.record, batches * len(options.tasks) * policies)
-    tasks: dict[str, dict[str, Any]] = {task: {} for task in options.tasks}
-    for length, by_ratio in plan.items():
-        for task in options.tasks:
-            tasks[task][str(length)] = measure_task(llm, options, task, length, by_ratio, parts)
+    policies = 1 + (not options.gates) * len(options.ratios) * len(options.policies)
+    parts = Parts(run.record, batches * len(names) * len(lengths) * policies)
+    tasks: dict[str, dict[str, Any]] = {task: {} for task in names}
+    for length, task in itertools.product(lengths, names):
+        tasks[task][str(length)] = measure_task(llm, options, task, length, plan, parts)
     return {
         "model": llm.name,
         "context": llm.config.context,
@@ -71,23 +92,21 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def plan_of(llm: Llm, options: argparse.Namespace) -> dict[int, dict[float, dict[str, str]]]:
-    """The policy strings by length and ratio; raises UserError before anything is measured."""
-    plan: dict[int, dict[float, dict[str, str]]] = {}
+def budgets_of(llm: Llm, options: argparse.Namespace, size: int) -> SpecsByRatio:
+    """The policies for contexts of `size` tokens, by ratio.
+
+    Raises UserError for any that cannot run.
+    """
     ratios = [] if options.gates else options.ratios
-    tune = not options.gates and not {*budgets.TUNED}.isdisjoint(options.policies)
-    for length in options.lengths:
-        for task in options.tasks:
-            prompts(llm, task, length, 1, options.seed, options.query_aware)
-        settings = budgets.tuned(llm, length, ratios) if tune else {}
-        plan[length] = {
-            ratio: {name: specs[name] for name in options.policies}
-            for ratio in ratios
-            for specs in [budgets.settings(length, ratio, slots_of(length), settings.get(ratio))]
-        }
-        for policy in {text for by_name in plan[length].values() for text in by_name.values()}:
-            llm.policies(policy)
-    return plan
+    tune = not {*budgets.TUNED}.isdisjoint(options.policies)
+    tuned = budgets.tuned(llm, size, ratios) if ratios and tune else {}
+    by_ratio: SpecsByRatio = {}
+    for ratio in ratios:
+        specs = budgets.settings(size, ratio, slots_of(size), tuned.get(ratio))
+        by_ratio[ratio] = {name: specs[name] for name in options.policies}
+    for policy in {text for by_name in by_ratio.values() for text in by_name.values()}:
+        llm.policies(policy)
+    return by_ratio
 
 
 def slots_of(length: int) -> int:
@@ -96,28 +115,34 @@ def slots_of(length: int) -> int:
 
 
 def measure_task(
-    llm: Llm, options: argparse.Namespace, task: str, length: int,
-    by_ratio: dict[float, dict[str, str]], parts: Parts,
+    llm: Llm, options: argparse.Namespace, task: str, length: int, plan: dict[int, SpecsByRatio],
+    parts: Parts,
 ) -> dict[str, Any]:  # fmt: skip
-    """One task at one length: full attention, then each policy at each ratio."""
+    """One task at one length: full attention, then each policy at each ratio.
+
+    RULER's contexts are shorter than their length, so budgets are shares of their mean; and where
+    full attention fails, no policy is measured. plan: by size of a context; gets what is missing.
+    """
     every = prompts(llm, task, length, options.samples, options.seed, options.query_aware)
+    if not every:
+        return {"scored": False, "full": {"samples": 0}, "ratios": {}}
+    is_ruler = task in ruler.NAMES
+    context_tokens = float(np.mean([len(prompt.context) for prompt in every]))
+    size = round(context_tokens) if is_ruler else length
     asked = "query-aware" if options.query_aware else "question after prefill"
-    parts_by_policy: dict[str, list[np.ndarray]] = {}
-    for start in range(0, len(every), options.batch):
-        batch_prompts = every[start : start + options.batch]
-        seeds = [options.seed + start + i for i in range(len(batch_prompts))]
-        batch = Batch(llm, batch_prompts, TASKS[task].tokens, slots_of(length), seeds)
-        key = f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}, {start}+{len(seeds)}"
-        policies = dict.fromkeys(p for chosen in by_ratio.values() for p in chosen.values())
-        for policy in ("full", *policies):
-            part = parts.part(f"{key}, {policy}", lambda b=batch, p=policy: b.result(p))
-            parts_by_policy.setdefault(policy, []).append(part)
-    columns = {policy: columns_of(parts) for policy, parts in parts_by_policy.items()}
-    full = columns.pop("full")
+    measured = partial(
+        measure_policies, llm, every, task, slots_of(length), options, parts,
+        f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}",
+    )  # fmt: skip
+    full = measured(["full"])["full"]
     scored = score.passes(float(full["score"].mean()))
-    depths = [depth_of(i) for i in range(len(every))]
+    if size not in plan and scored:
+        plan[size] = budgets_of(llm, options, size)
+    by_ratio = plan[size] if scored or not is_ruler else {}
+    columns = measured(dict.fromkeys(p for chosen in by_ratio.values() for p in chosen.values()))
+    depths = [] if is_ruler else [depth_of(i) for i in range(len(every))]
     return {
-        "context_tokens": np.mean([len(prompt.context) for prompt in every]),
+        "context_tokens": context_tokens,
         "answer_tokens": full["tokens"].mean(),
         "scored": scored,
         "full": score.summary(full["score"], depths)
@@ -135,9 +160,24 @@ def measure_task(
     }
 
 
-def columns_of(parts: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Parts [B,C] as an array of all samples for each of the COLUMNS."""
-    return dict(zip(COLUMNS, np.concatenate(parts).T, strict=True))
+def measure_policies(
+    llm: Llm, every: Sequence[TaskPrompt], task: str, slots: int, options: argparse.Namespace,
+    parts: Parts, title: str, policies: Iterable[str],
+) -> dict[str, dict[str, np.ndarray]]:  # fmt: skip
+    """By policy, the COLUMNS of all prompts; one batch of them is in memory at a time."""
+    tokens, match = answer_of(task)
+    computed: dict[str, list[np.ndarray]] = {policy: [] for policy in policies}
+    for start in range(0, len(every), options.batch):
+        of_batch = every[start : start + options.batch]
+        seeds = [options.seed + start + i for i in range(len(of_batch))]
+        batch = Batch(llm, of_batch, tokens, slots, seeds, match)
+        for policy, of_policy in computed.items():
+            name = f"{title}, {start}+{len(seeds)}, {policy}"
+            of_policy.append(parts.part(name, partial(batch.result, policy)))
+    return {
+        policy: dict(zip(COLUMNS, np.concatenate(of_policy).T, strict=True))
+        for policy, of_policy in computed.items()
+    }
 
 
 def row(by_column: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from jaxkv.models.tools.passage import PASSAGE
 class TaskSample(NamedTuple):
     """One question about one context.
 
-    lead: the beginning of the model's answer, with which the answer begins, as in RULER. answers:
-    a right answer contains them all.
+    question: follows the context as it is. lead: the beginning of the model's answer, with which
+    the answer begins, as in RULER. answers: what a right answer contains.
     """
 
     context: str
@@ -125,7 +125,7 @@ def needle(
         return intro + spread(rng, sentences, [fact], depth)
 
     context = largest(tokenizer, length, build)
-    question = f"What is the secret number of the {thing} that the text mentions?"
+    question = f"\n\nWhat is the secret number of the {thing} that the text mentions?"
     return TaskSample(context, question, f"The secret number of the {thing} is", (number,))
 
 
@@ -142,7 +142,7 @@ def passkey(
         return intro + spread(rng, sentences, [fact], depth)
 
     context = largest(tokenizer, length, build)
-    return TaskSample(context, "What is the pass key?", "The pass key is", (number,))
+    return TaskSample(context, "\n\nWhat is the pass key?", "The pass key is", (number,))
 
 
 TASKS = {

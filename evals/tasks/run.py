@@ -42,7 +42,7 @@ class Batch:
     """Prompts that are read together.
 
     tokens: maximal number of tokens of an answer. slots: slots of growing caches. seeds: seeds of
-    the draws of each sequence.
+    the draws of each sequence. match: the score of an answer.
     """
 
     llm: Llm
@@ -50,6 +50,7 @@ class Batch:
     tokens: int
     slots: int
     seeds: Sequence[int]
+    match: score.Match = score.match
 
     def result(self, policy: str) -> Float[np.ndarray, "B C"]:
         """The COLUMNS of every prompt under a policy; `full` is the reference itself."""
@@ -66,7 +67,7 @@ class Batch:
             # Where every likeliest token is that of full attention, the greedy answer is too.
             answers = full.answers if (agreement == 1).all() else self.greedy(stream)
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
-        right = [score.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
+        right = [self.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
         state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
         return np.stack([right, kl, agreement, counts, state_bytes], axis=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.models.tools.measurement import divergence as of_logits
 from jaxkv.typing import Array, Bool, Float, Float32
 
+# Text and right answers -> the score of the text, 0 to 1.
+Match = Callable[[str, Sequence[str]], float]
 GATE = 0.9  # score of full attention below which a task says nothing about a policy
 DEPTHS = 4  # parts of a context for which right answers are counted
 
