@@ -1,4 +1,4 @@
-"""Tables of all policies at equal budgets, and what docs/policies.md says on which one to take."""
+"""Tables of all policies at equal budgets, and what docs/which_cache.md says of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def scores(task: str, baseline: str, *policies: str) -> Derived:
     return differences
 
 
-PAGE = "docs/policies.md"
+PAGE = "docs/which_cache.md"
 SAMPLES = ("reservoir", "stratified", "balance-stream")
 OTHER_COMPRESSION = ("balance", "uniform", "snapkv", "pyramidkv", "expected-attention")
 STATEMENTS = (

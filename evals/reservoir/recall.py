@@ -299,7 +299,7 @@ def compressed_table() -> str:
 
 TABLES = {"recall": streamed_table, "recall_compressed": compressed_table}
 PAGE, BALANCEKV_PAGE = "docs/results/reservoir.md", "docs/results/balancekv.md"
-POLICIES_PAGE = "docs/policies.md"
+WHICH_PAGE = "docs/which_cache.md"
 STATEMENTS = (
     Statement(PAGE, "A sample recalls more of the facts that every window has evicted", "recall",
               [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), MIN_DIFFERENCE)]),
@@ -315,9 +315,9 @@ STATEMENTS = (
     Statement(BALANCEKV_PAGE, "`pyramidkv` recalls most", "recall",
               [above(gains([("pyramidkv", name) for name in COMPRESSED if name != "pyramidkv"],
                            ALL_DISTANCES))]),
-    Statement(POLICIES_PAGE, "recall distant facts more often with a sample", "recall",
+    Statement(WHICH_PAGE, "recall distant facts more often with a sample", "recall",
               [above(gains([(name, "streaming") for name in SAMPLES], EVICTED), MIN_DIFFERENCE)]),
-    Statement(POLICIES_PAGE, "`balance`, `uniform`, `snapkv` and `pyramidkv` answer more questions "
+    Statement(WHICH_PAGE, "`balance`, `uniform`, `snapkv` and `pyramidkv` answer more questions "
               "about distant facts than `streaming`, and fewer about near ones", "recall",
               [above(gains([(name, "streaming") for name in COMPRESSED], EVICTED), MIN_DIFFERENCE),
                below(gains([(name, "streaming") for name in COMPRESSED], (32, 96)))]),

@@ -166,7 +166,7 @@ def weights_table() -> str:
 
 
 TABLES = {"sample_losses": losses_table, "sample_weights": weights_table}
-PAGE, NEGATIVE, POLICIES = "docs/results/reservoir.md", "evals/NEGATIVE.md", "docs/policies.md"
+PAGE, NEGATIVE, WHICH = "docs/results/reservoir.md", "evals/NEGATIVE.md", "docs/which_cache.md"
 HIGHER = [above(f"rows/{name}") for name in WEIGHTED]
 WORSE_WITH_WEIGHTS = [above(over_unweighted, 0.2)]
 STATEMENTS = (
@@ -184,7 +184,7 @@ STATEMENTS = (
     Statement(NEGATIVE, "With absolute positions weights still cost over 0.05 nats",
               "stream_losses",
               [above(lambda results: over_unweighted(results, ", absolute", ", absolute"), 0.05)]),
-    Statement(POLICIES, "Its next-token loss is higher than that of `streaming`", "stream_losses",
+    Statement(WHICH, "Its next-token loss is higher than that of `streaming`", "stream_losses",
               HIGHER),
 )  # fmt: skip
 

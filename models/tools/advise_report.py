@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv import defaults
-from jaxkv.models.tools import palette, pictures
+from jaxkv.models.tools import choices, palette, pictures
 from jaxkv.models.tools.advise import FULL, REPEAT
 from jaxkv.models.tools.measurement import show
 from jaxkv.state import memory
@@ -105,7 +105,7 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
     levels = [[by_name[name] for name in names] for names in results["levels"]]
-    return [*told, *_choices(levels, command)]
+    return [*told, choices.facts_sentence(), *_choices(levels, command)]
 
 
 def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:

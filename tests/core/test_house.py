@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
-        "safetensors",
+        *("safetensors", "tokenizers", "yaml"),
     },
     "docs/site": {"mkdocs"},
     "tests": None,

@@ -1,0 +1,69 @@
+"""The tables of docs/which_cache.md: the answers, and what records say of every policy."""
+
+from __future__ import annotations
+
+from jaxkv.evals.comparison.side_by_side_tables import SAMPLES, over, scores
+from jaxkv.evals.lib.record import read
+from jaxkv.evals.lib.table import UNMEASURED, ranged, table
+from jaxkv.evals.lib.verdict import Results, Statement, below
+from jaxkv.models.tools.choices import CHOICES
+from jaxkv.policies import POLICIES
+from jaxkv.state.memory import show
+
+LENGTH, SHARE = "1024", "0.25"  # of the tasks: tokens of a context, and the share that is cached
+TASKS = {"needle": "needles", "passkey": "pass keys"}
+
+
+def answers() -> str:
+    """A row per choice."""
+    heads = ("text", "what it is asked", "device", "policy", "because")
+    return table(heads, ((*choice[:3], f"`{choice.policy}`", choice.reason) for choice in CHOICES))
+
+
+def recall_loss_cost() -> str:
+    """A row per policy: recall, losses, bytes and time, at equal budgets of tokens."""
+    tasks, beside = (read(name)["results"] for name in ("tasks", "side_by_side"))
+    caption = (
+        f"Right answers of {tasks['samples']} with a quarter of {int(LENGTH):,} tokens cached or "
+        f"attended (SmolLM2-135M). Losses in nats per token and costs with {beside['budget']} "
+        f"tokens per KV head (default model), costs after {beside['long']:,} tokens."
+    )
+    heads = (*("policy", *TASKS.values()), "after a prompt: loss minus full's",
+             "endless text: loss minus streaming's", "memory during prefill",
+             "memory during decode", "time per token over full's")  # fmt: skip
+    rows = ((f"`{name}`", *recall(tasks, name), *loss_and_cost(beside["rows"].get(name), name))
+            for name in POLICIES)  # fmt: skip
+    return table(heads, rows, caption)
+
+
+def recall(tasks: Results, name: str) -> list[str]:
+    """Right answers by task."""
+    cases = [tasks["tasks"][task][LENGTH] for task in TASKS]
+    rows = [case["full"] if name == "full" else case["ratios"][SHARE].get(name) for case in cases]
+    return [UNMEASURED if row is None else f"{tasks['samples'] * row['score']:.3g}" for row in rows]
+
+
+def loss_and_cost(row: Results | None, name: str) -> list[str]:
+    if row is None:
+        return [UNMEASURED] * 5
+    long = row["long"]
+    return [
+        "0" if name == "full" else over(row["after_prompt"]),
+        "0" if name == "streaming" else over(row.get("endless")),
+        show(long["reading_bytes"]),
+        show(long["state_bytes"]),
+        "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"),
+    ]
+
+
+PAGE = "docs/which_cache.md"
+STATEMENTS = (
+    Statement(PAGE, "samples of evicted tokens find fewer", "tasks",
+              [below(scores("needle", "streaming", *SAMPLES))]),
+    Statement(PAGE, "after 2,048 tokens with three quarters or more evicted, it loses less than "
+              "keydiff", "peers",
+              [below(f"prompts/2048/cases/snapkv/{evicted}/over_full/ours/by_text",
+                     f"prompts/2048/cases/keydiff/{evicted}/over_full/ours/by_text")
+               for evicted in (0.75, 0.875)]),
+)  # fmt: skip
+TABLES = {"which_cache": answers, "recall_loss_cost": recall_loss_cost}
