@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +20,11 @@ from jaxkv import models
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Policy, Spec
+from jaxkv.models.generation.decoding import Static
+from jaxkv.models.generation.score import hidden_by_chunk
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.cross_entropy import target_losses
+from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policies import (
     Balance,
     ExpectedAttention,
@@ -31,19 +37,30 @@ from jaxkv.policies import (
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float
+from jaxkv.typing import Array, Bool, Float, Int32, UInt8
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
 WINDOW, KERNEL, SINKS, BETA = 64, 5, 4, 20
 ENDS, BUDGETS = "ends of the prompt", "pyramidkv, kvpress's budgets"
+ADAPTIVE = "keydiff, adaptive budgets"  # the two parts of `retrieval` that kvpress has
+
+
+class Press(NamedTuple):
+    """Names of kvpress's classes: a press, and one that shares the budget of a layer, around it."""
+
+    name: str
+    around: str = ""
+
+
 PRESSES = {
-    "snapkv": "SnapKVPress",
-    "pyramidkv": "PyramidKVPress",
-    BUDGETS: "PyramidKVPress",
-    ENDS: "StreamingLLMPress",
-    "streaming": "StreamingLLMPress",
-    "expected-attention": "ExpectedAttentionPress",
-    "keydiff": "KeyDiffPress",
+    "snapkv": Press("SnapKVPress"),
+    "pyramidkv": Press("PyramidKVPress"),
+    BUDGETS: Press("PyramidKVPress"),
+    ENDS: Press("StreamingLLMPress"),
+    "streaming": Press("StreamingLLMPress"),
+    "expected-attention": Press("ExpectedAttentionPress"),
+    "keydiff": Press("KeyDiffPress"),
+    ADAPTIVE: Press("KeyDiffPress", "AdaKVPress"),
 }
 HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
 
@@ -89,6 +106,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
         "streaming": Streaming(SINKS, capacity - SINKS, "absolute"),
         "expected-attention": ExpectedAttention(capacity, SINKS, **start),
         "keydiff": KeyDiff(capacity, **start),
+        ADAPTIVE: KeyDiff(capacity, budgets="adaptive", **start),
     }
     # Halved once more than to the budget, so that there is room for the ends.
     rounds = round(math.log2(2 * prompt / capacity))
@@ -118,8 +136,9 @@ def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
 
 
 def press(name: str, ratio: float) -> dict[str, Any]:
-    """The kvpress side of a case: the name of the press and its fields."""
-    return {"press": PRESSES[name], "fields": {"compression_ratio": ratio}}
+    """The kvpress side of a case: the names of the presses and the fields of the inner one."""
+    press, around = PRESSES[name]
+    return {"press": press, "around": around, "fields": {"compression_ratio": ratio}}
 
 
 def with_press(keys: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
@@ -137,13 +156,34 @@ def keys(prompt: int, layers: int, skip: Sequence[str] = ()) -> list[tuple[str, 
     ]
 
 
-def losses_of(
+class CaseRow(NamedTuple):
+    """One case on one text of P prompt tokens and N scored ones.
+
+    cached: tokens of the prompt per KV head, a mean. hits: whether each scored token is the
+    likeliest. kept: the tokens of the prompt that each layer and KV head caches, as packed bits.
+    """
+
+    cached: float
+    losses: Float[np.ndarray, " N"]
+    hits: Bool[np.ndarray, " N"]
+    kept: UInt8[np.ndarray, "L K P8"]
+
+
+def stored(rows: Sequence[CaseRow]) -> np.ndarray:
+    """Rows of one text as an array with a field for each member."""
+    _, losses, hits, kept = rows[0]
+    dtype = [("cached", "f8"), ("losses", "f8", losses.shape), ("hits", "?", hits.shape),
+             ("kept", "u1", kept.shape)]  # fmt: skip
+    return np.array(list(map(tuple, rows)), dtype)
+
+
+def row_of(
     policy: Policy | tuple[Policy, ...] | str,
     llm: Llm,
     prompt: Sequence[int],
     answer: Sequence[int],
-) -> tuple[float, Float[np.ndarray, " N"]]:
-    """The tokens that a policy keeps of a prompt, and the losses of answer tokens 1, 2, ...
+) -> CaseRow:
+    """What a policy keeps of a prompt, and how answer tokens 1, 2, ... are predicted then.
 
     policy: one for all layers or one per layer. answer: the tokens after the prompt.
     SystemExit where a loss is not finite.
@@ -151,12 +191,29 @@ def losses_of(
     stream = models.Stream(llm, policy, tokens=len(prompt) + len(answer))
     stream.prefill([prompt])
     stream.finish_prefill()
-    cached = [
-        np.isfinite(layer.cached(llm.spec, state).log_weight).sum(axis=2).mean()
-        for layer, state in zip(stream.policies, stream.decoding.states, strict=True)
+    kept = np.zeros((llm.config.layers, llm.spec.kv_heads, len(prompt)), bool)
+    for layer, of_layer, state in zip(stream.policies, kept, stream.decoding.states, strict=True):
+        positions, weight = (np.asarray(x)[0] for x in layer.cached(llm.spec, state))
+        head, slot = np.nonzero(np.isfinite(weight))
+        of_layer[head, positions[head, slot]] = True
+    ids = np.asarray(answer, np.int32)
+    chunks = [
+        [np.asarray(values)[:size] for values in predicted(static, llm.weights, x, targets)]
+        for static in [stream.static.of_model]
+        for x, targets, size in hidden_by_chunk(llm, stream, ids, stream.chunk_of(len(ids) - 1))
     ]
-    chunks = models.losses(llm, answer, chunk=len(answer) - 1, stream=stream)
-    losses = np.concatenate(list(chunks)).astype(np.float64)
+    losses, hits = map(np.concatenate, zip(*chunks, strict=True))
     if not np.isfinite(losses).all():
         raise SystemExit(f"{policy} gives losses that are not finite")
-    return float(np.mean(cached)), losses
+    per_head = float(kept.sum(axis=2).mean())
+    return CaseRow(per_head, losses.astype(np.float64), hits, np.packbits(kept, axis=-1))
+
+
+@partial(jax.jit, static_argnums=0)
+def predicted(
+    static: Static, weights: Weights, x: Float[Array, "1 T D"], targets: Int32[Array, "1 T"]
+) -> tuple[Float[Array, " T"], Bool[Array, " T"]]:
+    """The loss of each target, and whether it is the likeliest token."""
+    decoder = Decoder(static.config, weights, static.mesh)
+    logits = decoder.logits(decoder.normed(x))
+    return target_losses(logits, targets)[0], jnp.argmax(logits, axis=-1)[0] == targets[0]

@@ -49,27 +49,54 @@ def test_the_ends_of_a_prompt_are_kept(llm, ids):
 @pytest.mark.parametrize("name", ["snapkv", "streaming"])
 def test_the_answer_is_scored_after_its_prompt(llm, ids, name):
     policy = cases.policies(PROMPT, 0.5, 2)[name]
-    cached, losses = cases.losses_of(policy, llm, ids[:PROMPT], ids[PROMPT:])
+    cached, losses, _, kept = cases.row_of(policy, llm, ids[:PROMPT], ids[PROMPT:])
     assert cached == 80 and losses.shape == (SCORED,)
-    _, full = cases.losses_of("full", llm, ids[:PROMPT], ids[PROMPT:])
+    assert np.unpackbits(kept, axis=-1).sum(-1).tolist() == [[80] * llm.spec.kv_heads] * 2
+    _, full, hits, _ = cases.row_of("full", llm, ids[:PROMPT], ids[PROMPT:])
+    stream = models.Stream(llm, "full")
+    stream.prefill([ids[: PROMPT + 1]])
+    for token, hit in zip(ids[PROMPT + 1 :], hits, strict=True):
+        assert (int(np.argmax(stream.decoding.logits[0])) == token) == hit
+        stream.prefill([[token]])
     expected = np.concatenate(list(models.losses(llm, ids, "full")))[PROMPT:]
     np.testing.assert_allclose(full, expected, rtol=2e-5)
     assert np.abs(losses - full).max() > 1e-4
 
 
+def row(cached: float, loss: float, *kept: int) -> cases.CaseRow:
+    """Three scored tokens, the last of which are hits; kept tokens of eight, in one KV head."""
+    bits = np.isin(np.arange(8), kept)[None, None]
+    hits = np.array([loss < 4, True, True])
+    return cases.CaseRow(cached, np.full(3, loss), hits, np.packbits(bits, axis=-1))
+
+
 def test_rows_compare_text_by_text():
     """Two texts of three tokens; kvpress has no `balance`."""
-    first = np.array([[80, 3, 3, 3], [81, 4, 4, 4], [80, 4, 4, 4], [160, 2, 2, 2]], float)
-    jaxkv_rows = [first, first + np.array([0, 1, 1, 1])]
-    kvpress_rows = [rows[[0, 2, 3]] + np.array([0, 0.5, 0.5, 2]) for rows in jaxkv_rows]
+    texts = [
+        [row(80, loss, 0, 1), row(81, loss + 1, 2), row(80, loss + 1, 3, 4, 5), row(160, loss - 1)]
+        for loss in (3.0, 4.0)
+    ]
+    jaxkv_rows = list(map(cases.stored, texts))
+    kvpress_rows = [
+        cases.stored([
+            row(80, first.losses[0] + 0.5, 0, 7), row(80, third.losses[0] + 0.5, 3, 4, 6),
+            row(160, full.losses[0] + 2),
+        ]) for first, _, third, full in texts
+    ]  # fmt: skip
+    for line in kvpress_rows:
+        line["losses"][:2] -= np.float64(line is kvpress_rows[0]) * 0.5
     keys = [("snapkv", 0.5), ("balance", 0.5), ("keydiff", 0.5)]
-    compared = compare.table(keys, jaxkv_rows, kvpress_rows)
+    compared = compare.table(keys, jaxkv_rows, kvpress_rows, [3, 2])
     case = compared["cases"]["keydiff"]["0.5"]
     assert case["losses"]["ours"] == [4, 5] and case["cached"] == {"ours": 80, "theirs": 80}
-    assert case["difference"]["mean"] == -1 and case["difference"]["standard_error"] == 0
+    assert case["difference"]["by_text"] == [0, -0.5]
     assert case["over_full"]["ours"]["by_text"] == [2, 2]
-    assert case["largest_difference_of_a_token"] == 2
-    assert compared["full"]["difference"]["by_text"] == [-1, -1]
+    assert case["largest_difference_of_a_token"] == 0.5
+    assert case["overlap"] == [2 / 3, 2 / 3]
+    assert case["right"] == {"ours": 1, "theirs": 1} and case["samples"] == 2
+    assert compared["cases"]["snapkv"]["0.5"]["right"] == {"ours": 2, "theirs": 2}
+    assert compared["full"]["difference"]["by_text"] == [-2, -2]
     alone = compared["cases"]["balance"]["0.5"]
     assert alone["losses"] == {"ours": [4, 5]} and alone["over_full"]["ours"]["by_text"] == [2, 2]
     assert alone["cached"] == {"ours": 81} and "difference" not in alone
+    assert "right" not in compare.table(keys, jaxkv_rows, kvpress_rows, [0, 0])["full"]
