@@ -38,7 +38,8 @@ Law 15 needs the argument `cached_tokens`. tests/core/laws checks every policy o
  3 The sequences of a batch are independent.
  4 Below capacity the output is full attention, also under ALiBi and a cap on logits.
  5 The state and the output do not depend on chunking.
- 6 The KV heads are independent, so a step can be sharded over them, unless they share a budget.
+ 6 The KV heads are independent, so a step can be sharded over them, unless they share a budget or
+   an array.
  7 Taking, putting, saving and moving sequences to the host is exact.
  8 Equal settings share compiled programs: another token of the same shapes compiles nothing.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.

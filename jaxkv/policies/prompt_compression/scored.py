@@ -23,7 +23,7 @@ from jaxkv.policies.prompt_compression.base import (
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32
 
-Score = Callable[[Spec, ScoredTokens], Float32[Array, "B K C"]]
+ScoreFunction = Callable[[Spec, ScoredTokens], Float32[Array, "B K C"]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Scored(CompressionPolicy):
     budgets: Literal["equal", "adaptive", "global"] = "equal"
     start: int = 512
     storage: Storage = "float"
-    function: Score | None = None
+    function: ScoreFunction | None = None
     head_budgets: tuple[int, ...] = ()
 
     summary: ClassVar[str] = "a prompt's ends, and the tokens with the largest scores of the caller"
