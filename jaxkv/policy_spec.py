@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import typing
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -81,6 +82,15 @@ def format_policy(policies: Policy | Sequence[Policy]) -> str:
     most_common, _ = Counter(policies).most_common(1)[0]
     named = [f"{i}={_format_one(p)}" for i, p in enumerate(policies) if p != most_common]
     return ";".join([*named, f"*={_format_one(most_common)}"])
+
+
+def budgets_identity(policies: Sequence[Policy]) -> str:
+    """A hash of the budgets that policies have from a file, which `format_policy` only names.
+
+    Empty without such budgets. A stored cache belongs to these budgets, and the file may change.
+    """
+    budgets = [getattr(policy, "head_budgets", ()) for policy in policies]
+    return f"{zlib.crc32(repr(budgets).encode()):08x}" if any(budgets) else ""
 
 
 def by_layer(

@@ -19,7 +19,7 @@ from jaxkv.errors import UserError
 from jaxkv.files import reading
 from jaxkv.models.generation.conversation import Conversation
 from jaxkv.models.loading.llm import Llm
-from jaxkv.policy_spec import format_policy
+from jaxkv.policy_spec import budgets_identity, format_policy
 from jaxkv.state import batch
 
 IDENTITY, VERSION = "jaxkv chat session", "jaxkv {}"
@@ -152,6 +152,7 @@ def _belongs_to(llm: Llm, policies: Sequence[Policy]) -> dict[str, str]:
     return {
         "version": VERSION.format(__version__),
         "policy": format_policy(policies),
+        "budgets": budgets_identity(policies),
         "format": _format(llm),
         "model": f"{llm.name} {llm.fingerprint()}",
     }
@@ -164,12 +165,13 @@ def _format(llm: Llm) -> str:
 
 def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) -> None:
     for name, value in expected.items():
-        if notes[name] != value:
-            raise _unlike(path, name, notes[name], value)
+        if notes.get(name, "") != value:
+            raise _unlike(path, name, notes.get(name, ""), value)
 
 
 # The flag that gives a chat the model, policy or format of its session.
-FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights"}
+FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights",
+         "budgets": "the file heads= as it was"}  # fmt: skip
 
 
 def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:

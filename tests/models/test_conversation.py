@@ -13,6 +13,8 @@ from jaxkv.errors import UserError
 from jaxkv.models.generation import session
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.chat import Chat
+from jaxkv.models.tools import calibrate
+from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.state import batch
 from tests.tiny import BEGIN, END
 
@@ -150,6 +152,20 @@ def test_a_loaded_conversation_continues(llm, tmp_path, policy):
     for _ in range(2):
         assert ask(loaded, "And?") == ask(talk, "And?")
     session.save(path, talk)  # a session may be overwritten
+
+
+def test_a_session_belongs_to_the_budgets_of_its_heads(llm, tmp_path):
+    about = calibrate.calibrate(llm, "It was a bright cold day in April.")
+    heads, path = tmp_path / "heads.json", tmp_path / "session"
+    heads.write_text(head_shares.write(about))
+    policy = f"keydiff:capacity=9,budgets=calibrated,heads={heads},every=4"
+    talk = models.Conversation(llm, policy)
+    ask(talk, "Hello there")
+    session.save(path, talk)
+    assert ask(session.load(path, models.Conversation(llm, policy)), "And?") == ask(talk, "And?")
+    heads.write_text(head_shares.write(about._replace(shares=((0.7, 0.1), (0.1, 0.1)))))
+    with pytest.raises(UserError, match=r"its own budgets: .* give the file heads= as it was"):
+        session.load(path, models.Conversation(llm, policy))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxkv.defaults import PREFIX_MEMORY
 from jaxkv.errors import UserError, check_int
-from jaxkv.policy_spec import format_policy
+from jaxkv.policy_spec import budgets_identity, format_policy
 from jaxkv.serve.engine import pool
 from jaxkv.serve.engine.disk_tier import READ_SECONDS, DiskTier, settings_hash
 from jaxkv.serve.engine.model import Model
@@ -209,7 +209,7 @@ class PrefixStore:
 def model_root(model: Model, chunk: int, seed: int, salt: str | None) -> bytes:
     """The root hash of all settings that a cache depends on besides its tokens."""
     return root_hash(
-        policy=format_policy(model.policies),
+        policy=format_policy(model.policies) + budgets_identity(model.policies),
         model=model.identity,
         spec=repr(model.spec),
         chunk=chunk,

@@ -11,6 +11,7 @@ from jaxkv.contract import Chunk, Spec
 from jaxkv.policies import Retrieval
 from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.policies.prompt_compression.head_shares import FOLDER, HeadShares
+from jaxkv.policy_spec import budgets_identity
 from jaxkv.rotary import rotary
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
@@ -51,6 +52,16 @@ def test_one_string_names_all_layers(file):
     assert [policy.min_prompt for policy in layers] == [5 + 2 + 1, 5 + 7 + 1, 5 + 2 + 1]
     assert by_layer(format_policy(layers), 3) == layers
     assert by_layer(f"1=full;*={text}", 3)[2] == layers[2]
+
+
+def test_a_stored_cache_belongs_to_the_budgets_of_its_file(file):
+    text = f"retrieval:budgets=calibrated,heads={file}"
+    before = by_layer(text, 3)
+    assert budgets_identity(before) == budgets_identity(by_layer(text, 3)) != ""
+    file.write_text(head_shares.write(ABOUT._replace(shares=SHARES[::-1])))
+    assert format_policy(by_layer(text, 3)) == format_policy(before)
+    assert budgets_identity(by_layer(text, 3)) != budgets_identity(before)
+    assert budgets_identity(by_layer("pyramidkv", 3)) == ""
 
 
 def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
