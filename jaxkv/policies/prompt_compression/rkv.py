@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -44,8 +44,8 @@ class RKV(CompressionPolicy):
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
     the code a key without any like it is not counted against the first token; here it is.
 
-    every, positions, budgets: as in keydiff. Every 128 tokens is the published interval. start:
-    slots before the prompt, doubled as they fill. storage: as in streaming.
+    every, positions, budgets, heads: as in keydiff. Every 128 tokens is the published interval.
+    start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
@@ -54,10 +54,12 @@ class RKV(CompressionPolicy):
     mix: float = 0.1
     threshold: float = 0.5
     budgets: Budgets = "equal"
+    heads: str | None = None
     every: int | None = 128
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
+    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the newest tokens, and attended ones whose keys repeat no others"
     source: ClassVar[str] = "R-KV, arXiv 2505.24133"

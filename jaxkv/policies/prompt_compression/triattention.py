@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -58,17 +58,19 @@ class TriAttention(CompressionPolicy):
     a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
     The authors' servers disable prefix caching; here a snapshot of a prefix has the centres too.
 
-    every, positions, budgets: as in keydiff. Every 128 tokens is the published interval. start:
-    slots before the prompt, doubled as they fill. storage: as in streaming.
+    every, positions, budgets, heads: as in keydiff. Every 128 tokens is the published interval.
+    start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
     furthest: int = 65536
     budgets: Budgets = "equal"
+    heads: str | None = None
     every: int | None = 128
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
+    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens that the mean query of a head would attend to later"
     source: ClassVar[str] = "TriAttention, arXiv 2604.04921"
