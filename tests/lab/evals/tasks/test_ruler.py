@@ -12,8 +12,10 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.tasks import __main__ as tasks
-from jaxkv.evals.tasks import prompts, ruler, score
+from jaxkv.evals.tasks import prompts, ruler, score, served
 from jaxkv.evals.tasks import run as task_run
+from jaxkv.models.generation.serving import Language, make_engine
+from tests.serve.http.conftest import serving
 from tests.tiny import write_tiny
 
 package = pytest.mark.skipif(
@@ -126,6 +128,26 @@ def test_a_run_measures_what_full_attention_solves(tmp_path, trials, monkeypatch
         rows = case["ratios"].get("0.25", {})
         assert [*rows] == ["streaming", "snapkv"] * measured
         assert all(row["kl"] > 0 and 0 <= row["score"] <= 1 for row in rows.values())
+
+
+@package
+@pytest.mark.parametrize("policy", ["full", "streaming:sinks=4,window=252"])
+def test_the_package_asks_a_server(llm, policy):
+    """Its client gets the answers of the Python interface, and its scorer reads them."""
+    (sample,) = ruler.samples(llm, "fwe", 256, 1, SEED)
+    text = sample.context + sample.question + sample.lead
+    *context, last = llm.tokenizer.encode(text)
+    task = ruler.task("fwe")
+    prompt = prompts.TaskPrompt(context, [last], sample.answers)
+    batch = task_run.Batch(llm, [prompt], task.tokens, 512, [0])
+    (answer,) = batch.greedy(batch.prefill(batch.full_policy if policy == "full" else policy))
+    expected = llm.tokenizer.decode(answer)
+    engine = make_engine(llm, policy, max_batch=1, max_len=512, chunk=64)
+    with serving(engine, Language(llm, served.NAME)) as running:
+        ask = served.client(running.port, task.tokens)
+        assert ask([*context, last]) == expected
+        asked = [prompt._replace(answers=(expected.split()[0],))]
+        assert served.scores_of(ask, task.match, asked).tolist() == [1]
 
 
 @pytest.mark.parametrize("version", [None, "26.2"])
