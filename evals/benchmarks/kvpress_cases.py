@@ -45,7 +45,7 @@ ENDS, BUDGETS = "ends of the prompt", "pyramidkv, kvpress's budgets"
 ADAPTIVE = "keydiff, adaptive budgets"  # the two parts of `retrieval` that kvpress has
 
 
-class Press(NamedTuple):
+class PressNames(NamedTuple):
     """Names of kvpress's classes: a press, and one that shares the budget of a layer, around it."""
 
     name: str
@@ -53,14 +53,14 @@ class Press(NamedTuple):
 
 
 PRESSES = {
-    "snapkv": Press("SnapKVPress"),
-    "pyramidkv": Press("PyramidKVPress"),
-    BUDGETS: Press("PyramidKVPress"),
-    ENDS: Press("StreamingLLMPress"),
-    "streaming": Press("StreamingLLMPress"),
-    "expected-attention": Press("ExpectedAttentionPress"),
-    "keydiff": Press("KeyDiffPress"),
-    ADAPTIVE: Press("KeyDiffPress", "AdaKVPress"),
+    "snapkv": PressNames("SnapKVPress"),
+    "pyramidkv": PressNames("PyramidKVPress"),
+    BUDGETS: PressNames("PyramidKVPress"),
+    ENDS: PressNames("StreamingLLMPress"),
+    "streaming": PressNames("StreamingLLMPress"),
+    "expected-attention": PressNames("ExpectedAttentionPress"),
+    "keydiff": PressNames("KeyDiffPress"),
+    ADAPTIVE: PressNames("KeyDiffPress", "AdaKVPress"),
 }
 HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
 

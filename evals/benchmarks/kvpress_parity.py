@@ -65,7 +65,7 @@ FLAGS = (
 )
 
 
-class Passage(NamedTuple):
+class ScoredPrompt(NamedTuple):
     """A prompt and the tokens after it, of which the last `answer` are a right answer."""
 
     title: str
@@ -83,7 +83,7 @@ def measure(run: Run) -> dict[str, Any]:
     by_prompt, needles = {}, {}
     for size in options.prompts:
         passages = [
-            Passage(text, ids[:size], ids[size : size + options.scored + 1])
+            ScoredPrompt(text, ids[:size], ids[size : size + options.scored + 1])
             for text, ids in texts.items()
         ]
         by_prompt[str(size)] = compare(llm, passages, options, parts)
@@ -97,19 +97,19 @@ def measure(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def needle_passages(llm: Llm, length: int, count: int) -> list[Passage]:
+def needle_passages(llm: Llm, length: int, count: int) -> list[ScoredPrompt]:
     """Prompts of one size: the end of a longer context is not compressed, but read after it."""
     drawn = tasks.prompts(llm, "needle", length, count, seed=0)
     size, passages = min(len(sample.context) for sample in drawn), []
     for number, sample in enumerate(drawn):
         answer = llm.tokenizer.encode(f" {sample.answers[0]}", bos=False, start=False)
         rest = [*sample.context[size:], *sample.rest, *answer]
-        passages.append(Passage(f"needle {number}", sample.context[:size], rest, len(answer)))
+        passages.append(ScoredPrompt(f"needle {number}", sample.context[:size], rest, len(answer)))
     return passages
 
 
 def compare(
-    llm: Llm, passages: Sequence[Passage], options: argparse.Namespace, parts: Parts
+    llm: Llm, passages: Sequence[ScoredPrompt], options: argparse.Namespace, parts: Parts
 ) -> dict[str, Any]:
     """All cases on passages whose prompts have the same size."""
     size, python = len(passages[0].prompt), options.peer_python
@@ -135,7 +135,7 @@ def compare(
     return compared | {"prompt": size}
 
 
-def of_jaxkv(llm: Llm, passage: Passage, keys: Sequence[Key]) -> np.ndarray:
+def of_jaxkv(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key]) -> np.ndarray:
     """A row per case, and one for full attention at the end."""
     prompt, layers = passage.prompt, llm.config.layers
     policies = [cases.policies(len(prompt), ratio, layers)[name] for name, ratio in keys]
@@ -144,7 +144,7 @@ def of_jaxkv(llm: Llm, passage: Passage, keys: Sequence[Key]) -> np.ndarray:
     )
 
 
-def of_kvpress(llm: Llm, passage: Passage, keys: Sequence[Key], python: str) -> np.ndarray:
+def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str) -> np.ndarray:
     """The same of kvpress."""
     prompt = len(passage.prompt)
     with tempfile.TemporaryDirectory() as folder:

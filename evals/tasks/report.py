@@ -17,6 +17,7 @@ ANSWERS = {"needle": "needles", "passkey": "pass keys"}  # what a task asks for
 SPARSE = NAMES[NAMES.index("topk") :]  # they cache every token
 SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, "keydiff", "retrieval"))
 LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of a record
+NEEDLES = "needles"  # the record of caches that evict or compress, with more samples
 QUARTER = "0.25"  # of the context
 LOSS = 0.1  # of all answers: a smaller loss counts as none
 
@@ -73,6 +74,24 @@ def length_table(results: Results, length: str) -> str:
         f"Right answers of {count}, in contexts of {int(length):,} tokens. If half are right, the "
         f"95 % interval is {100 * low:.0f} to {100 * high:.0f} %."
     )
+    return table(heads, lines, caption)
+
+
+def needles() -> str:
+    """A row per policy: right answers by task and budget, a number for each length."""
+    results = read(NEEDLES, RESULTS)["results"]
+    tasks = {task: [*by_length.values()] for task, by_length in results["tasks"].items()}
+    lengths = " / ".join(f"{int(length):,}" for length in next(iter(results["tasks"].values())))
+    first = next(iter(tasks.values()))[0]["ratios"]
+    columns = [(task, share) for task in tasks for share in first]
+    heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
+    count = results["samples"]
+    numbers = lambda scores: " / ".join(f"{count * score:.0f}" for score in scores)  # noqa: E731
+    lines = [("`full`", *(numbers(x["full"]["score"] for x in tasks[t]) for t, _ in columns))]
+    for name in first[QUARTER]:
+        cells = ((x["ratios"][share][name]["score"] for x in tasks[t]) for t, share in columns)
+        lines.append((f"`{name}`", *map(numbers, cells)))
+    caption = f"Right answers of {count} in contexts of {lengths} tokens, by the share cached."
     return table(heads, lines, caption)
 
 
@@ -187,7 +206,7 @@ CLAIMS = (
           "places of a text"),
 )  # fmt: skip
 
-TABLES = {"task_gates": gates} | {
+TABLES = {"task_gates": gates, NEEDLES: needles} | {
     name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")
 }
 PAGE = "docs/results/tasks.md"
