@@ -90,6 +90,17 @@ def test_policies_that_store_queries_need_the_group():
     assert Balance().min_prompt == 32 + 32 + 3 + 1 and PyramidKV().min_prompt == 1025
 
 
+def test_every_makes_the_memory_constant():
+    """The exact part has ends and `every` slots, the sample those of the budget, from `init` on."""
+    policy = parse_policy("retrieval:capacity=20,sinks=2,window=3,every=8")
+    assert not policy.grows and policy.min_prompt is None and policy.max_lookback == 28
+    assert parse_policy("keydiff:capacity=20,every=8,positions=absolute").max_lookback == np.inf
+    state = policy.init(SPEC, 1, jax.random.key(0))
+    assert state.dense.k.shape[2] == 13 and state.sample.k.shape[2] == 15
+    assert policy.reserve(SPEC, state, 10**6) is policy.finish_prefill(SPEC, state) is state
+    assert policy.bytes_per_sequence(SPEC, 10**6) == policy.bytes_per_sequence(SPEC)
+
+
 def random_tokens(rng, heads=HEADS, kv_heads=KV_HEADS):
     """q, k and v of two prompts."""
     shapes = ((2, TOKENS, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads))
@@ -112,7 +123,8 @@ def scored_tokens(policy, state):
     prompt = state.dense
     positions = jnp.broadcast_to(prompt.positions[:, None], prompt.k.shape[:3])
     stored = PerHeadTokens(prompt.k, prompt.v, positions)
-    return ScoredTokens(stored, stored, prompt.count[:, None], state.statistics, policy.ends)
+    count, statistics = prompt.count[:, None], state.statistics
+    return ScoredTokens(stored, stored, count, statistics, state.rng, policy.ends)
 
 
 def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
