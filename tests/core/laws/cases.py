@@ -105,6 +105,11 @@ class Case(NamedTuple):
         return 3e-2 if "bfloat16" in (self.dtype, self.incoming) else 5e-6
 
 
+def of_heads(choose, capacities):
+    """The choice of KV heads with these capacities."""
+    return lambda numbers, inputs: choose(capacity=capacities[inputs.head])(numbers, inputs)
+
+
 FEW = (1, 7)
 NORMAL_90 = 1.2815515655446004  # nine tenths of a normal distribution lie below
 ROTATED = {"theta": THETA, "scale": SCALE}
@@ -277,6 +282,16 @@ VARIANTS = [
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.attended_by_centres(
               capacity=9, furthest=65536, theta=ROTATIONS[YARN])),
          capacity=9, chunks=FEW, longest=36, encoding=YARN),
+    Case("rkv-calibrated", policy=RKV(capacity=9, window=3, kernel=3, every=None, start=16,
+         budgets="calibrated", heads="a file", head_budgets=(4, 8)),
+         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=of_heads(functools.partial(
+              oracle.attended_without_like, size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED),
+              (7, 11))), capacity=7, chunks=FEW, longest=36),
+    Case("triattention-calibrated", policy=TriAttention(capacity=9, every=None, start=16,
+         budgets="calibrated", heads="a file", head_budgets=(5, 13)),
+         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=of_heads(functools.partial(
+              oracle.attended_by_centres, furthest=65536, theta=THETA), (5, 13))),
+         capacity=5, chunks=FEW, longest=36),
     Case("triattention-int8", policy=TriAttention(capacity=9, furthest=64, every=11,
          positions="absolute", storage="int8"),
          rule=oracle.repeated(capacity=9, every=11, sinks=0, size=0,
