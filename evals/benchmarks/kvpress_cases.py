@@ -26,6 +26,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policies import (
+    TOVA,
     Balance,
     ExpectedAttention,
     KeyDiff,
@@ -60,6 +61,7 @@ PRESSES = {
     "streaming": PressNames("StreamingLLMPress"),
     "expected-attention": PressNames("ExpectedAttentionPress"),
     "keydiff": PressNames("KeyDiffPress"),
+    "tova": PressNames("TOVAPress"),
     ADAPTIVE: PressNames("KeyDiffPress", "AdaKVPress"),
 }
 HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
@@ -106,6 +108,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
         "streaming": Streaming(SINKS, capacity - SINKS, "absolute"),
         "expected-attention": ExpectedAttention(capacity, SINKS, **start),
         "keydiff": KeyDiff(capacity, **start),
+        "tova": TOVA(capacity, every=None, **start),
         ADAPTIVE: KeyDiff(capacity, budgets="adaptive", **start),
     }
     # Halved once more than to the budget, so that there is room for the ends.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
-from jaxkv.policies import Full, Retrieval, Streaming
+from jaxkv.policies import TOVA, Full, Retrieval, Streaming
 from jaxkv.rotary import Alibi, rotary
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step, specs
 
@@ -50,8 +50,8 @@ def test_a_mesh_of_too_many_devices_is_refused():
         mesh_of("data=2,model=256")
 
 
-def test_kv_heads_that_share_a_budget_are_not_split():
-    policy = Retrieval(capacity=8, sinks=1, window=2)
+@pytest.mark.parametrize("policy", [Retrieval(capacity=8, sinks=1, window=2), TOVA(capacity=8)])
+def test_kv_heads_that_share_a_budget_are_not_split(policy):
     state = policy.init(SPEC, 4, jax.random.key(0))
     with pytest.raises(UserError, match=r"needs all KV heads .* got .* model=2"):
         sharded_step(mesh_of("model=2"), policy, SPEC, state, *tokens(np.random.default_rng(0)))
