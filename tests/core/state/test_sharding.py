@@ -17,7 +17,7 @@ from jaxkv.policies import TOVA, Full, Retrieval, Streaming
 from jaxkv.rotary import Alibi, rotary
 from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step, specs
 
-SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0))
+SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0), group=2)
 POLICY = Streaming(sinks=2, window=4)
 IN_INT8 = Streaming(sinks=2, window=4, storage="int8")
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
