@@ -63,6 +63,7 @@ PRESSES = {
     "keydiff": PressNames("KeyDiffPress"),
     "tova": PressNames("TOVAPress"),
     ADAPTIVE: PressNames("KeyDiffPress", "AdaKVPress"),
+    "tova": PressNames("TOVAPress"),
 }
 HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
 
@@ -110,6 +111,7 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
         "keydiff": KeyDiff(capacity, **start),
         "tova": TOVA(capacity, every=None, **start),
         ADAPTIVE: KeyDiff(capacity, budgets="adaptive", **start),
+        "tova": TOVA(capacity, every=None, **start),  # kvpress's always keeps the newest token
     }
     # Halved once more than to the budget, so that there is room for the ends.
     rounds = round(math.log2(2 * prompt / capacity))
