@@ -2,7 +2,9 @@
 
 Each is a function (rng, tokenizer, length, depth) -> TaskSample. It fills a context up to `length`
 tokens, to within one sentence or list item. Sentences, words and names are our own; what is asked
-and how it is scored follows the paper. The paper's lengths begin at 4,096 tokens.
+and how it is scored follows the paper. The paper's lengths begin at 4,096 tokens. These tasks stay
+beside RULER's own (ruler.py), because they need no package, fill a context to its length, and place
+the needle at a known depth.
 """
 
 from __future__ import annotations

@@ -167,3 +167,14 @@ def test_another_package_is_one_line(version, tmp_path, trials, monkeypatch, cap
         "error: RULER's tasks need nvidia-long-context-eval 26.3, got "
         f"{version or 'none'}; install it with pip install nvidia-long-context-eval==26.3"
     )
+
+
+@package
+def test_a_context_beyond_the_model_is_one_line(tmp_path, trials, capsys):
+    folder = write_tiny(tmp_path / "tiny", max_position_embeddings=2048)
+    for measure in (tasks.MEASURE, served.MEASURE):
+        with pytest.raises(SystemExit) as stopped:
+            run(measure, f"--model {folder} --tasks vt --lengths 2048 --quick".split())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2 and not trials.exists()
+        assert line.startswith("error: --lengths must be at most 1792 for tiny") and "2048" in line
