@@ -61,7 +61,6 @@ PRESSES = {
     "streaming": PressNames("StreamingLLMPress"),
     "expected-attention": PressNames("ExpectedAttentionPress"),
     "keydiff": PressNames("KeyDiffPress"),
-    "tova": PressNames("TOVAPress"),
     ADAPTIVE: PressNames("KeyDiffPress", "AdaKVPress"),
     "tova": PressNames("TOVAPress"),
 }
@@ -109,7 +108,6 @@ def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple
         "streaming": Streaming(SINKS, capacity - SINKS, "absolute"),
         "expected-attention": ExpectedAttention(capacity, SINKS, **start),
         "keydiff": KeyDiff(capacity, **start),
-        "tova": TOVA(capacity, every=None, **start),
         ADAPTIVE: KeyDiff(capacity, budgets="adaptive", **start),
         "tova": TOVA(capacity, every=None, **start),  # kvpress's always keeps the newest token
     }
