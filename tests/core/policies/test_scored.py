@@ -24,8 +24,8 @@ def length_of_value(spec, tokens):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"budgets": "adaptive", "storage": "int8"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"budgets": "adaptive", "storage": "int8"}, marks=pytest.mark.slow),
         {"budgets": "global", "head_budgets": (4, 0, 9)},  # three heads, as the laws have
     ],
     ids=str,
