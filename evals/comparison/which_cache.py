@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxkv.evals.comparison.side_by_side_tables import SAMPLES, over, scores
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, ranged, table
@@ -22,7 +24,9 @@ def answers() -> str:
 
 def recall_loss_cost() -> str:
     """A row per policy: recall, losses, bytes and time, at equal budgets of tokens."""
-    tasks, beside = (read(name)["results"] for name in ("tasks", "side_by_side"))
+    tasks, needles, beside = (
+        read(name)["results"] for name in ("tasks", "needles", "side_by_side")
+    )
     caption = (
         f"Right answers of {tasks['samples']} with a quarter of {int(LENGTH):,} tokens cached or "
         f"attended (SmolLM2-135M). Losses in nats per token and costs with {beside['budget']} "
@@ -31,16 +35,23 @@ def recall_loss_cost() -> str:
     heads = (*("policy", *TASKS.values()), "after a prompt: loss minus full's",
              "endless text: loss minus streaming's", "memory during prefill",
              "memory during decode", "time per token over full's")  # fmt: skip
-    rows = ((f"`{name}`", *recall(tasks, name), *loss_and_cost(beside["rows"].get(name), name))
-            for name in POLICIES)  # fmt: skip
+    rows = (
+        (f"`{name}`", *recall((tasks, needles), name),
+         *loss_and_cost(beside["rows"].get(name), name))
+        for name in POLICIES
+    )  # fmt: skip
     return table(heads, rows, caption)
 
 
-def recall(tasks: Results, name: str) -> list[str]:
-    """Right answers by task."""
-    cases = [tasks["tasks"][task][LENGTH] for task in TASKS]
-    rows = [case["full"] if name == "full" else case["ratios"][SHARE].get(name) for case in cases]
-    return [UNMEASURED if row is None else f"{tasks['samples'] * row['score']:.3g}" for row in rows]
+def recall(records: Sequence[Results], name: str) -> list[str]:
+    """Right answers by task, of the first record that has the policy."""
+    for record in records:
+        cases = [record["tasks"][task][LENGTH] for task in TASKS]
+        rows = [case["full"] if name == "full" else case["ratios"][SHARE].get(name)
+                for case in cases]  # fmt: skip
+        if None not in rows:
+            return [f"{record['samples'] * row['score']:.3g}" for row in rows]
+    return [UNMEASURED] * len(TASKS)
 
 
 def loss_and_cost(row: Results | None, name: str) -> list[str]:
