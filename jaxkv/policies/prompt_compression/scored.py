@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Leaf, Spec, prefill_finished
@@ -84,10 +85,8 @@ class Scored(CompressionPolicy):
         padding = ((0, 0), (0, 0), (0, slots - scores.shape[2]))
         return state._replace(statistics=jnp.pad(scores, padding, constant_values=jnp.nan))
 
-    def with_scores(
-        self, state: CompressedState, scores: Float32[Array, "B K S"]
-    ) -> CompressedState:
-        """The state with the scores of its tokens, in their order.
+    def with_scores(self, state: CompressedState, scores: ArrayLike) -> CompressedState:
+        """The state with the scores [B,K,S] of its tokens, in their order.
 
         Raises UserError for scores of another shape and for NaN.
         """
@@ -110,7 +109,7 @@ class Scored(CompressionPolicy):
         return chosen, jnp.where(unknown, jnp.nan, weight)
 
 
-def check_scores(scores: Float32[Array, "B K S"], slots: tuple[int, int, int]) -> None:
+def check_scores(scores: ArrayLike, slots: tuple[int, int, int]) -> None:
     """Raise UserError for scores that do not fit these slots, and for NaN where that is known."""
     shape = tuple(scores.shape)
     if len(shape) != 3 or shape[:2] != slots[:2] or shape[2] > slots[2]:

@@ -19,7 +19,7 @@ from jaxkv import contract, draws, rows
 from jaxkv.attention import blend, chunked_scan, scores
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, prefill_finished
+from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -99,22 +99,22 @@ class SparsePolicy(Policy):
             draws.seeds(rng, spec, batch),
         )
 
-    def update(self, spec: Spec, state: SparseState, chunk: Chunk) -> tuple[Partial, SparseState]:
+    def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
         return attend_selected(spec, state, chunk, self.sinks, self.window, self.select)
 
-    def cached(self, spec: Spec, state: SparseState) -> Cached:
+    def cached(self, spec: Spec, state: State) -> Cached:
         return ring.cached(state.dense)
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
         slots = rows.slots_for(tokens, self.start)
         return ring.nbytes(spec, slots) + 8 * spec.kv_heads
 
-    def reserve(self, spec: Spec, state: SparseState, tokens: int) -> SparseState:
+    def reserve(self, spec: Spec, state: State, tokens: int) -> State:
         """Room for `tokens`; after prefill for that many generated tokens."""
         tokens += state.prompt_slots
         return state._replace(dense=ring.reserve(state.dense, tokens))
 
-    def finish_prefill(self, spec: Spec, state: SparseState) -> SparseState:
+    def finish_prefill(self, spec: Spec, state: State) -> State:
         """From now on queries select; every token stays cached.
 
         Raises UserError for a state whose prefill is finished.
@@ -125,8 +125,8 @@ class SparsePolicy(Policy):
 
 
 def attend_selected(
-    spec: Spec, state: SparseState, chunk: Chunk, sinks: int, window: int, select: Select
-) -> tuple[Partial, SparseState]:
+    spec: Spec, state: State, chunk: Chunk, sinks: int, window: int, select: Select
+) -> tuple[Partial, State]:
     """Append the chunk first; then each query sees the tokens up to its own number."""
     if not prefill_finished(state):
         partial, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
@@ -148,7 +148,7 @@ def attend_selected(
 
 def _candidates(
     spec: Spec,
-    state: SparseState,
+    state: State,
     chunk: Chunk,
     numbers: Int32[Array, "B T"],
     sinks: int,

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,6 +75,7 @@ def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
         state = policy.reserve(SPEC, policy.init(SPEC, 1, jax.random.key(0)), 40)
         valid = np.ones((1, 40), bool)
         tokens = Chunk(q, k, v, np.arange(40, dtype=np.uint32)[None], valid)
+        tokens = jax.tree.map(jnp.asarray, tokens)
         state = policy.finish_prefill(SPEC, policy.update(SPEC, state, tokens)[1])
         cached = policy.cached(SPEC, state)
         chosen = np.asarray(cached.log_weight[0]) > -np.inf
