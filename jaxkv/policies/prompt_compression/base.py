@@ -237,7 +237,9 @@ class CompressionPolicy(Policy):
 
     @property
     def max_lookback(self) -> int | float:
-        return self.capacity + self.every if self.cache_relative else math.inf
+        if not self.cache_relative:
+            return math.inf
+        return self.ends.max_tokens + self.budget + self.every
 
     def for_layer(self, layer: int, num_layers: int) -> CompressionPolicy:
         if self.heads is None:

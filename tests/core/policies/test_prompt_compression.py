@@ -101,6 +101,15 @@ def test_every_makes_the_memory_constant():
     assert policy.bytes_per_sequence(SPEC, 10**6) == policy.bytes_per_sequence(SPEC)
 
 
+def test_a_layer_of_pyramidkv_looks_back_over_its_own_budget():
+    """Lower layers have more tokens than `capacity`, and with `every` as many positions."""
+    layers = by_layer("pyramidkv:capacity=64,window=8,every=8", 4)
+    assert [policy.max_lookback for policy in layers] == [126, 90, 54, 18]
+    for policy in layers:
+        state = policy.init(SPEC, 1, jax.random.key(0))
+        assert policy.cached(SPEC, state).positions.shape[2] == policy.max_lookback
+
+
 def random_tokens(rng, heads=HEADS, kv_heads=KV_HEADS):
     """q, k and v of two prompts."""
     shapes = ((2, TOKENS, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads))
