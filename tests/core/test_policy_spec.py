@@ -151,6 +151,8 @@ REFUSED = {
     "tova:capacity=0": "capacity must be from 1 and start from 1, .* got 0 and 512",
     "rkv:mix=2": "mix must be from 0 to 1 and threshold.* got 2.0 and 0.5; try mix=0.1",
     "rkv:capacity=8": "capacity must be more than window and .* got 8 and 8",
+    "vase:large=nan": "large must be from 0 to 1, got nan; try large=0.25",
+    "vase:large=inf": "large must be from 0 to 1, got inf",
     "vase:large=0": "must be at least sinks and at most capacity - window, got 0, 4 and 960",
     "triattention:furthest=0": "furthest must be from 1 to 2.31 - 1, got 0",
     "tova:start=64": "start=64 belongs to a cache that grows, and with every=1",

@@ -147,6 +147,12 @@ class CompressionPolicy(Policy):
                 "budgets=calibrated and heads=FILE belong together, got "
                 f"budgets={self.budgets},heads={self.heads}; give both or neither"
             )
+        fixed = self.budgets not in ("equal", "adaptive")
+        if min(self.head_budgets, default=0) < 0 or (self.head_budgets and not fixed):
+            raise UserError(
+                "head_budgets are 0 or more tokens of each KV head, for fixed budgets, got "
+                f"{self.head_budgets} with budgets={self.budgets}; leave them out"
+            )
         check_every(self)
         sinks = self.ends.sinks
         if self.storage == "int8" and self.every is None and self.start < sinks:

@@ -70,12 +70,13 @@ def read(name: str) -> HeadShares:
         raise UserError(f"cannot read the head shares {name!r}: {reason}; {remedy}") from None
     try:
         return _parsed(json.loads(raw))
-    except (ValueError, TypeError, KeyError, RecursionError):  # of JSON, of UTF-8, of a field
+    # Of JSON, of UTF-8, of a field, of a number.
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         raise UserError(f"{name} has no head shares of the format {FORMAT!r}; {remedy}") from None
 
 
 def _parsed(fields: dict[str, Any]) -> HeadShares:
-    """The head shares of a JSON object; raises ValueError, TypeError or KeyError if damaged."""
+    """The head shares of a JSON object; raises one of the errors that `read` catches."""
     shares = tuple(tuple(map(float, layer)) for layer in fields["shares"])
     rotary, model, text = fields["rotary"], fields["model"], fields["text"]
     layers, kv_heads, head_dim = (fields[name] for name in ("layers", "kv_heads", "head_dim"))

@@ -62,6 +62,8 @@ class VaSE(CompressionPolicy):
         base.check_ends(self.ends, self.start)
         snapkv.check_window(self.capacity, self.window, "capacity=1024,window=64")
         snapkv.check_kernel(self.kernel)
+        if not 0 <= self.large <= 1:
+            raise UserError(f"large must be from 0 to 1, got {self.large}; try large=0.25")
         if not 0 <= self.sinks <= self.num_large <= self.budget:
             raise UserError(
                 "large x capacity must be at least sinks and at most capacity - window, got "

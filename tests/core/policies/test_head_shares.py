@@ -111,6 +111,7 @@ DAMAGES = {
     "a head missing": lambda fields: fields | {"shares": [[0.1], [0.6, 0.1], [0, 0.2]]},
     "a share too small": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, -0.2]]},
     "NaN": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, float("nan")]]},
+    "a share too large": lambda fields: fields | {"shares": [[10**400, 0], [0, 0], [0, 0]]},
     "all zero": lambda fields: fields | {"shares": [[0, 0], [0, 0], [0, 0]]},
     "a share no number": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, "x"]]},
     "layers no number": lambda fields: fields | {"layers": "3"},

@@ -34,6 +34,13 @@ def test_laws(fields):
     check_policy(Scored(capacity=12, function=length_of_value, **ENDS, **fields))
 
 
+@pytest.mark.parametrize("budgets, numbers", [("equal", (4, 4)), ("adaptive", (4, 4)),
+                                              ("global", (4, -1))])  # fmt: skip
+def test_impossible_budgets_of_heads(budgets, numbers):
+    with pytest.raises(UserError, match=rf"head_budgets are .* got .* with budgets={budgets}; lea"):
+        Scored(budgets=budgets, head_budgets=numbers)
+
+
 def read(policy, tokens=TOKENS, batch=2):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(batch, tokens, n, 8)).astype("f4") for n in (4, 2, 2))
