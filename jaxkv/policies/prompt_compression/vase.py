@@ -98,7 +98,7 @@ class VaSE(CompressionPolicy):
         newest = jnp.broadcast_to(newest, (*positions.shape[:2], 1))
         newest = jnp.take_along_axis(positions, newest, axis=2)
         numbers = positions[:, :, tokens.slots] + newest * draws.GOLDEN
-        uniform = draws.uniforms(numbers, tokens.rng) + np.float32(2**-25)
+        uniform = jnp.maximum(draws.uniforms(numbers, tokens.rng), np.float32(2**-25))
         sampled = jnp.log(attention) - jnp.log(-jnp.log(uniform))
         v = rows.dequantise(tokens.stored.v)[:, :, tokens.slots].astype(jnp.float32)
         extent = jnp.where(slot < self.sinks, jnp.inf, jnp.max(v, axis=3) - jnp.min(v, axis=3))

@@ -94,7 +94,7 @@ def large_and_drawn(capacity, sinks, size, large, kernel, theta, scale, relative
         extent = np.ptp(inputs.v[numbers], axis=1)
         extent[:sinks] = np.inf
         newest = (inputs.prompt - 1 + inputs.start) * 0x9E3779B1
-        draw = [uniform(n + inputs.start + newest, inputs.rng) + 2**-25 for n in numbers]
+        draw = [max(uniform(n + inputs.start + newest, inputs.rng), 2**-25) for n in numbers]
         score = np.log(attention) - np.log(-np.log(draw))
         score[np.argsort(-extent, kind="stable")[:large]] = np.inf
         return best(numbers, score, capacity - size)

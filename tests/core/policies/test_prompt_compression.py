@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import draws
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
-from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV
+from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV, VaSE
 from jaxkv.policies.prompt_compression.balance import _as_published
 from jaxkv.policies.prompt_compression.base import ScoredTokens
 from jaxkv.policies.prompt_compression.snapkv import attention_of_last_queries
@@ -134,6 +135,18 @@ def scored_tokens(policy, state):
     stored = PerHeadTokens(prompt.k, prompt.v, positions)
     count, statistics = prompt.count[:, None], state.statistics
     return ScoredTokens(stored, stored, count, statistics, state.rng, policy.ends)
+
+
+@pytest.mark.parametrize("uniform", [0, 1 - 2**-24])
+def test_the_extreme_draws_of_vase_are_finite(rng, monkeypatch, uniform):
+    policy = VaSE(12, sinks=1, window=3, every=None, start=TOKENS)
+    spec = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP)
+    state = read(policy, spec, random_tokens(rng), np.ones((2, TOKENS), bool))
+    draw = lambda numbers, rng: jnp.full(numbers.shape, uniform, jnp.float32)  # noqa: E731
+    monkeypatch.setattr(draws, "uniforms", draw)
+    score = policy.score(spec, scored_tokens(policy, state))
+    assert (jnp.sum(score == jnp.inf, axis=2) == policy.num_large).all()
+    assert jnp.isfinite(jnp.where(score == jnp.inf, 0, score)).all()
 
 
 def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
