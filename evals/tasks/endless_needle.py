@@ -1,8 +1,9 @@
 """A needle that left the window, in text longer than the trained context: constant memory only.
 
 The cache is compressed while the text is read, and the question comes at the end. A query sees at
-most the same number of tokens per KV head under every policy. Full attention cannot read a text
-beyond the trained context; within it, full attention solves the task (record task_gates).
+most the same number of tokens per KV head under every policy, a mean over the heads where their
+budgets are unequal. Full attention cannot read a text beyond the trained context; within it, full
+attention solves the task (record task_gates).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxkv.models.tools.passage import PASSAGE
 FLAGS = (
     flag("--tasks", ("needle",), choices=list(TASKS)),
     flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
-    flag("--budget", 1024, "tokens that a query sees in each KV head, at most", minimum=256),
+    flag("--budget", 1024, "tokens that a query sees per KV head, at most", minimum=256),
     flag("--every", 128, "tokens between two compressions", minimum=1),
     flag("--samples", 20, "of a task and length", minimum=1),
     flag("--batch", 4, "samples read at a time", minimum=1),

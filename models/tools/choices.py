@@ -1,4 +1,4 @@
-"""Which cache to take, as data: `jaxkv advise` and docs/which_cache.md give the same answers."""
+"""Which cache to take, as data: docs/which_cache.md lists all, `jaxkv advise` those for facts."""
 
 from __future__ import annotations
 

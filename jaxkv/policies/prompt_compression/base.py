@@ -37,7 +37,7 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 Chosen = tuple[PerHeadTokens | PerLayerTokens, Float32[Array, "B X C"]]
 # Each KV head has the same budget, those of a layer compete for it, or a file fixes them.
 Budgets = Literal["equal", "adaptive", "calibrated"]
-Positions = Literal["relative", "absolute"] | None  # None without `every`, and the first with it
+Positions = Literal["relative", "absolute"] | None  # None: without `every`; with it, relative
 # The tokens between the ends [B,K,S,*] and their number -> what replaces them.
 Choose = Callable[[PerHeadTokens, Int32[Array, " B"]], Chosen]
 _PIECE = 256  # tokens of a chunk that are absorbed at a time, with `every`; they bound the memory
@@ -322,7 +322,11 @@ class CompressionPolicy(Policy):
     def _update_piece(
         self, spec: Spec, state: CompressedState, chunk: Chunk
     ) -> tuple[Partial, CompressedState]:
-        """At most `every` tokens. The first compression, at `capacity`, evicts nothing."""
+        """At most `every` tokens.
+
+        Compressions come at `capacity` tokens, and every so many before and after. Those up to
+        `capacity` evict nothing under equal budgets.
+        """
         empty = ~jnp.any(state.log_weight > -jnp.inf, axis=(1, 2))
         between = jnp.where(empty, (self.budget - 1) % self.every + 1, self.every)
         room = self.ends.max_tokens + between - state.dense.count
@@ -393,8 +397,8 @@ def check_every(policy: CompressionPolicy) -> None:
     if policy.every is None:
         if policy.positions is not None:
             raise UserError(
-                f"positions={policy.positions} belongs to every=N, for a compressed prompt has the "
-                "positions of the text; leave it out, or try every=128"
+                f"positions={policy.positions} belongs to every=N, because a compressed prompt has "
+                "the positions of the text; leave it out, or try every=128"
             )
         return
     if not 1 <= policy.every <= rows.MAX_SLOTS - policy.capacity:

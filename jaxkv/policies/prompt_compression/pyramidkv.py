@@ -22,7 +22,9 @@ class PyramidKV(CompressionPolicy):
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
     every, positions, start, storage: as in snapkv. The step from layer to layer is rounded down, as
     in the published code, so the mean is above `capacity`, by less than half as many tokens as
-    there are layers.
+    there are layers. With `every`, a query sees at most the budget of its layer, the window and
+    `every` tokens.
+
     Here the budgets do not depend on the prompt. In the published code they do: a prompt of fewer
     than `capacity` tokens stays whole, all layers have the same budget up to twice as many tokens,
     and no layer has a budget above the length of the prompt.

@@ -37,8 +37,8 @@ class RKV(CompressionPolicy):
     logits are first maximised over the query heads of a KV head; attention is then maximised over
     `kernel` neighbours. redundancy: the mean cosine of a token's key with the keys of all cached
     tokens, as a softmax over the tokens. The newest of the tokens that are alike (a cosine above
-    `threshold`) is not redundant to any of them, so it stays. The score is mix x importance
-    - (1 - mix) x redundancy.
+    `threshold`) is not redundant to any of them, so it stays. Of only two alike tokens, neither is
+    redundant to the other. The score is mix x importance - (1 - mix) x redundancy.
 
     After the authors' code (github.com/Zefan-Cai/R-KV), which keeps one of the tokens that are
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In

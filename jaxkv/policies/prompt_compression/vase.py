@@ -39,9 +39,9 @@ class VaSE(CompressionPolicy):
     token's position, so each compression draws anew.
 
     This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
-    MATH-500. The code compresses a prompt when the answer begins; with `every` a long prompt is
-    compressed while it is read. every, positions: as in keydiff. start: slots before the prompt,
-    doubled as they fill. storage: as in streaming.
+    MATH-500; the variant VaSE-DKV is left out. The code compresses a prompt when the answer begins;
+    with `every` a long prompt is compressed while it is read. every, positions: as in keydiff.
+    start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
