@@ -112,8 +112,13 @@ def by_layer(
             raise UserError(f"give one policy per layer: got {len(policies)} for {layers} layers")
         return tuple(entry.for_layer(layer, layers) for layer, entry in enumerate(policies))
     layer_windows = [*windows, *[None] * (layers - len(windows))]
-    lookback = max_lookback(policy)
-    too_far = [i for i, width in enumerate(layer_windows) if width is not None and lookback > width]
+    policies = [policy.for_layer(layer, layers) for layer in range(layers)]
+    lookbacks = map(max_lookback, policies)
+    too_far = [
+        layer
+        for layer, (width, lookback) in enumerate(zip(layer_windows, lookbacks, strict=True))
+        if width is not None and lookback > width
+    ]
     if too_far and not isinstance(policy, Full):
         name = format_policy(policy)
         warn(
@@ -121,8 +126,8 @@ def by_layer(
             f"tokens, as {name} looks back further; name layers, as in *={name}, to force it"
         )
     return tuple(
-        Window(width) if i in too_far else policy.for_layer(i, layers)
-        for i, width in enumerate(layer_windows)
+        Window(layer_windows[layer]) if layer in too_far else layer_policy
+        for layer, layer_policy in enumerate(policies)
     )
 
 

@@ -196,6 +196,13 @@ def test_unknown_and_missing_layers_are_refused():
         by_layer([Full(), Full()], 3)
 
 
+def test_a_layer_keeps_its_window_by_its_own_budget():
+    text = "pyramidkv:capacity=64,window=8,beta=4,every=8"
+    with pytest.warns(UserWarning, match="1 layer.s. keep the model's own window of 100 tokens"):
+        first, *others = by_layer(text, 3, (100, 100, 100))
+    assert first == Window(100) and others == list(by_layer(text, 3))[1:]
+
+
 def test_the_models_own_windows(pytestconfig):
     windows = (None, 24, None, 24)
     assert by_layer("full", 4, windows) == (Full(), Window(24), Full(), Window(24))
