@@ -44,7 +44,7 @@ class RKV(CompressionPolicy):
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
     the code a key without any like it is not counted against the first token; here it is.
 
-    every, positions, budgets, heads: as in keydiff. Every 128 tokens is the published interval.
+    capacity, every, positions, budgets, heads: as in keydiff. 128 tokens is the published interval.
     start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 

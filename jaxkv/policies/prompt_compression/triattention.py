@@ -58,7 +58,7 @@ class TriAttention(CompressionPolicy):
     a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
     The authors' servers disable prefix caching; here a snapshot of a prefix has the centres too.
 
-    every, positions, budgets, heads: as in keydiff. Every 128 tokens is the published interval.
+    capacity, every, positions, budgets, heads: as in keydiff. 128 tokens is the published interval.
     start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
