@@ -104,9 +104,14 @@ def budgets_of(llm: Llm, options: argparse.Namespace, size: int) -> SpecsByRatio
     for ratio in ratios:
         specs = budgets.settings(size, ratio, slots_of(size), tuned.get(ratio))
         by_ratio[ratio] = {name: specs[name] for name in options.policies}
-    for policy in {text for by_name in by_ratio.values() for text in by_name.values()}:
+    for policy in strings(by_ratio):
         llm.policies(policy)
     return by_ratio
+
+
+def strings(by_ratio: SpecsByRatio) -> Iterable[str]:
+    """The string of each policy once."""
+    return dict.fromkeys(text for by_name in by_ratio.values() for text in by_name.values())
 
 
 def slots_of(length: int) -> int:
@@ -134,12 +139,13 @@ def measure_task(
         measure_policies, llm, every, task, slots_of(length), options, parts,
         f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}",
     )  # fmt: skip
-    full = measured(["full"])["full"]
+    by_ratio: SpecsByRatio = {} if is_ruler else plan[size]
+    columns = measured(["full", *strings(by_ratio)])  # policies share the reading of a batch
+    full = columns.pop("full")
     scored = score.passes(float(full["score"].mean()))
-    if size not in plan and scored:
-        plan[size] = budgets_of(llm, options, size)
-    by_ratio = plan[size] if scored or not is_ruler else {}
-    columns = measured(dict.fromkeys(p for chosen in by_ratio.values() for p in chosen.values()))
+    if is_ruler and scored:
+        by_ratio = plan[size] = plan.get(size) or budgets_of(llm, options, size)
+        columns = measured(strings(by_ratio))
     depths = [] if is_ruler else [depth_of(i) for i in range(len(every))]
     return {
         "context_tokens": context_tokens,
