@@ -1,6 +1,6 @@
 """RULER's own tasks (Hsieh et al. 2024): the generators and the scorer of nvidia-long-context-eval.
 
-The package is the extra `ruler`. Its texts are made anew for each run and are never stored. A
+The package is the extra `ruler`. Each run generates its texts, which are never stored. A
 prompt is that of the package for the same seed: `length` counts the prompt and the answer, without
 the chat template. The beginning of the answer, which the package appends to the prompt, begins the
 model's answer here, as in RULER's own templates.

@@ -113,8 +113,8 @@ DAMAGES = {
     "NaN": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, float("nan")]]},
     "a share too large": lambda fields: fields | {"shares": [[10**400, 0], [0, 0], [0, 0]]},
     "all zero": lambda fields: fields | {"shares": [[0, 0], [0, 0], [0, 0]]},
-    "a share no number": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, "x"]]},
-    "layers no number": lambda fields: fields | {"layers": "3"},
+    "a share that is a text": lambda fields: fields | {"shares": [[0.1, 0], [0.6, 0.1], [0, "x"]]},
+    "layers as a text": lambda fields: fields | {"layers": "3"},
     "a long number": lambda fields: fields | {"rotary": {"frequencies": [0.5], "amplitude": 1}},
 }
 
