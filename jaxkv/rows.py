@@ -112,6 +112,12 @@ def store(rows: Float[Array, "B K S H"], like: Rows) -> Rows:
     return quantise(rows) if isinstance(like, Int8Rows) else rows.astype(like.dtype)
 
 
+def unit(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
+    """Rows of length 1; a zero row stays zero."""
+    length = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    return x / jnp.where(length == 0, 1.0, length)
+
+
 def wrong_scales(rows: Int8Rows) -> Float32[np.ndarray, " X"]:
     """The scales, as a numpy array, that are negative, not finite, or 0 in an occupied slot.
 

@@ -106,7 +106,7 @@ class ScoredTokens(NamedTuple):
 
     @property
     def filled(self) -> Bool[Array, "#B #K S"]:
-        return jnp.arange(self.stored.positions.shape[2])[None, None] < self.count[..., None]
+        return _first(self.count, self.stored.positions.shape[2])
 
     @property
     def num_between(self) -> Int32[Array, "#B #K"]:
@@ -117,6 +117,19 @@ class ScoredTokens(NamedTuple):
     def slots(self) -> slice:
         """The slots between the ends, of which the first `num_between` are filled."""
         return slice(self.ends.sinks, self.stored.positions.shape[2] - self.ends.window)
+
+    @property
+    def scored(self) -> Bool[Array, "#B #K C"]:
+        """Which of `slots` are filled."""
+        size = self.stored.positions.shape[2] - self.ends.sinks - self.ends.window
+        return _first(self.num_between, size)
+
+    @property
+    def newest_position(self) -> UInt32[Array, "B 1"]:
+        """The position of the newest token, which all KV heads have."""
+        positions = self.stored.positions[:, 0]
+        newest = jnp.clip(self.count[:, :1] - 1, 0, positions.shape[1] - 1)
+        return jnp.take_along_axis(positions, newest, axis=1)
 
 
 class CompressionPolicy(Policy):

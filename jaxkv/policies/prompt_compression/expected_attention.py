@@ -22,7 +22,7 @@ from jaxkv.policies.prompt_compression.base import (
     ScoredTokens,
 )
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _MAX_COUNT = 2**31 - 1
@@ -133,21 +133,19 @@ class ExpectedAttention(CompressionPolicy):
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
-        positions, newest = tokens.stored.positions[:, 0], tokens.count[:, :1] - 1
-        newest = jnp.clip(newest, 0, positions.shape[1] - 1)
-        after = jnp.take_along_axis(positions, newest, axis=1) + jnp.uint32(1)
+        after = tokens.newest_position + jnp.uint32(1)
         between = jax.tree.map(lambda leaf: leaf[:, :, tokens.slots], tokens.seen)
-        return self._score(spec, tokens.statistics, between, tokens.num_between, after)
+        return self._score(spec, tokens.statistics, between, tokens.scored, after)
 
     def _score(
         self,
         spec: Spec,
         state: QueryMoments,
         tokens: PerHeadTokens,
-        count: Int32[Array, "#B #K"],
+        scored: Bool[Array, "#B #K C"],
         after: UInt32[Array, "B 1"],
     ) -> Float32[Array, "B K C"]:
-        """`score` of the first `count` tokens; after: the position of the first later query."""
+        """`score`; scored: the filled slots; after: the position of the first later query."""
         rotation = self._mean_rotation(spec, after)
         keys = rows.dequantise(tokens.k).astype(jnp.float32)
         mean = jnp.einsum("bkmgx,bxh->bkgh", state.mean, rotation, precision=HIGHEST)
@@ -162,8 +160,7 @@ class ExpectedAttention(CompressionPolicy):
             logits += jnp.float32(spec.scale**2 / 2) * variance
         penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])
         logits = logits if penalty is None else logits + penalty[:, :, :, 0]
-        valid = jnp.arange(keys.shape[2])[None, None] < count[..., None]
-        logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
+        logits = jnp.where(scored[:, :, None], logits, -jnp.inf)
         shares = jax.nn.log_softmax(logits, axis=-1)
         score = jax.nn.logsumexp(shares, axis=2) - jnp.float32(math.log(shares.shape[2]))
         if not self.value_norm:

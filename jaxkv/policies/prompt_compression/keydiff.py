@@ -20,7 +20,7 @@ from jaxkv.policies.prompt_compression.base import (
     ScoredTokens,
 )
 from jaxkv.rows import Rows, Storage
-from jaxkv.typing import Array, Float, Float32, UInt32
+from jaxkv.typing import Array, Float32, UInt32
 
 Keys = Literal["rotated", "unrotated"]
 
@@ -98,7 +98,7 @@ class KeyDiff(CompressionPolicy):
         )
         if self.every is None:
             total = jnp.sum(jnp.where(tokens.filled[..., None], k, 0.0), axis=2, keepdims=True)
-        return -jnp.sum(k * _unit(total), axis=-1)[:, :, tokens.slots]
+        return -jnp.sum(k * rows.unit(total), axis=-1)[:, :, tokens.slots]
 
     def _directions(
         self, spec: Spec, k: Rows, positions: UInt32[Array, "B K S"]
@@ -107,10 +107,4 @@ class KeyDiff(CompressionPolicy):
         k = rows.dequantise(k).astype(jnp.float32)
         if self.keys == "unrotated":
             k = per_head.rerotate(replace(spec, dtype="float32"), k, -positions)
-        return _unit(k)
-
-
-def _unit(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
-    """Vectors of length 1; a zero vector stays zero."""
-    length = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    return x / jnp.where(length == 0, 1.0, length)
+        return rows.unit(k)

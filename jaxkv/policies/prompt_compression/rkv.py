@@ -88,9 +88,8 @@ class RKV(CompressionPolicy):
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         logits = snapkv.logits_of_last_queries(spec, tokens)[..., tokens.slots]
-        between = jnp.arange(logits.shape[4])[None, None] < tokens.num_between[..., None]
         logits = jnp.max(logits, axis=2, keepdims=True)
-        attention = jnp.mean(snapkv.shares(logits, between[:, :, None, None]), axis=3)
+        attention = jnp.mean(snapkv.shares(logits, tokens.scored[:, :, None, None]), axis=3)
         importance = snapkv.pooled(attention, self.kernel, "max")[:, :, 0]
         k = rows.dequantise(tokens.seen.k).astype(jnp.float32)
         redundancy = redundancies(k, tokens.filled, tokens.count, self.threshold)
@@ -105,8 +104,7 @@ def redundancies(
     threshold: float,
 ) -> Float32[Array, "B K S"]:
     """The softmax, over the filled slots, of the mean cosine of each key with all others."""
-    length = jnp.sqrt(jnp.sum(k * k, axis=-1, keepdims=True))
-    k = jnp.where(filled[..., None], k / jnp.where(length == 0, 1.0, length), 0.0)
+    k = jnp.where(filled[..., None], rows.unit(k), 0.0)
     size = k.shape[2]
     block = min(_ROWS, size)
     slot = jnp.arange(size)

@@ -86,8 +86,7 @@ class SnapKV(CompressionPolicy):
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         attention = attention_of_last_queries(spec, tokens)[..., tokens.slots]
-        valid = jnp.arange(attention.shape[3])[None, None] < tokens.num_between[..., None]
-        attention = jnp.where(valid[:, :, None], attention, 0)
+        attention = jnp.where(tokens.scored[:, :, None], attention, 0)
         return jnp.mean(pooled(attention, self.kernel, self.pool), axis=2)
 
 

@@ -120,9 +120,7 @@ class TriAttention(CompressionPolicy):
         )
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
-        centres, positions = tokens.statistics, tokens.stored.positions[:, 0]
-        newest = jnp.clip(tokens.count[:, :1] - 1, 0, positions.shape[1] - 1)
-        after = jnp.take_along_axis(positions, newest, axis=1) + jnp.uint32(1)
+        centres, after = tokens.statistics, tokens.newest_position + jnp.uint32(1)
         between = jax.tree.map(lambda leaf: leaf[:, :, tokens.slots], tokens.seen)
         k = rows.dequantise(between.k).astype(jnp.float32)
         highest = jax.lax.Precision.HIGHEST
@@ -135,8 +133,7 @@ class TriAttention(CompressionPolicy):
         score = jnp.float32(spec.scale) * (series + rest)
         penalty = spec.encoding.bias(after, between.positions, k.shape[1])
         score = score if penalty is None else score + penalty[:, :, :, 0]
-        valid = jnp.arange(k.shape[2])[None, None] < tokens.num_between[..., None]
-        return jnp.max(_normalised(score, valid[:, :, None], spec.scale), axis=2)
+        return jnp.max(_normalised(score, tokens.scored[:, :, None], spec.scale), axis=2)
 
     def _rotated(
         self, spec: Spec, mean: Float32[Array, "B K M G H"], after: Array

@@ -36,7 +36,7 @@ class VaSE(CompressionPolicy):
     places go to tokens drawn without replacement, each in proportion to its attention from the last
     `window` queries, averaged over the queries, over `kernel` neighbours and over the query heads
     of a KV head. A draw is a function of the seed, of the token's position and of the newest
-    token's position, so each compression draws anew.
+    token's position, so each compression has draws of its own.
 
     This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
     MATH-500; the variant VaSE-DKV is left out. The code compresses a prompt when the answer begins;
@@ -89,19 +89,15 @@ class VaSE(CompressionPolicy):
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         """Infinite for large values; else log attention plus Gumbel noise, to draw the highest."""
         logits = snapkv.logits_of_last_queries(spec, tokens)[..., tokens.slots]
-        slot = jnp.arange(logits.shape[4])[None, None]
-        between = slot < tokens.num_between[..., None]
-        attention = jnp.mean(snapkv.shares(logits, between[:, :, None, None]), axis=3)
+        attention = jnp.mean(snapkv.shares(logits, tokens.scored[:, :, None, None]), axis=3)
         attention = jnp.mean(snapkv.pooled(attention, self.kernel, "mean"), axis=2)
-        positions = tokens.stored.positions
-        newest = jnp.clip(tokens.count - 1, 0)[..., None]
-        newest = jnp.broadcast_to(newest, (*positions.shape[:2], 1))
-        newest = jnp.take_along_axis(positions, newest, axis=2)
-        numbers = positions[:, :, tokens.slots] + newest * draws.GOLDEN
+        numbers = tokens.stored.positions[:, :, tokens.slots]
+        numbers = numbers + tokens.newest_position[:, None] * draws.GOLDEN
         uniform = jnp.maximum(draws.uniforms(numbers, tokens.rng), np.float32(2**-25))
         sampled = jnp.log(attention) - jnp.log(-jnp.log(uniform))
         v = rows.dequantise(tokens.stored.v)[:, :, tokens.slots].astype(jnp.float32)
+        slot = jnp.arange(v.shape[2])[None, None]
         extent = jnp.where(slot < self.sinks, jnp.inf, jnp.max(v, axis=3) - jnp.min(v, axis=3))
-        order = jnp.argsort(jnp.where(between, -extent, jnp.inf), axis=2, stable=True)
+        order = jnp.argsort(jnp.where(tokens.scored, -extent, jnp.inf), axis=2, stable=True)
         rank = jnp.argsort(order, axis=2)
         return jnp.where(rank < self.num_large, jnp.inf, sampled)
