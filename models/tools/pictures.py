@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,20 +15,36 @@ INK = "#404040"  # of captions and marks
 RULE = "#e6e6e6"  # of grid lines
 
 
-def begin(width: float = 6.0, height: float = 3.6, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure with `columns` axes side by side; never opens a window, whatever the backend.
+def begin(
+    width: float = 6.0, height: float = 3.6, columns: int = 1, rows: int = 1
+) -> tuple[Figure, Any]:
+    """A figure of rows x columns axes; never opens a window, whatever the backend.
 
     width and height in inches; the default is narrow, so that text is legible on a telephone.
+    Returns the figure and its axes in reading order, or the axes alone where there is one.
     """
-    from matplotlib.figure import Figure
+    with _muted_fonts():
+        from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    all_axes = figure.subplots(1, columns, squeeze=False)[0]
+        figure = Figure(figsize=(width, height), layout="constrained")
+        all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=RULE, lw=0.6)
         axes.set_axisbelow(True)
-    return figure, all_axes[0] if columns == 1 else all_axes
+    return figure, all_axes[0] if len(all_axes) == 1 else all_axes
+
+
+@contextlib.contextmanager
+def _muted_fonts() -> Iterator[None]:
+    """Without matplotlib's warnings about fonts: it takes another font where it finds none."""
+    log = logging.getLogger("matplotlib.font_manager")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def mark(axes: Any, position: float, label: str) -> None:
@@ -57,6 +76,7 @@ def finish(figure: Figure, caption: str, dpi: int = 90, title: str = "") -> byte
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
     figure.supxlabel(caption, fontsize=8, color=INK, wrap=True)
     buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=dpi, format="png", metadata={"Software": None})
+    with _muted_fonts():
+        figure.savefig(buffer, dpi=dpi, format="png", metadata={"Software": None})
     figure.clear()
     return buffer.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.models.loading.compilation import clock
 from jaxkv.models.network import device
+from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import COLOURS
 from jaxkv.models.training import training
 from jaxkv.models.training.run_folder import writing
@@ -119,8 +118,8 @@ def tensorboard_writer() -> Callable:
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     """A PNG of loss, learning rate, gradient norm, speed and sinks over the steps."""
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    (loss, rate), (norm, sinks) = figure.subplots(2, 2)
+    figure, all_axes = pictures.begin(10, 6, columns=2, rows=2)
+    loss, rate, norm, sinks = all_axes
     steps = [line["step"] for line in lines]
     values = [line["loss"] for line in lines]
     loss.plot(steps, values, color=GREY, alpha=0.4, linewidth=0.8, label="a step")
@@ -141,13 +140,10 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], title: str) -> bytes:
     sinks.set_ylabel("attention on the first token")
     sinks.set_ylim(0, 1)
     sinks.legend()
-    for axes in (loss, rate, norm, sinks):
+    for axes in all_axes:
         axes.set_xlabel("step")
-        axes.grid(alpha=0.2)
-    figure.suptitle(title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return picture.getvalue()
+    caption = f"smoothed: a running mean, {SMOOTH:g} of it from earlier steps"
+    return pictures.finish(figure, caption, dpi=110, title=title)
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
