@@ -61,7 +61,7 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
         "(parity or router) and not record and not real_model",
     ),
     "slow cases of the core": Part(
-        ("tests/core",), ("pallas_kernels/*", "jaxkv/policies/merge_reduce/*"), SLOW
+        ("tests/core",), ("pallas_kernels/*", "jaxkv/cache/*", "jaxkv/policies/*"), SLOW
     ),
     "slow cases of serving": Part(("tests/serve",), ("jaxkv/serve/*",), SLOW),
     "slow cases of models": Part(("tests/models",), ("models/*",), SLOW),

@@ -191,9 +191,6 @@ CASES = [
          rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0,
               choose=oracle.attended_by_centres(capacity=9, furthest=20, theta=THETA,
                    relative=True)), capacity=12, relative=True),
-    Case("keydiff-every", policy=KeyDiff(capacity=9, every=4),
-         rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0, choose=oracle.least_alike(
-              capacity=9, theta=THETA)), capacity=12, relative=True),
     Case("snapkv-every", policy=SnapKV(capacity=9, window=3, kernel=3, every=5, storage="int8"),
          rule=oracle.repeated(capacity=9, every=5, sinks=0, size=3, choose=oracle.most_attended(
               capacity=9, size=3, kernel=3, pool="max", **ROTATED, relative=True)),
@@ -236,6 +233,9 @@ CASES = [
 ]  # fmt: skip
 # Other settings: only what depends on them is checked, laws 4, 5, 12, 15 and 17.
 VARIANTS = [
+    Case("keydiff-every", policy=KeyDiff(capacity=9, every=4),
+         rule=oracle.repeated(capacity=9, every=4, sinks=0, size=0, choose=oracle.least_alike(
+              capacity=9, theta=THETA)), capacity=12, relative=True),
     Case("full-growing", policy=Full(max=24, start=7),
          rule=oracle.full(), capacity=24, longest=24, chunks=FEW),
     Case("retrieval-int8", policy=Retrieval(capacity=15, sinks=2, window=3, start=16,
@@ -421,6 +421,14 @@ VARIANTS = [
          rule=sparse(sinks=0, size=2, choose=oracle.of_pages(share=0.2, page=3, fewest=2)),
          capacity=2, chunks=FEW, longest=30, lossless=True),
 ]  # fmt: skip
+# Combinations of settings whose parts other cases have: they run with the lab.
+COMBINED = {
+    "retrieval-int8", "retrieval-calibrated-int8", "retrieval-every-int8", "retrieval-equal",
+    "retrieval-every-absolute", "retrieval-every-alibi", "snapkv-every-equal-int8",
+    "snapkv-every-absolute", "rkv-prompt", "rkv-int8", "rkv-calibrated", "tova-prompt",
+    "vase-prompt", "vase-int8", "triattention-int8", "loki-unrotated", "magicpig-bfloat16",
+    "balance-stream-bfloat16",
+}  # fmt: skip
 
 # Cases whose chunks are compiled at every size: chunks of other cases are padded to one width.
 REAL_WIDTHS = {"streaming-4-5", "balance-stream-cache-relative", "balance"}

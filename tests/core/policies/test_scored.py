@@ -21,11 +21,12 @@ def length_of_value(spec, tokens):
     return jnp.sqrt(jnp.sum(v * v, axis=-1))[:, :, tokens.slots]
 
 
+@pytest.mark.slow  # the laws of the other prompt compressors, which differ in their scores alone
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"budgets": "adaptive", "storage": "int8"}, marks=pytest.mark.slow),
+        {},
+        {"budgets": "adaptive", "storage": "int8"},
         {"budgets": "global", "head_budgets": (4, 0, 9)},  # three heads, as the laws have
     ],
     ids=str,
