@@ -76,5 +76,6 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless value is one of these names."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        names = ", ".join(choices)
-        raise UserError(f"{name} must be one of {names}, got {value!r}; use one of these")
+        near = nearest(value, choices) if isinstance(value, str) else None
+        remedy = f"did you mean {near!r}?" if near else "use one of these"
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}; {remedy}")

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_choice
 from jaxkv.pallas_kernels.sign_walk import NO_STEP, balance_walk
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
@@ -45,8 +45,7 @@ class Halving:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        check_choice("mode", self.mode, MODES)
         if not 0 < self.key_scale < math.inf:
             raise UserError(
                 f"key_scale must be above 0 and finite, got {self.key_scale}; try key_scale=0.1"

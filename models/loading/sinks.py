@@ -95,7 +95,7 @@ def _learned(
 ) -> tuple[Config, Tokenizer, dict[str, np.ndarray]]:
     """As `with_sinks`, for a file."""
     config = source.config
-    remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote"
+    remedy = f"name a {FILE} that `jaxkv pretrain --from` wrote, or {CONSTANT}"
     tensors, fingerprint = _read(path, remedy)
     model_fingerprint = source.fingerprint()
     if fingerprint != model_fingerprint:

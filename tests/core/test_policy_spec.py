@@ -117,6 +117,7 @@ REFUSED = {
     "streaming:sinks=-1": "sinks must be 0 or more, got -1",
     "streaming:window=0": "window must be at least 1, got 0",
     "streaming:storage=int3": "storage must be one of float, int8, got 'int3'; use one of these",
+    "balance:mode=pair": "mode must be one of walk, pairs, coin, got 'pair'; did you mean 'pairs'",
     "odd:exact=yes": "exact must be one of true, false, got 'yes'; use one of these",
     "odd:rate=fast": "rate must be a number, got 'fast'",
     "0=full;x=full": "are written LAYER=POLICY;...;.*got 'x=full'",
