@@ -187,7 +187,7 @@ class Policy:
 
     max_lookback: how many tokens back a query may look, its own included. min_prompt: the shortest
     prompt on which `finish_prefill` acts; None if it does nothing. grows: whether the cache grows
-    with the tokens, so that the caller must `reserve`. heads_compete: whether the KV heads of a
+    with the tokens, so that the caller must `reserve`. heads_coupled: whether the KV heads of a
     layer share one budget or one array, so that they cannot be split over devices.
 
     `jaxkv policies` prints `summary`, which says what is cached, and `source`, the paper.
@@ -196,7 +196,7 @@ class Policy:
     max_lookback: int | float = math.inf
     min_prompt: int | None = None
     grows: bool = False
-    heads_compete: bool = False
+    heads_coupled: bool = False
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
 

@@ -16,8 +16,8 @@ FLAGS = (
      "of a novel that comes with jaxkv)"),
     ("max-tokens", flags.integer(1), None, "N", "read only the first N tokens of the text "
      "(default: 1024, or as many as fit the trained context twice)"),
-    ("out", str, None, "FILE.json", "file for heads=FILE of policies with budgets=calibrated, in a "
-     "folder that exists (default: print it)"),
+    ("out", str, None, "FILE.json", "file for calibration=FILE of policies with "
+     "budgets=calibrated, in a folder that exists (default: print it)"),
 )  # fmt: skip
 
 
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         strongest = calibrate.strongest(result, STRONGEST)
         heads = ", ".join(f"{head} ({times:.1f})" for head, times in strongest)
-        print(f"wrote {out}; use it as retrieval:budgets=calibrated,heads={out}")
+        print(f"wrote {out}; use it as retrieval:budgets=calibrated,calibration={out}")
         print(f"KV heads with the largest budgets (layer.head, multiple of the mean): {heads}")
     return 0

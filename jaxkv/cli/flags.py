@@ -285,7 +285,12 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
     _download(args.model)
     with Progress("loading"):
         check_device()
-        from jaxkv.models.loading.llm import DEFAULT, check_heads, load_weights, without_weights
+        from jaxkv.models.loading.llm import (
+            DEFAULT,
+            check_calibration,
+            load_weights,
+            without_weights,
+        )
         from jaxkv.models.loading.source import open_source
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
@@ -294,7 +299,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
         source = open_source(DEFAULT if args.model is None else args.model)
         config = source.config
         layers = [by_layer(policy, config.layers, config.windows) for policy in policies]
-        check_heads(config, chain.from_iterable(layers), source.fingerprint)
+        check_calibration(config, chain.from_iterable(layers), source.fingerprint)
         if mesh is not None:
             sharding.check(mesh, 1, config.kv_heads, chain.from_iterable(layers))
         llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)

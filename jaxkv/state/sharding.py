@@ -78,7 +78,7 @@ def check(mesh: Mesh, batch: int, kv_heads: int, policies: Iterable[Policy]) -> 
 def check_heads_together(mesh: Mesh, policy: Policy) -> None:
     """Raise UserError where the mesh splits KV heads that share a budget or an array."""
     heads = axes_in(mesh)[1]
-    if policy.heads_compete and heads is not None and mesh.shape[heads] > 1:
+    if policy.heads_coupled and heads is not None and mesh.shape[heads] > 1:
         raise UserError(
             f"a policy whose KV heads share a budget needs all KV heads of a layer on one device, "
             f"got a mesh with {heads}={mesh.shape[heads]}; use a mesh of data alone, or "

@@ -161,7 +161,7 @@ def chunking_changes_nothing(subject: Subject) -> Checks:
 
 def kv_heads_are_independent(subject: Subject) -> Checks:
     """What sharding over KV heads relies on: each head gives alone what it gives among others."""
-    if subject.policy.heads_compete:
+    if subject.policy.heads_coupled:
         return
     policy, state, tokens = subject.policy, subject.after_prompt(), subject.next(1)
     (out, _), after = subject.step(state, tokens)

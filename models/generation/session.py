@@ -171,7 +171,7 @@ def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) 
 
 # The flag that gives a chat the model, policy or format of its session.
 FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights",
-         "budgets": "the file heads= as it was"}  # fmt: skip
+         "budgets": "the file calibration= as it was"}  # fmt: skip
 
 
 def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:

@@ -122,7 +122,7 @@ class Llm:
                     f"a policy is a string or a value such as Streaming(), got {policy!r}"
                 )
         policies = by_layer(chosen, self.config.layers, self.config.windows)
-        check_heads(self.config, policies, lambda: self.source_fingerprint)
+        check_calibration(self.config, policies, lambda: self.source_fingerprint)
         return policies
 
     @cached_property
@@ -131,10 +131,12 @@ class Llm:
         return open_source(self.path).fingerprint()
 
 
-def check_heads(config: Config, policies: Iterable[Policy], fingerprint: Callable[[], str]) -> None:
+def check_calibration(
+    config: Config, policies: Iterable[Policy], fingerprint: Callable[[], str]
+) -> None:
     """Raise UserError for policies with head shares of another model."""
     spec = spec_of(config, "float32")
-    names = {policy.heads for policy in policies if isinstance(policy, CompressionPolicy)}
+    names = {policy.calibration for policy in policies if isinstance(policy, CompressionPolicy)}
     for name in sorted(name for name in names if name is not None):
         head_shares.check_model(name, spec, config.layers, fingerprint())
 

@@ -158,13 +158,15 @@ def test_a_session_belongs_to_the_budgets_of_its_heads(llm, tmp_path):
     about = calibrate.calibrate(llm, "It was a bright cold day in April.")
     heads, path = tmp_path / "heads.json", tmp_path / "session"
     heads.write_text(head_shares.write(about))
-    policy = f"keydiff:capacity=9,budgets=calibrated,heads={heads},every=4"
+    policy = f"keydiff:capacity=9,budgets=calibrated,calibration={heads},every=4"
     talk = models.Conversation(llm, policy)
     ask(talk, "Hello there")
     session.save(path, talk)
     assert ask(session.load(path, models.Conversation(llm, policy)), "And?") == ask(talk, "And?")
     heads.write_text(head_shares.write(about._replace(shares=((0.7, 0.1), (0.1, 0.1)))))
-    with pytest.raises(UserError, match=r"its own budgets: .* give the file heads= as it was"):
+    with pytest.raises(
+        UserError, match=r"its own budgets: .* give the file calibration= as it was"
+    ):
         session.load(path, models.Conversation(llm, policy))
 
 

@@ -135,7 +135,7 @@ class ScoredTokens(NamedTuple):
 class CompressionPolicy(Policy):
     """A policy that compresses a prompt: a frozen dataclass with these fields, and `ends`.
 
-    It defines `choose`; or `score` and the fields capacity, every, positions, budgets and heads,
+    It defines `choose`; or `score` and the fields capacity, every, positions, budgets, calibration
     and head_budgets, which `for_layer` sets. A score may need statistics of all tokens:
     `statistics`, their leaves and `observe`.
     """
@@ -146,7 +146,7 @@ class CompressionPolicy(Policy):
     capacity: ClassVar[int] = 0
     budget_rules: ClassVar[tuple[str, ...]] = get_args(Budgets)
     budgets: ClassVar[Budgets] = "equal"
-    heads: ClassVar[str | None] = None
+    calibration: ClassVar[str | None] = None
     head_budgets: ClassVar[tuple[int, ...]] = ()
     every: ClassVar[int | None] = None
     positions: ClassVar[Positions] = None
@@ -155,10 +155,10 @@ class CompressionPolicy(Policy):
     def __post_init__(self) -> None:
         rows.check(self.storage)
         check_choice("budgets", self.budgets, self.budget_rules)
-        if (self.budgets == "calibrated") != (self.heads is not None):
+        if (self.budgets == "calibrated") != (self.calibration is not None):
             raise UserError(
-                "budgets=calibrated and heads=FILE belong together, got "
-                f"budgets={self.budgets},heads={self.heads}; give both or neither"
+                "budgets=calibrated and calibration=FILE belong together, got "
+                f"budgets={self.budgets},calibration={self.calibration}; give both or neither"
             )
         fixed = self.budgets not in ("equal", "adaptive")
         if min(self.head_budgets, default=0) < 0 or (self.head_budgets and not fixed):
@@ -238,7 +238,7 @@ class CompressionPolicy(Policy):
         return self.budgets != "equal"
 
     @property
-    def heads_compete(self) -> bool:
+    def heads_coupled(self) -> bool:
         return self.rows_of_layer
 
     @property
@@ -261,9 +261,9 @@ class CompressionPolicy(Policy):
         return self.ends.max_tokens + self.budget + self.every
 
     def for_layer(self, layer: int, num_layers: int) -> CompressionPolicy:
-        if self.heads is None:
+        if self.calibration is None:
             return self
-        budgets = head_shares.budgets(self.heads, layer, num_layers, self.budget)
+        budgets = head_shares.budgets(self.calibration, layer, num_layers, self.budget)
         return replace(self, head_budgets=budgets)
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
@@ -451,7 +451,7 @@ def check_rounds(rounds: int) -> None:
 def check_head_budgets(spec: Spec, budgets: str, head_budgets: Sequence[int]) -> None:
     """Raise UserError unless every KV head has a fixed budget."""
     if len(head_budgets) != spec.kv_heads:
-        source = "call for_layer(layer, num_layers) with heads= of this model"
+        source = "call for_layer(layer, num_layers) with calibration= of this model"
         raise UserError(
             f"budgets={budgets} needs a budget for each of {spec.kv_heads} KV heads, got "
             f"{len(head_budgets)}; "

@@ -67,7 +67,7 @@ class ExpectedAttention(CompressionPolicy):
     value_norm: bool = True
     epsilon: float = 0.0
     budgets: Budgets = "equal"
-    heads: str | None = None
+    calibration: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512

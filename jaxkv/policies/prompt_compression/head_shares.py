@@ -114,8 +114,8 @@ def check_model(name: str, spec: Spec, layers: int, fingerprint: str) -> None:
         if of_file != of_model:
             values = "" if fact == "rotary settings" else f", {of_file} and not {of_model}"
             raise UserError(
-                f"heads={name} belongs to another model, {head_shares.name}: its {fact} differ"
-                f"{values}; run `jaxkv calibrate` on this model"
+                f"calibration={name} belongs to another model, {head_shares.name}: its {fact} "
+                f"differ{values}; run `jaxkv calibrate` on this model"
             )
 
 
@@ -128,8 +128,8 @@ def budgets(name: str, layer: int, num_layers: int, budget: int) -> tuple[int, .
     shares = np.array(read(name).shares, np.float64)
     if len(shares) != num_layers:
         raise UserError(
-            f"heads={name} has {len(shares)} layers, but the model has {num_layers}; run `jaxkv "
-            "calibrate` on this model"
+            f"calibration={name} has {len(shares)} layers, but the model has {num_layers}; run "
+            "`jaxkv calibrate` on this model"
         )
     floor = max(1, budget // SAFEGUARD)
     rest = (budget - floor) * shares.size

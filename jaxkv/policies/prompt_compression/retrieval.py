@@ -37,7 +37,7 @@ class Retrieval(CompressionPolicy):
     sinks: int = 4
     window: int = 32
     budgets: Budgets = "adaptive"
-    heads: str | None = None
+    calibration: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512

@@ -44,8 +44,8 @@ class RKV(CompressionPolicy):
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
     the code a key without any like it is not counted against the first token; here it is.
 
-    capacity, every, positions, budgets, heads: as in keydiff. 128 tokens is the published interval.
-    start: slots before the prompt, doubled as they fill. storage: as in streaming.
+    capacity, every, positions, budgets, calibration: as in keydiff. 128 tokens is the published
+    interval. start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
@@ -54,7 +54,7 @@ class RKV(CompressionPolicy):
     mix: float = 0.1
     threshold: float = 0.5
     budgets: Budgets = "equal"
-    heads: str | None = None
+    calibration: str | None = None
     every: int | None = 128
     positions: Positions = None
     start: int = 512

@@ -56,7 +56,7 @@ class SnapKV(CompressionPolicy):
     kernel: int = 7
     pool: Literal["max", "mean"] = "max"
     budgets: Budgets = "equal"
-    heads: str | None = None
+    calibration: str | None = None
     every: int | None = None
     positions: Positions = None
     start: int = 512

@@ -45,7 +45,7 @@ class TOVA(CompressionPolicy):
     source: ClassVar[str] = "TOVA, arXiv 2401.06104"
     ends: ClassVar[ExactEnds] = ExactEnds(0, 0)
     statistics_leaves: ClassVar[LastQueries] = snapkv.LEAVES
-    heads_compete: ClassVar[bool] = True
+    heads_coupled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         base.check_capacity(self.capacity, 1, self.start)

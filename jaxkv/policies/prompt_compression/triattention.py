@@ -58,14 +58,14 @@ class TriAttention(CompressionPolicy):
     a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
     The authors' servers disable prefix caching; here a snapshot of a prefix has the centres too.
 
-    capacity, every, positions, budgets, heads: as in keydiff. 128 tokens is the published interval.
-    start: slots before the prompt, doubled as they fill. storage: as in streaming.
+    capacity, every, positions, budgets, calibration: as in keydiff. 128 tokens is the published
+    interval. start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 
     capacity: int = 1024
     furthest: int = 65536
     budgets: Budgets = "equal"
-    heads: str | None = None
+    calibration: str | None = None
     every: int | None = 128
     positions: Positions = None
     start: int = 512

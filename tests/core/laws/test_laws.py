@@ -114,7 +114,7 @@ def test_law_6_finish_prefill_is_equal_when_sharded(case):
 
 def mesh_for(case):
     """KV heads that share a budget stay on one device."""
-    return mesh_of("data=4" if case.policy.heads_compete else "data=2,model=2")
+    return mesh_of("data=4" if case.policy.heads_coupled else "data=2,model=2")
 
 
 def end_of_prompt(case):

@@ -47,7 +47,7 @@ def test_budgets_follow_the_shares_above_a_floor(file):
 
 
 def test_one_string_names_all_layers(file):
-    text = f"retrieval:capacity=15,sinks=2,window=3,budgets=calibrated,heads={file}"
+    text = f"retrieval:capacity=15,sinks=2,window=3,budgets=calibrated,calibration={file}"
     layers = by_layer(text, 3)
     assert [policy.head_budgets for policy in layers] == [(7, 2), (31, 7), (2, 11)]
     assert [policy.min_prompt for policy in layers] == [5 + 2 + 1, 5 + 7 + 1, 5 + 2 + 1]
@@ -56,7 +56,7 @@ def test_one_string_names_all_layers(file):
 
 
 def test_a_stored_cache_belongs_to_the_budgets_of_its_file(file):
-    text = f"retrieval:budgets=calibrated,heads={file}"
+    text = f"retrieval:budgets=calibrated,calibration={file}"
     before = by_layer(text, 3)
     assert budgets_identity(before) == budgets_identity(by_layer(text, 3)) != ""
     file.write_text(head_shares.write(ABOUT._replace(shares=SHARES[::-1])))
@@ -88,7 +88,7 @@ def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
 
 
 def test_layers_have_budgets_of_their_own(file):
-    policy = Retrieval(budgets="calibrated", heads=str(file))
+    policy = Retrieval(budgets="calibrated", calibration=str(file))
     with pytest.raises(UserError, match=r"each of 2 KV heads, got 0; call for_layer"):
         policy.init(SPEC, 1, jax.random.key(0))
     with pytest.raises(UserError, match="has 3 layers, but the model has 4"):

@@ -24,7 +24,9 @@ def test_it_writes_or_prints_a_small_file(run, model, text, heads, tmp_path):
     assert about == heads.read_text() and len(about) < 2000
     out = tmp_path / "other.json"
     ran = run(*words, "--text", text, "--out", out)
-    assert ran.out.startswith(f"wrote {out}; use it as retrieval:budgets=calibrated,heads={out}\n")
+    assert ran.out.startswith(
+        f"wrote {out}; use it as retrieval:budgets=calibrated,calibration={out}\n"
+    )
     assert json.loads(out.read_text())["text"]["tokens"] == 60
     assert json.loads(out.read_text())["shares"] != json.loads(about)["shares"]
     ran = run(*words, "--text", text, "--out", out, "--json")
@@ -32,7 +34,7 @@ def test_it_writes_or_prints_a_small_file(run, model, text, heads, tmp_path):
 
 
 def test_a_policy_uses_it(run, model, heads, text):
-    policy = f"retrieval:capacity=24,sinks=2,window=4,budgets=calibrated,heads={heads}"
+    policy = f"retrieval:capacity=24,sinks=2,window=4,budgets=calibrated,calibration={heads}"
     words = ("--model", model, "--text", text, "--prompt-tokens", 100, "--max-tokens", 120)
     ran = run("perplexity", *words, "--policy", policy, "--json")
     assert ran.json["policy_string"].startswith(policy.rpartition(",start")[0])
@@ -45,14 +47,16 @@ def test_wrong_head_shares(run, model, heads, tmp_path):
     def generate(policy, of=model):
         return run("generate", "Hi", "--model", of, "--policy", f"retrieval:{policy}")
 
-    use = f"budgets=calibrated,heads={heads}"
+    use = f"budgets=calibrated,calibration={heads}"
     refused(generate("budgets=calibrated"), "belong together", "give both or neither")
-    refused(generate(f"heads={heads}"), "belong together", "give both or neither")
+    refused(generate(f"calibration={heads}"), "belong together", "give both or neither")
     refused(generate(f"capacity=36,{use}"), "capacity must be from 37")
-    refused(generate("budgets=calibrated,heads=no"), "cannot read the head shares 'no'", "default")
+    refused(
+        generate("budgets=calibrated,calibration=no"), "cannot read the head shares 'no'", "default"
+    )
     damaged = tmp_path / "damaged.json"
     damaged.write_text(heads.read_text()[:-9])
-    refused(generate(f"budgets=calibrated,heads={damaged}"), "no head shares of the format")
+    refused(generate(f"budgets=calibrated,calibration={damaged}"), "no head shares of the format")
     others = {
         "its weights differ": {"seed": 1},
         "has 2 layers, but the model has 3": {"num_hidden_layers": 3},
