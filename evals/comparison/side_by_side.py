@@ -4,7 +4,7 @@ The text and the model come with the package, so anybody can repeat this. Every 
 gets a budget of 128 tokens per KV head, cached or attended per query, after a prompt of 317 tokens
 (short) and after one of 4,097 (long). `topp` chooses its own number of keys. Three measurements:
 the loss after the short prompt, for all policies; the loss of an unbounded text, for those that
-need no prompt; and the time of a token after the long prompt.
+need no prompt or compress again and again; and the time of a token after the long prompt.
 
 Stops if full attention misses its recorded loss, because the results would then not be comparable
 with earlier ones.
@@ -43,6 +43,7 @@ SHORT, LONG = 2, 6  # halvings of the tokens between a prompt's ends, down to LE
 # K and L with which magicpig attends to LEFT tokens (evals/magicpig/matched_budgets.py).
 TABLES = {SHORT: (6, 47), LONG: (10, 57)}
 SCORED = 64  # tokens after the short prompt; few, because a compressed prompt caches all of them
+EVERY = 16  # tokens of endless text between two compressions, within BUDGET
 BLOCK = 512  # losses of endless text whose mean is one sample of the interval
 SEEDS = 5
 DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budgets.DRAWING)
@@ -86,9 +87,10 @@ def measure(run: Run) -> dict[str, Any]:
                "tokens": attended_after(llm, text, setting)}
         for name, setting in short.items()
     }  # fmt: skip
+    again = budgets.repeated(BUDGET, EVERY, WINDOW)
     endless = {
-        name: blocks(llm, ids, short[name], draws(name, seeds))
-        for name in POLICIES if POLICIES[name]().min_prompt is None
+        name: blocks(llm, ids, again.get(name, short[name]), draws(name, seeds))
+        for name in POLICIES if name in again or POLICIES[name]().min_prompt is None
     }  # fmt: skip
     for name, block_losses in endless.items():
         rows[name]["endless"] = excess(block_losses, endless["streaming"])

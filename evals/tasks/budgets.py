@@ -110,6 +110,27 @@ def at_budget(
     return specs
 
 
+def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
+    """The string of every policy that compresses again and again, for endless text.
+
+    budget: the most tokens that a query sees per KV head. every: tokens between two compressions,
+    one under tova. queries: last ones by which snapkv and pyramidkv select.
+    """
+    rest = budget - every
+    capacity = f"capacity={rest},every={every}"
+    return {
+        "snapkv": f"snapkv:{capacity},window={queries}",
+        "pyramidkv": f"pyramidkv:{capacity},window={queries}",
+        "expected-attention": f"expected-attention:{capacity}",
+        "keydiff": f"keydiff:{capacity}",
+        "retrieval": f"retrieval:{capacity},window={min(queries, rest - SINKS - 1)}",
+        "tova": f"tova:capacity={budget - 1}",
+        "rkv": f"rkv:{capacity},window={min(RECENT, rest // 4)}",
+        "vase": f"vase:{capacity},window={rest // 8},sinks={SINKS}",
+        "triattention": f"triattention:{capacity}",
+    }
+
+
 def budget_of(length: int, ratio: float) -> int:
     """Tokens per KV head."""
     return round(length * ratio)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.tasks import score
-from jaxkv.evals.tasks.budgets import SINKS
+from jaxkv.evals.tasks.budgets import SINKS, WINDOW, repeated
 from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import prompts
 from jaxkv.evals.tasks.run import Batch
@@ -34,16 +34,16 @@ FLAGS = (
 
 def policies(budget: int, every: int) -> dict[str, str]:
     """The policies of one budget, by name."""
-    compressed = f"capacity={budget - every},every={every}"
     ends, half = f"sinks={SINKS},window={budget - budget // 2 - SINKS}", budget // 2
+    by_name = repeated(budget, every, WINDOW)
     return {
         "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
         "reservoir": f"reservoir:{ends},sample={half}",
-        "snapkv": f"snapkv:{compressed}",
-        "keydiff": f"keydiff:{compressed}",
-        "keydiff, unrotated keys": f"keydiff:{compressed},keys=unrotated",
-        "retrieval": f"retrieval:{compressed}",
-        "retrieval, absolute positions": f"retrieval:{compressed},positions=absolute",
+        **{name: by_name[name] for name in ("snapkv", "tova", "rkv", "vase", "triattention")},
+        "keydiff": by_name["keydiff"],
+        "keydiff, unrotated keys": f"{by_name['keydiff']},keys=unrotated",
+        "retrieval": by_name["retrieval"],
+        "retrieval, absolute positions": f"{by_name['retrieval']},positions=absolute",
     }
 
 

@@ -1,0 +1,59 @@
+"""Compression that is repeated in endless text, against a plain window of the same bytes.
+
+Every cache reads the beginnings of the same novels. Its loss is compared token by token with that
+of `streaming`. The cache of each policy is the largest that takes no more bytes. A query sees the
+tokens that the last compression kept, and those after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.evals.lib.paired_losses import (
+    BIN,
+    TOKENS,
+    Case,
+    compare,
+    measure_cases,
+    record_header,
+    texts_of,
+)
+from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming
+from jaxkv.evals.tasks.budgets import SINKS, WINDOW, repeated
+from jaxkv.models.loading.llm import Llm
+
+BASE = "streaming"
+FLAGS = (
+    TOKENS,
+    flag("--budget", 256, "tokens that a query sees under streaming", minimum=64),
+    flag("--every", 32, "tokens between two compressions", minimum=1),
+)
+
+
+def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
+    """All caches, within the bytes of streaming with this budget."""
+    base = streaming(budget - SINKS)
+    max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
+    for name in repeated(budget, every, WINDOW):
+        sizes = (repeated(size, every, WINDOW)[name] for size in range(budget, every, -1))
+        by_name[name] = Case(next(x for x in sizes if sequence_bytes(llm, x) <= max_bytes))
+    return by_name
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """All caches on all texts: losses beyond the size of the cache, and bytes."""
+    llm, options = run.llm, run.options
+    caches = cases(llm, options.budget, options.every)
+    by_text = measure_cases(llm, texts_of(run), caches, BASE, run.record)
+    skip = -(-2 * options.budget // BIN) * BIN  # every cache evicts
+    compared = compare(by_text, list(caches), BASE, skip)
+    for name, row in compared["rows"].items():
+        row["state_bytes"] = sequence_bytes(llm, caches[name].policy)
+    return record_header(llm, caches, by_text) | compared | {"budget": options.budget}
+
+
+MEASURE = Measure("endless_losses", measure, FLAGS, model=SMOLLM2, texts=1)
+
+if __name__ == "__main__":
+    run(MEASURE)
