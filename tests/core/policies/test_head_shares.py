@@ -95,8 +95,8 @@ def test_layers_have_budgets_of_their_own(file):
         policy.for_layer(0, 4)
 
 
-@pytest.mark.parametrize("fields", [{"budgets": "calibrated"}, {"heads": "default"}])
-def test_calibrated_budgets_and_heads_belong_together(fields):
+@pytest.mark.parametrize("fields", [{"budgets": "calibrated"}, {"calibration": "default"}])
+def test_calibrated_budgets_and_their_file_belong_together(fields):
     with pytest.raises(UserError, match=r"belong together, got .*; give both or neither"):
         Retrieval(**fields)
 

@@ -38,7 +38,7 @@ def test_a_policy_uses_it(run, model, heads, text):
     words = ("--model", model, "--text", text, "--prompt-tokens", 100, "--max-tokens", 120)
     ran = run("perplexity", *words, "--policy", policy, "--json")
     assert ran.json["policy_string"].startswith(policy.rpartition(",start")[0])
-    equal = policy.replace("budgets=calibrated", "budgets=equal").partition(",heads")[0]
+    equal = policy.replace("budgets=calibrated", "budgets=equal").partition(",calibration")[0]
     other = run("perplexity", *words, "--policy", equal, "--json")
     assert ran.json["loss"] != other.json["loss"]
 
