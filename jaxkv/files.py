@@ -78,10 +78,13 @@ def write(files: Mapping[Path, bytes]) -> None:
 def atomic_file(path: str | os.PathLike, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to, which gets its name only after a clean exit, once it is on the disk.
 
-    After an exception an existing file of that name is unchanged. private: only its user can access
-    the file.
+    After an exception an existing file of that name is unchanged. A symbolic link stays, and its
+    target is written. private: only its user can access the file. Raises OSError for a name that is
+    something else than a file, such as a device, which would be replaced.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

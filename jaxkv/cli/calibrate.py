@@ -9,12 +9,13 @@ from pathlib import Path
 from jaxkv.cli import flags
 from jaxkv.cli.files import check_file, print_json, read_text, write
 from jaxkv.cli.progress import Progress
+from jaxkv.errors import UserError
 
 STRONGEST = 12  # KV heads that are printed
 FLAGS = (
     ("text", str, None, "FILE", "plain UTF-8 text; - reads standard input (default: the beginning "
      "of a novel that comes with jaxkv)"),
-    ("max-tokens", flags.integer(1), None, "N", "read only the first N tokens of the text "
+    ("max-tokens", flags.integer(32), None, "N", "read only the first N tokens of the text "
      "(default: 1024, or as many as fit the trained context twice)"),
     ("out", str, None, "FILE.json", "file for calibration=FILE of policies with "
      "budgets=calibrated, in a folder that exists (default: print it)"),
@@ -24,7 +25,20 @@ FLAGS = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, *FLAGS)
     flags.add_json(parser)
-    flags.add_model(parser, mesh=False)
+    flags.add_model(parser, mesh=False, seed=False)
+
+
+def check_name(out: Path) -> None:
+    """Raise UserError for the name of a file that a policy string could not give."""
+    from jaxkv.policies.prompt_compression import head_shares
+
+    if set(",;=") & set(str(out)):
+        raise UserError(f"--out must have no comma, ; or = in its name, got {out}; rename it")
+    if str(out) in head_shares.shipped():
+        raise UserError(
+            f"{out} is the name of head shares in the package, which policies would read; write "
+            f"{out}.json"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     if out is not None:
         check_file(out)
+        check_name(out)
     llm = flags.load_model(args)
     from jaxkv.models.tools import calibrate
     from jaxkv.models.tools.passage import PASSAGE

@@ -61,9 +61,10 @@ def check_folder(path: str, names: Iterable[str]) -> Path:
     folder = Path(path)
     try:
         for name in names:
-            if (folder / name).is_dir():
+            if (folder / name).exists() and not (folder / name).is_file():
+                kind = "a folder" if (folder / name).is_dir() else "no regular file"
                 raise UserError(
-                    f"{folder / name} is a folder, but must become a file; choose another"
+                    f"{folder / name} is {kind}, but must become a file; choose another"
                 )
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=existing):

@@ -139,14 +139,15 @@ def add_switches(container: argparse._ActionsContainer, **texts: str) -> None:
         container.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def add_model(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
-    """Flags of every command that runs a model. mesh: whether that is a flag of it."""
+def add_model(parser: argparse.ArgumentParser, mesh: bool = True, seed: bool = True) -> None:
+    """Flags of every command that runs a model. mesh, seed: whether these are flags of it."""
     group = parser.add_argument_group("model")
     add(group, *MODEL)
     parser.set_defaults(mesh=None)
     if mesh:
         add(group, MESH)
-    add(group, ("seed", integer(0, 2**32 - 1), 0, None, "seed of all random draws"))
+    if seed:
+        add(group, ("seed", integer(0, 2**32 - 1), 0, None, "seed of all random draws"))
 
 
 def add_prompt(parser: argparse.ArgumentParser, default: str) -> None:

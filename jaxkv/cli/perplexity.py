@@ -40,7 +40,7 @@ def add_scoring(
             flags.integer(1),
             None,
             "C",
-            "tokens per chunk; changes only the speed (default: by policy)",
+            "tokens per chunk; results change by rounding alone (default: by policy)",
         ),
         (
             "block",

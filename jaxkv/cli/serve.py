@@ -71,7 +71,7 @@ FLAGS = {
          f"prefixes, such as 4GiB (default: {defaults.MEMORY_SHARE:.0%}% of what is free)"),
         ("max-batch", COUNT, None, "N", "maximum number of sequences that decode together "
          f"(default: {defaults.MAX_BATCH}, or fewer if --memory holds fewer)"),
-        ("max-len", flags.integer(1, 2**31 - 1), None, "N", "maximum number of tokens of a "
+        ("max-len", flags.integer(2, 2**31 - 1), None, "N", "maximum number of tokens of a "
          f"prompt and its answer together (default: {defaults.GROWING_LEN} for growing caches, "
          f"which reserve memory for it; for other caches {defaults.MAX_TOKENS} for each of the "
          "two)"),
@@ -95,9 +95,9 @@ FLAGS = {
         ("prefix-dir-size", flags.memory, None, "SIZE", "maximum bytes of --prefix-dir; the "
          "least recently used prefixes are deleted first (default: "
          f"{defaults.PREFIX_DIR_SIZE // 2**30}GiB)"),
-        ("prefix-where", str, "last+branch", "WHERE", "chunk boundaries at which snapshots "
-         "are stored: last (the last of the prompt), branch (where prompts diverge) or every=N; + "
-         "joins several"),
+        ("prefix-where", str, None, "WHERE", "chunk boundaries at which snapshots are stored: "
+         "last (the last of the prompt), branch (where prompts diverge) or every=N; + joins "
+         "several (default: last+branch)"),
     ),
 }  # fmt: skip
 # Group of flags -> help of those without a value.
@@ -277,7 +277,7 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     try:
         config = PrefixConfig(
             memory=args.prefix_memory or PrefixConfig.memory,
-            where=args.prefix_where,
+            where=args.prefix_where or PrefixConfig.where,
             host_memory=args.prefix_host_memory,
         )
     except UserError as error:  # the message begins with the name of a field
@@ -297,7 +297,11 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
 
 def needing_prefixes(args: argparse.Namespace) -> list[tuple[str, object]]:
     """The given flags that need a prefix cache, with their values."""
-    settings = {"--prefix-host-memory": args.prefix_host_memory, "--prefix-dir": args.prefix_dir}
+    settings = {
+        "--prefix-host-memory": args.prefix_host_memory,
+        "--prefix-dir": args.prefix_dir,
+        "--prefix-where": args.prefix_where,
+    }
     return [(name, value) for name, value in settings.items() if value]
 
 

@@ -53,6 +53,10 @@ class Halving:
         for name, value in (("c", self.c), ("tau", self.tau)):
             if not 0 <= value < math.inf:
                 raise UserError(f"{name} must be 0 or more and finite, got {value}; leave it out")
+        unread = {"key_scale": self.key_scale, "c": self.c, "tau": self.tau}
+        for name, value in unread.items() if self.mode == "coin" else ():
+            if value != getattr(Halving, name):
+                raise UserError(f"mode=coin reads no keys, so not {name}={value:g}; leave it out")
 
 
 class Halved(NamedTuple):

@@ -129,7 +129,9 @@ class Stream:
 
         prompts: token ids, one list per sequence, of any lengths; an empty list leaves its
         sequence unchanged. chunk: tokens per chunk; None chooses by policy (`chunk_of`). It affects
-        only the speed. progress: called with (tokens done, all tokens) of the longest prompt.
+        the speed, and results by rounding alone: of tokens whose scores are equal but for
+        rounding, another may be evicted. progress: called with (tokens done, all tokens) of the
+        longest prompt.
         Raises UserError for unknown token ids, or where the caches do not fit in memory.
         """
         batch, chunk = self._batch, self.chunk_of(chunk)

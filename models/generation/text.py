@@ -356,16 +356,17 @@ def warn_beyond_context(llm: Llm, policies: Sequence[Policy], tokens: int | None
     tokens: the length of the text; None where it is unknown, which excludes growing caches
     (`warn_if_grown_beyond_context`).
     """
-    for policy in dict.fromkeys(policies):
-        if policy.grows and tokens is None:
-            continue
-        furthest = max_lookback(policy, tokens)
-        if furthest > llm.config.context:
-            distance = "without limit" if furthest == math.inf else f"{furthest} tokens"
-            name = format_policy(policy)
-            if policy.grows:  # its fields name a maximum, which is not what is used
-                name = name.partition(":")[0]
-            warn(
-                f"{name} looks back {distance}, beyond the trained context of "
-                f"{llm.config.context}: the text usually degrades there"
-            )
+    furthest: dict[type, tuple[int | float, Policy]] = {}  # of each kind: layers may differ
+    for policy in policies:
+        lookback = 0 if policy.grows and tokens is None else max_lookback(policy, tokens)
+        if lookback > max(llm.config.context, *furthest.get(type(policy), [0])[:1]):
+            furthest[type(policy)] = lookback, policy
+    for lookback, policy in furthest.values():
+        distance = "without limit" if lookback == math.inf else f"{lookback} tokens"
+        name = format_policy(policy)
+        if policy.grows:  # its fields name a maximum, which is not what is used
+            name = name.partition(":")[0]
+        warn(
+            f"{name} looks back {distance}, beyond the trained context of "
+            f"{llm.config.context}: the text usually degrades there"
+        )

@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxkv.errors import UserError
 from jaxkv.models.generation.context_scores import REQUEST, around_context, context_scores
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.prompt_compression.head_shares import HeadShares
 
 TOKENS = 1024  # of a text at most, unless chosen
+MIN_TOKENS = 32  # of a text: fewer say nothing about heads
 DIGITS = 6  # of a share; all shares add up to 1
 
 
@@ -28,8 +30,8 @@ def calibrate(
     """The head shares of a model from the first `tokens` tokens of a text.
 
     tokens: None takes TOKENS, or as many as fit the trained context twice. progress: called with
-    (tokens done, all tokens) over all layers. Raises UserError for a text that is empty or too long
-    for the model.
+    (tokens done, all tokens) over all layers. Raises UserError for a text of fewer than MIN_TOKENS
+    tokens, or one that is too long for the model.
     """
     front, answer = around_context(llm)
     if tokens is None:
@@ -37,6 +39,11 @@ def calibrate(
         room = llm.config.context - len(front) - len(request) - len(answer)
         tokens = max(1, min(TOKENS, room // 2))
     ids = llm.tokenizer.encode(text, bos=False, start=False)[:tokens]
+    if len(ids) < MIN_TOKENS:
+        raise UserError(
+            f"head shares need a text of at least {MIN_TOKENS} tokens, got {len(ids)}; give a "
+            "longer one, such as a page of a book"
+        )
     scores = context_scores(llm, [*front, *ids], len(front), progress)
     means = scores[:, :, len(front) :].mean(axis=2, dtype=np.float64)
     shares = np.round(means / means.sum(), DIGITS)

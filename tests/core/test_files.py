@@ -27,6 +27,16 @@ def test_a_failed_write_changes_no_file(tmp_path):
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
+def test_a_link_stays_and_a_device_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    files.write({tmp_path / "link": b"new"})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == b"new"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        files.write({pipe: b"new"})
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+
+
 def _umask():
     mask = os.umask(0)
     os.umask(mask)

@@ -437,9 +437,9 @@ def check_capacity(capacity: int, minimum: int, start: int) -> None:
         )
 
 
-def check_ends(ends: ExactEnds, start: int) -> None:
-    """Raise UserError for impossible ends or first slots."""
-    rows.check_sizes(ends.sinks, ends.window, start, "sinks=32,window=32,start=512")
+def check_ends(ends: ExactEnds, start: int, example: str = "sinks=4,window=32") -> None:
+    """Raise UserError for impossible ends or first slots. example: valid settings."""
+    rows.check_sizes(ends.sinks, ends.window, start, f"{example},start=512")
 
 
 def check_rounds(rounds: int) -> None:

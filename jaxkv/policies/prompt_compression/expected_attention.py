@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkv import rows
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Chunk, Leaf, Spec
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.policies.prompt_compression import base
 from jaxkv.policies.prompt_compression.base import (
     Budgets,
@@ -26,6 +26,7 @@ from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _MAX_COUNT = 2**31 - 1
+MAX_FUTURE = 65_536  # positions over which queries are averaged; all their rotations are in memory
 
 
 class QueryMoments(NamedTuple):
@@ -79,10 +80,16 @@ class ExpectedAttention(CompressionPolicy):
     statistics_leaves: ClassVar[QueryMoments] = LEAVES
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < math.inf:
+        if self.sinks < 0 or not 0 <= self.epsilon < math.inf:
             raise UserError(
-                f"sinks and epsilon must be 0 or more and future at least 1, got {self.sinks}, "
-                f"{self.epsilon} and {self.future}; try sinks=4,epsilon=0,future=512"
+                f"sinks and epsilon must be 0 or more, got {self.sinks} and {self.epsilon}; try "
+                "sinks=4,epsilon=0"
+            )
+        check_int("future", self.future, 1, MAX_FUTURE)
+        if self.epsilon and not self.value_norm:
+            raise UserError(
+                "epsilon is added before scores are multiplied by the length of the value, got "
+                f"epsilon={self.epsilon:g},value_norm=false; leave one of them out"
             )
         base.check_capacity(self.capacity, self.sinks + 1, self.start)
         super().__post_init__()

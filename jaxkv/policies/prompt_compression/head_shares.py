@@ -58,11 +58,11 @@ def read(name: str) -> HeadShares:
 
     Raises UserError for a file that cannot be read or is damaged.
     """
-    shipped = FOLDER / f"{name}.json"
-    path = shipped if "/" not in name and shipped.is_file() else Path(name)
-    names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
-    remedy = f"name a file that `jaxkv calibrate` wrote, or one of {names}"
+    path = FOLDER / f"{name}.json" if name in shipped() else Path(name)
+    remedy = f"name a file that `jaxkv calibrate` wrote, or one of {', '.join(shipped())}"
     try:
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -70,25 +70,33 @@ def read(name: str) -> HeadShares:
         raise UserError(f"cannot read the head shares {name!r}: {reason}; {remedy}") from None
     try:
         return _parsed(json.loads(raw))
-    # Of JSON, of UTF-8, of a field, of a number.
+    except UserError as error:
+        raise UserError(f"{name}: {error}; {remedy}") from None
+    # Of JSON, of UTF-8, of a field.
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         raise UserError(f"{name} has no head shares of the format {FORMAT!r}; {remedy}") from None
 
 
+def shipped() -> list[str]:
+    """The names of the files in the package."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
 def _parsed(fields: dict[str, Any]) -> HeadShares:
     """The head shares of a JSON object; raises one of the errors that `read` catches."""
+    for number in (number for layer in fields["shares"] for number in layer):
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise UserError(f"shares must be finite numbers of at least 0, got {number!r}")
     shares = tuple(tuple(map(float, layer)) for layer in fields["shares"])
     rotary, model, text = fields["rotary"], fields["model"], fields["text"]
     layers, kv_heads, head_dim = (fields[name] for name in ("layers", "kv_heads", "head_dim"))
     encoding = Rotary(tuple(rotary["frequencies"]), float(rotary["amplitude"]))
-    numbers = [number for layer in shares for number in layer]
     if not (
         fields["format"] == FORMAT
         and all(map(is_whole, (layers, kv_heads, head_dim, *encoding.frequencies)))
         and len(shares) == layers > 0
         and {len(layer) for layer in shares} == {kv_heads}
-        and all(math.isfinite(number) and number >= 0 for number in numbers)
-        and 0 < sum(numbers) < math.inf
+        and 0 < sum(map(sum, shares)) < math.inf
         and isinstance(text, dict)
     ):
         raise ValueError

@@ -66,7 +66,7 @@ class RKV(CompressionPolicy):
     statistics_leaves: ClassVar[LastQueries] = snapkv.LEAVES
 
     def __post_init__(self) -> None:
-        base.check_ends(self.ends, self.start)
+        base.check_ends(self.ends, self.start, "window=8")
         snapkv.check_window(self.capacity, self.window, "capacity=1024,window=8")
         snapkv.check_kernel(self.kernel)
         if not 0 <= self.mix <= 1 or not -1 <= self.threshold <= 1:

@@ -68,7 +68,7 @@ class SnapKV(CompressionPolicy):
     statistics_leaves: ClassVar[LastQueries] = LEAVES
 
     def __post_init__(self) -> None:
-        base.check_ends(self.ends, self.start)
+        base.check_ends(self.ends, self.start, "window=32")
         super().__post_init__()
         check_window(self.capacity, self.window, "capacity=1024,window=32")
         check_kernel(self.kernel)
