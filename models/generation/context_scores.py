@@ -9,7 +9,7 @@ that one layer at a time has its cache in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from jaxkv.models.generation.decoding import Static, embed
 from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Weights, layer_weights
+from jaxkv.models.network.decoder import Weights, layer_weights, rms_norm
 from jaxkv.policies import Full
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -39,9 +39,10 @@ MARK = "\ue000context\ue001"  # private-use characters, which templates copy unc
 class Passage(NamedTuple):
     """Tokens that are read together, in parts of one size; the last part is padded.
 
-    x: the input of the next layer. positions, valid: of each part.
+    ids, positions, valid: of each part. x: the input of the next layer.
     """
 
+    ids: list[Int32[np.ndarray, "1 T"]]
     x: list[Float[Array, "1 T D"]]
     positions: list[UInt32[np.ndarray, "1 T"]]
     valid: list[Bool[np.ndarray, "1 T"]]
@@ -96,28 +97,51 @@ def context_scores(
     Raises UserError for a context of which nothing is repeated, for one that leaves no room for its
     repetition, and for a model with sliding windows.
     """
+    return np.stack([scores for _, scores in scores_by_layer(llm, ids, front, progress)])
+
+
+def scores_by_layer(
+    llm: Llm,
+    ids: Sequence[int],
+    front: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[Float32[Array, "S D"], Float32[np.ndarray, "K S"]]]:
+    """What attention reads of each token in a layer (`hidden_states`), and the layer's scores.
+
+    The arguments, the scores and the errors are those of `context_scores`.
+    """
     pieces = repetitions(llm, ids, front) if 0 <= front < len(ids) else []
     longest = max((len(tokens) for _, tokens in pieces), default=0)
     _check(llm, len(ids), front, longest)
-    text = _reading(llm, ids, 0, len(ids))
-    repeats = [_reading(llm, tokens, len(ids), longest) for _, tokens in pieces]
+    text = passage(llm, ids, 0, len(ids))
+    repeats = [passage(llm, tokens, len(ids), longest) for _, tokens in pieces]
     policy = Full(max=len(ids) + longest, start=len(ids) + longest)
     sizes = min(SINKS, front), min(PIECE, len(ids) - front)
-    scores = np.zeros((llm.config.layers, llm.config.kv_heads, len(ids)), np.float32)
     done, total = 0, (len(ids) + sum(len(tokens) for _, tokens in pieces)) * llm.config.layers
-    for layer, of_layer in enumerate(scores):
+    for layer in range(llm.config.layers):
         weights = layer_weights(llm.weights, layer)
+        scores = np.zeros((llm.config.kv_heads, len(ids)), np.float32)
+        hidden = hidden_states(llm.config.norm_eps, weights["attn_norm"], text.x)[: len(ids)]
         state = policy.init(llm.spec, 1, jax.random.key(0))
-        state, context = _run(llm.config, policy, weights, text, state)
+        state, context = run_layer_on(llm.config, policy, weights, text, state)
         done += len(ids)
         for (piece, tokens), repeat in zip(pieces, repeats, strict=True):
-            _, asked = _run(llm.config, policy, weights, repeat, jax.tree.map(jnp.copy, state))
+            copied = jax.tree.map(jnp.copy, state)
+            _, asked = run_layer_on(llm.config, policy, weights, repeat, copied)
             attended = piece_scores(llm.spec, *sizes, context, asked, np.int32(piece.start))
-            of_layer[:, piece] = np.asarray(attended)[:, : piece.stop - piece.start]
+            scores[:, piece] = np.asarray(attended)[:, : piece.stop - piece.start]
             done += len(tokens)
             if progress is not None:
                 progress(done, total)
-    return scores
+        yield hidden, scores
+
+
+@partial(jax.jit, static_argnums=0)
+def hidden_states(
+    eps: float, norm: Float[Array, " D"], x: list[Float[Array, "1 T D"]]
+) -> Float32[Array, "S D"]:
+    """The normalised input of a layer, from which its queries, keys and values are projected."""
+    return rms_norm(jnp.concatenate(x, axis=1), norm, eps)[0].astype(jnp.float32)
 
 
 def _check(llm: Llm, size: int, front: int, longest: int) -> None:
@@ -135,7 +159,7 @@ def _check(llm: Llm, size: int, front: int, longest: int) -> None:
         )
 
 
-def _reading(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
+def passage(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
     """Tokens from position `start` on, embedded, in parts whose size follows from `longest`."""
     width = -(-longest // (ALIGNED * -(-longest // CHUNK))) * ALIGNED
     size = -(-len(ids) // width) * width
@@ -146,20 +170,21 @@ def _reading(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
     parts = [slice(at, at + width) for at in range(0, size, width)]
     static = Static(llm.config, (), llm.mesh)
     return Passage(
+        [tokens[:, part] for part in parts],
         [embed(static, llm.weights, tokens[:, part]) for part in parts],
         [positions[:, part] for part in parts],
         [valid[:, part] for part in parts],
     )
 
 
-def _run(
-    config: Config, policy: Policy, weights: Weights, reading: Passage, state: State
+def run_layer_on(
+    config: Config, policy: Policy, weights: Weights, tokens: Passage, state: State
 ) -> tuple[State, AttentionInputs]:
-    """One layer: `reading.x` becomes its output. Returns the cache, and what attention read."""
+    """One layer: `tokens.x` becomes its output. Returns the cache, and what attention read."""
     seen = []
-    for number, where in enumerate(zip(reading.positions, reading.valid, strict=True)):
-        x = reading.x[number]
-        reading.x[number], state, inputs = run_recorded(config, policy, weights, x, state, *where)
+    for number, where in enumerate(zip(tokens.positions, tokens.valid, strict=True)):
+        x = tokens.x[number]
+        tokens.x[number], state, inputs = run_recorded(config, policy, weights, x, state, *where)
         seen.append(inputs)
     join = partial(jnp.concatenate, axis=1)
     return state, AttentionInputs(*map(join, zip(*seen, strict=True)))

@@ -70,7 +70,7 @@ def prefill_chunk(
     positions = positions_of(decoding.position, valid)
     x, states = run_layers(static, weights, tokens, positions, valid, decoding.states)
     empty = decoding._replace(states=())
-    return _end_chunk(static.of_model, weights, empty, x, tokens, valid)._replace(states=states)
+    return end_chunk(static.of_model, weights, empty, x, tokens, valid)._replace(states=states)
 
 
 def run_layers(
@@ -132,7 +132,7 @@ def prefill_programs(
         (positions_of, decoding.position, valid),
         (embed, static.of_model, weights, tokens),
         *layers,
-        (_end_chunk, static.of_model, weights, decoding._replace(states=()), x, tokens, valid),
+        (end_chunk, static.of_model, weights, decoding._replace(states=()), x, tokens, valid),
     ]
 
 
@@ -153,7 +153,7 @@ def embed(static: Static, weights: Weights, tokens: Int32[Array, "B T"]) -> Floa
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _end_chunk(
+def end_chunk(
     static: Static,
     weights: Weights,
     decoding: Decoding,
@@ -161,6 +161,7 @@ def _end_chunk(
     tokens: Int32[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Decoding:
+    """The batch after a chunk, without its states. x: the output of the last layer."""
     decoder = Decoder(static.config, weights, static.mesh)
     new = jnp.sum(valid.astype(jnp.int32), axis=1)
     # Only the last valid token of each sequence needs logits: the head is the largest matrix.

@@ -42,11 +42,16 @@ def kvzip_stream(
     scores = context_scores(llm, ids, front, progress)
     stream = Stream(llm, layer_policies(policy, scores), seed=seed, tokens=len(ids))
     stream.prefill([ids])
-    states = zip(stream.policies, stream.decoding.states, scores, strict=True)
-    states = tuple(policy.with_scores(state, of_layer[None]) for policy, state, of_layer in states)
+    compress(stream, scores)
+    return stream
+
+
+def compress(stream: Stream, scores: Float32[np.ndarray, "L K S"]) -> None:
+    """Finish the prefill of a stream of one sequence under `Scored` by the scores of its keys."""
+    layers = zip(stream.policies, stream.decoding.states, scores, strict=True)
+    states = tuple(policy.with_scores(state, of_layer[None]) for policy, state, of_layer in layers)
     stream.decoding = stream.decoding._replace(states=states)
     stream.finish_prefill()
-    return stream
 
 
 def layer_policies(policy: Scored, scores: Float32[np.ndarray, "L K S"]) -> list[Scored]:

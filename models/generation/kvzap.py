@@ -1,0 +1,218 @@
+"""KVzap: KVzip's scores predicted from hidden states, so that a prompt is read once.
+
+KVzip reads a prompt a second time to score its keys (context_scores.py). KVzap (arXiv 2601.07891)
+predicts the logarithm of the score of a key from what the attention of the layer reads of its
+token. `fit_kvzap` fits one ridge regression per layer, with an output for each KV head, on plain
+text. That is the linear form of the published code; its other form is a small network.
+
+Two choices differ from that code. The scores are those of KVzip; there the attention is multiplied
+by the norm of the value after the output projection and divided by the norm of the hidden state of
+the query (KVzip+). And `Scored` keeps a number of tokens, where that code keeps all above a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import files
+from jaxkv.contract import Policy, State
+from jaxkv.errors import UserError, check_int, check_positive
+from jaxkv.models.generation.context_scores import (
+    Passage,
+    around_context,
+    hidden_states,
+    passage,
+    run_layer_on,
+    scores_by_layer,
+)
+from jaxkv.models.generation.decoding import end_chunk
+from jaxkv.models.generation.kvzip import compress, layer_policies
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.hf.weights import read, read_header, read_metadata
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.network.decoder import layer_weights
+from jaxkv.policies import Full
+from jaxkv.policies.prompt_compression.scored import Scored
+from jaxkv.typing import Float, Float32
+
+FORMAT = "jaxkv kvzap 1"  # the only metadata of a file, with the model's fingerprint
+PASSAGE = 1024  # tokens that are scored together; published: texts of 750 to 1,250 tokens
+FLOOR = 1e-8  # of a score: the logarithms of smaller ones, and of 0, would decide the fit
+
+
+class KVzap(NamedTuple):
+    """Predicts log scores: `kernel @ hidden + bias`, for the model with this fingerprint."""
+
+    kernel: Float32[np.ndarray, "L K D"]
+    bias: Float32[np.ndarray, "L K"]
+    fingerprint: str
+
+
+def fit_kvzap(
+    llm: Llm,
+    text: str,
+    size: int = PASSAGE,
+    alpha: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> KVzap:
+    """Fit KVzap to the scores of a text.
+
+    size: tokens of a passage; each passage is a context of its own, and a shorter rest is left out.
+    alpha: the penalty of the squared weights, not of the bias. progress: called with (passages
+    done, all passages).
+
+    Raises UserError for a text shorter than a passage, and as `context_scores` does.
+    """
+    check_int("size", size)
+    check_positive("alpha", alpha, "try alpha=1.0")
+    front, _ = around_context(llm)
+    ids = llm.tokenizer.encode(text, bos=False, start=False)
+    starts = range(0, len(ids) - size + 1, size)
+    if not starts:
+        raise UserError(
+            f"KVzap is fitted to passages of {size} tokens, got a text of {len(ids)}; give a "
+            "longer one, or a smaller size"
+        )
+    layers, kv_heads, width = llm.config.layers, llm.config.kv_heads, llm.config.width
+    gram = np.zeros((layers, width + 1, width + 1))
+    cross = np.zeros((layers, width + 1, kv_heads))
+    for number, start in enumerate(starts, 1):
+        context = [*front, *ids[start : start + size]]
+        for layer, (hidden, scores) in enumerate(scores_by_layer(llm, context, len(front))):
+            inputs = np.pad(np.asarray(hidden, np.float64)[len(front) :], ((0, 0), (0, 1)))
+            inputs[:, -1] = 1.0
+            gram[layer] += inputs.T @ inputs
+            cross[layer] += inputs.T @ np.log(np.maximum(scores[:, len(front) :], FLOOR)).T
+        if progress is not None:
+            progress(number, len(starts))
+    solved = ridge(gram, cross, alpha).transpose(0, 2, 1).astype(np.float32)
+    kernel, bias = map(np.ascontiguousarray, (solved[..., :-1], solved[..., -1]))
+    return _checked(llm, KVzap(kernel, bias, llm.source_fingerprint))
+
+
+def ridge(
+    gram: Float[np.ndarray, "L E E"], cross: Float[np.ndarray, "L E K"], alpha: float
+) -> Float[np.ndarray, "L E K"]:
+    """Ridge regression from the sums of products of inputs, and of inputs and targets.
+
+    The last input is 1, and its weight has no penalty.
+    """
+    penalty = np.full(gram.shape[-1], alpha)
+    penalty[-1] = 0.0
+    return np.linalg.solve(gram + np.diag(penalty), cross)
+
+
+def kvzap_scores(llm: Llm, weights: KVzap, ids: Sequence[int]) -> Float32[np.ndarray, "L K S"]:
+    """The predicted log score of each key of a prompt.
+
+    Raises UserError for weights of another model, and for a prompt without tokens of the model.
+    """
+    prompt, policy = _prompt(llm, weights, ids), Full(max=len(ids), start=len(ids))
+    layers = ((policy, policy.init(llm.spec, 1, jax.random.key(0))) for _ in weights.bias)
+    return np.stack([scores for scores, _ in _read(llm, weights, prompt, layers)])
+
+
+def kvzap_stream(
+    llm: Llm, ids: Sequence[int], weights: KVzap, policy: Scored, seed: int = 0
+) -> Stream:
+    """A stream that has read a prompt once, compressed by predicted scores.
+
+    It can decode, or read more tokens first:
+
+        weights = fit_kvzap(llm, text)
+        policy = Scored(capacity=256, window=128, budgets="global")
+        stream = kvzap_stream(llm, ids, weights, policy)
+        tokens, ended = stream.decode(llm.sampling, 64, llm.eos)
+
+    policy: of every layer; the published code keeps the newest 128 tokens, as `window` does.
+    Raises UserError as `kvzap_scores` does.
+    """
+    prompt = _prompt(llm, weights, ids)
+    # The budgets of heads follow from the scores. During a prompt the caches are the same.
+    fields = {"budgets": "adaptive", "head_budgets": ()} if policy.budgets == "global" else {}
+    stream = Stream(llm, replace(policy, **fields), seed=seed, tokens=len(ids))
+    stream.reserve(len(ids))
+    decoding = stream.decoding._replace(states=())
+    layers = zip(stream.policies, stream.decoding.states, strict=True)
+    scores, states = zip(*_read(llm, weights, prompt, layers), strict=True)
+    static = stream.static._replace(policies=tuple(layer_policies(policy, np.stack(scores))))
+    for part in zip(prompt.x, prompt.ids, prompt.valid, strict=True):
+        decoding = end_chunk(static.of_model, llm.weights, decoding, *part)
+    stream.static, stream.decoding = static, decoding._replace(states=states)
+    compress(stream, np.stack(scores))
+    return stream
+
+
+def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> Passage:
+    """A prompt to read. Raises UserError as `kvzap_scores` does."""
+    _checked(llm, weights)
+    if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < llm.input_ids:
+        raise UserError(
+            f"a prompt needs token ids from 0 to {llm.input_ids - 1}, got {len(ids)} tokens; give "
+            "the model's own"
+        )
+    return passage(llm, ids, 0, len(ids))
+
+
+def _read(
+    llm: Llm, weights: KVzap, prompt: Passage, layers: Iterable[tuple[Policy, State]]
+) -> Iterator[tuple[Float32[np.ndarray, "K S"], State]]:
+    """The predicted scores of each layer, and its cache; `prompt.x` becomes the last output."""
+    size = sum(int(valid.sum()) for valid in prompt.valid)
+    for layer, (policy, state) in enumerate(layers):
+        of_layer = layer_weights(llm.weights, layer)
+        hidden = hidden_states(llm.config.norm_eps, of_layer["attn_norm"], prompt.x)[:size]
+        predicted = jnp.matmul(weights.kernel[layer], hidden.T, precision="highest")
+        scores = np.asarray(predicted) + weights.bias[layer][:, None]
+        state, _ = run_layer_on(llm.config, policy, of_layer, prompt, state)
+        yield scores, state
+
+
+def save_kvzap(path: str | Path, weights: KVzap) -> None:
+    """Write weights to a safetensors file."""
+    from safetensors.numpy import save  # of the extra `train`, as all that trains
+
+    tensors = {"kernel": weights.kernel, "bias": weights.bias}
+    files.write({Path(path): save(tensors, metadata={FORMAT: weights.fingerprint})})
+
+
+@files.reading()
+def load_kvzap(path: str | Path, llm: Llm) -> KVzap:
+    """Read weights that `save_kvzap` wrote.
+
+    Raises UserError for another file, and for weights of another model.
+    """
+    path = Path(path)
+    try:
+        tensors, metadata = read_header(path), read_metadata(path)
+    except UserError:
+        tensors, metadata = {}, {}
+    types = {name: tensor.type for name, tensor in tensors.items()}
+    if FORMAT not in metadata or types != {"kernel": "F32", "bias": "F32"}:
+        raise UserError(f"{path} is no file of KVzap weights; name one that `save_kvzap` wrote")
+    arrays = {name: read(tensor, np.dtype("f4")) for name, tensor in tensors.items()}
+    return _checked(llm, KVzap(**arrays, fingerprint=metadata[FORMAT]))
+
+
+def _checked(llm: Llm, weights: KVzap) -> KVzap:
+    """The weights. Raises UserError where they are not finite, or of another model."""
+    if weights.fingerprint != llm.source_fingerprint:
+        raise UserError(
+            f"the KVzap weights belong to another model ({weights.fingerprint}, not "
+            f"{llm.source_fingerprint}); name that model, or fit them to {llm.name}"
+        )
+    shape = llm.config.layers, llm.config.kv_heads, llm.config.width
+    shapes = weights.kernel.shape, weights.bias.shape
+    if shapes != (shape, shape[:2]) or not all(np.isfinite(w).all() for w in weights[:2]):
+        raise UserError(
+            f"KVzap weights of {llm.name} must be finite, {list(shape)} and {list(shape[:2])}, got "
+            f"{' and '.join(str(list(s)) for s in shapes)}; fit them again"
+        )
+    return weights
