@@ -3,11 +3,11 @@
 KVzip reads a prompt a second time to score its keys (context_scores.py). KVzap (arXiv 2601.07891)
 predicts the logarithm of the score of a key from what the attention of the layer reads of its
 token. `fit_kvzap` fits one ridge regression per layer, with an output for each KV head, on plain
-text. That is the linear form of the published code; its other form is a small network.
+text: the linear form of the published code, which has a small network as well.
 
-Two choices differ from that code. The scores are those of KVzip; there the attention is multiplied
-by the norm of the value after the output projection and divided by the norm of the hidden state of
-the query (KVzip+). And `Scored` keeps a number of tokens, where that code keeps all above a score.
+Two choices differ from that code. Its scores multiply the attention by the norm of the projected
+value and divide it by the norm of the query's hidden state (KVzip+); ours are those of KVzip. It
+keeps all tokens above a score; `Scored` keeps a number of tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, check_int, check_positive
-from jaxkv.models.generation.context_scores import (
-    Passage,
-    around_context,
-    hidden_states,
-    passage,
-    run_layer_on,
-    scores_by_layer,
-)
+from jaxkv.models.generation import context_scores as scoring
 from jaxkv.models.generation.decoding import end_chunk
 from jaxkv.models.generation.kvzip import compress, layer_policies
 from jaxkv.models.generation.streams import Stream
@@ -72,7 +65,7 @@ def fit_kvzap(
     """
     check_int("size", size)
     check_positive("alpha", alpha, "try alpha=1.0")
-    front, _ = around_context(llm)
+    front, _ = scoring.around_context(llm)
     ids = llm.tokenizer.encode(text, bos=False, start=False)
     starts = range(0, len(ids) - size + 1, size)
     if not starts:
@@ -85,7 +78,7 @@ def fit_kvzap(
     cross = np.zeros((layers, width + 1, kv_heads))
     for number, start in enumerate(starts, 1):
         context = [*front, *ids[start : start + size]]
-        for layer, (hidden, scores) in enumerate(scores_by_layer(llm, context, len(front))):
+        for layer, (hidden, scores) in enumerate(scoring.scores_by_layer(llm, context, len(front))):
             inputs = np.pad(np.asarray(hidden, np.float64)[len(front) :], ((0, 0), (0, 1)))
             inputs[:, -1] = 1.0
             gram[layer] += inputs.T @ inputs
@@ -104,9 +97,8 @@ def ridge(
 
     The last input is 1, and its weight has no penalty.
     """
-    penalty = np.full(gram.shape[-1], alpha)
-    penalty[-1] = 0.0
-    return np.linalg.solve(gram + np.diag(penalty), cross)
+    penalty = alpha * np.diag(np.arange(gram.shape[-1]) < gram.shape[-1] - 1)
+    return np.linalg.solve(gram + penalty, cross)
 
 
 def kvzap_scores(llm: Llm, weights: KVzap, ids: Sequence[int]) -> Float32[np.ndarray, "L K S"]:
@@ -150,7 +142,7 @@ def kvzap_stream(
     return stream
 
 
-def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> Passage:
+def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> scoring.Passage:
     """A prompt to read. Raises UserError as `kvzap_scores` does."""
     _checked(llm, weights)
     if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < llm.input_ids:
@@ -158,20 +150,20 @@ def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> Passage:
             f"a prompt needs token ids from 0 to {llm.input_ids - 1}, got {len(ids)} tokens; give "
             "the model's own"
         )
-    return passage(llm, ids, 0, len(ids))
+    return scoring.passage(llm, ids, 0, len(ids))
 
 
 def _read(
-    llm: Llm, weights: KVzap, prompt: Passage, layers: Iterable[tuple[Policy, State]]
+    llm: Llm, weights: KVzap, prompt: scoring.Passage, layers: Iterable[tuple[Policy, State]]
 ) -> Iterator[tuple[Float32[np.ndarray, "K S"], State]]:
     """The predicted scores of each layer, and its cache; `prompt.x` becomes the last output."""
     size = sum(int(valid.sum()) for valid in prompt.valid)
     for layer, (policy, state) in enumerate(layers):
         of_layer = layer_weights(llm.weights, layer)
-        hidden = hidden_states(llm.config.norm_eps, of_layer["attn_norm"], prompt.x)[:size]
+        hidden = scoring.hidden_states(llm.config.norm_eps, of_layer["attn_norm"], prompt.x)[:size]
         predicted = jnp.matmul(weights.kernel[layer], hidden.T, precision="highest")
         scores = np.asarray(predicted) + weights.bias[layer][:, None]
-        state, _ = run_layer_on(llm.config, policy, of_layer, prompt, state)
+        state, _ = scoring.run_layer_on(llm.config, policy, of_layer, prompt, state)
         yield scores, state
 
 
