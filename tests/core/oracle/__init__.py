@@ -15,6 +15,8 @@ from tests.core.oracle.attended import (
     attended_by_newest,
     attended_without_like,
     large_and_drawn,
+    score_by_centres,
+    score_without_like,
 )
 from tests.core.oracle.draws import priority
 from tests.core.oracle.evicting import full, heavy_hitters, reservoir, streaming, window
@@ -83,6 +85,8 @@ __all__ = [
     "reservoir",
     "rotate",
     "rotate_heads",
+    "score_by_centres",
+    "score_without_like",
     "softmax_attention",
     "sparse_attention",
     "stored_in_int8",

@@ -1,7 +1,7 @@
 """Rules of TOVA, R-KV, VaSE and TriAttention: which tokens of a cache stay.
 
-Each returns choose(numbers, inputs), for `compressed` and `repeated`. relative: positions count
-inside the cache.
+Each returns choose(numbers, inputs), for `compressed` and `repeated`, or score(numbers, inputs),
+for KV heads that compete. relative: positions count inside the cache.
 """
 
 import numpy as np
@@ -15,10 +15,17 @@ def best(numbers, score, count):
     return [numbers[i] for i in sorted(range(len(numbers)), key=lambda i: -score[i])[:count]]
 
 
+def highest(score, count):
+    """Choose the numbers with the highest scores."""
+    return lambda numbers, inputs: best(numbers, score(numbers, inputs), count) if numbers else []
+
+
 def in_cache(inputs, relative):
     """The cached tokens and their positions."""
     cached = list(range(inputs.prompt)) if inputs.cached is None else list(inputs.cached)
-    return cached, np.arange(len(cached)) if relative else np.array(cached)
+    if not relative:
+        return cached, np.array(cached)
+    return cached, np.maximum(np.arange(len(cached)) - inputs.excess, 0)
 
 
 def softmax(logits):
@@ -60,12 +67,15 @@ def around(values, kernel):
     return np.array([padded[i : i + kernel] for i in range(len(values))])
 
 
-def attended_without_like(capacity, size, kernel, mix, threshold, theta, scale, relative=False):
+def attended_without_like(capacity, size, **fields):
+    """R-KV: the highest of its scores."""
+    return highest(score_without_like(size, **fields), capacity - size)
+
+
+def score_without_like(size, kernel, mix, threshold, theta, scale, relative=False):
     """R-KV: attention mixed with the redundancy of keys."""
 
-    def choose(numbers, inputs):
-        if not numbers:
-            return []
+    def score(numbers, inputs):
         logits = attention_of_last(numbers, inputs, size, theta, scale, relative)
         importance = around(softmax(logits.max(axis=0)).mean(axis=0), kernel).max(axis=1)
         cached, place = in_cache(inputs, relative)
@@ -77,9 +87,9 @@ def attended_without_like(capacity, size, kernel, mix, threshold, theta, scale, 
             alike = np.flatnonzero(row > threshold)
             row[alike[-1:]] = 0
         redundancy = softmax(cosine.mean(axis=0))[: len(numbers)]
-        return best(numbers, mix * importance - (1 - mix) * redundancy, capacity - size)
+        return mix * importance - (1 - mix) * redundancy
 
-    return choose
+    return score
 
 
 def large_and_drawn(capacity, sinks, size, large, kernel, theta, scale, relative=False):
@@ -103,18 +113,21 @@ def large_and_drawn(capacity, sinks, size, large, kernel, theta, scale, relative
 
 
 def attended_by_centres(capacity, furthest, theta, relative=False):
+    """TriAttention: the highest of its scores."""
+    return highest(score_by_centres(furthest, theta, relative), capacity)
+
+
+def score_by_centres(furthest, theta, relative=False):
     """TriAttention: the trigonometric series of the mean query, and what the mean does not tell."""
 
-    def choose(numbers, inputs):
-        if not numbers:
-            return []
+    def score(numbers, inputs):
         _, place = in_cache(inputs, relative)
         frequencies, amplitude = theta if isinstance(theta, tuple) else (None, 1.0)
         half = inputs.k.shape[1] // 2
         if frequencies is None:
             frequencies = theta ** (-np.arange(half) / half)
         pairs = lambda x: x[..., :half] + 1j * x[..., half:]  # noqa: E731
-        k, score = pairs(inputs.k[numbers]), np.full(len(numbers), -np.inf)
+        k, highest_score = pairs(inputs.k[numbers]), np.full(len(numbers), -np.inf)
         ahead = [2**i for i in range(furthest.bit_length())]
         for head in range(inputs.q.shape[1]):
             q = pairs(inputs.q[: inputs.prompt, head])
@@ -127,7 +140,8 @@ def attended_by_centres(capacity, furthest, theta, relative=False):
             ]
             terms = np.mean(series, axis=0) + (length - np.abs(mean)) * np.abs(k)
             total = amplitude**2 * terms.sum(axis=1)
-            score = np.maximum(score, (total - total.mean()) / max(total.std(), 1e-6))
-        return best(numbers, score, capacity)
+            normalised = (total - total.mean()) / max(total.std(), 1e-6)
+            highest_score = np.maximum(highest_score, normalised)
+        return highest_score
 
-    return choose
+    return score

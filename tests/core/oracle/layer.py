@@ -14,7 +14,8 @@ class Inputs(NamedTuple):
     q [T,G,H], k, v [T,H]: before rotation. start: position of the first token. slopes: ALiBi
     slopes of the query heads. head, layer_k [T,K,H]: which KV head this is, and the keys of all.
     layer_q [T,N,H]: the queries of all.
-    cached: the tokens in the cache when it is compressed; None: all of the prompt.
+    cached: the tokens in the cache when it is compressed; None: all of the prompt. excess: of the
+    first of these, so many share a position in the cache with the next one.
     """
 
     tokens: int
@@ -29,6 +30,13 @@ class Inputs(NamedTuple):
     layer_k: Any = None
     cached: Any = None
     layer_q: Any = None
+    excess: int = 0
+
+    def of_head(self, head, **fields):
+        """Those of another KV head of the layer, with other fields; its values are left out."""
+        group = self.q.shape[1]
+        q = self.layer_q[:, head * group : (head + 1) * group]
+        return self._replace(head=head, q=q, k=self.layer_k[:, head], v=None, **fields)
 
 
 def attention(

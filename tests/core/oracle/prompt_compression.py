@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from tests.core.oracle.attended import highest
 from tests.core.oracle.draws import priority, uniform
 from tests.core.oracle.halving import gram, walk
 from tests.core.oracle.positions import rotate
@@ -53,8 +54,8 @@ def repeated(capacity, every, sinks, size, choose):
     return rule
 
 
-def repeated_of_layer(capacity, every, sinks, size):
-    """The same for KV heads that compete, by their keys before rotation.
+def repeated_of_layer(capacity, every, sinks, size, score=None):
+    """The same for KV heads that compete, by default with their keys before rotation.
 
     A position in the cache is at most so many tokens back as with equal heads: sampled tokens
     further back share one.
@@ -71,7 +72,13 @@ def repeated_of_layer(capacity, every, sinks, size):
             places = [i if i < sinks else max(sinks, i - shared) for i in range(len(view))]
             if sum(map(len, cached)) == len(heads) * (capacity + every):
                 between = [cached[head][sinks : len(cached[head]) - size] for head in heads]
-                best = best_of_layer(between, inputs._replace(prompt=number + 1), budget)
+                asked = [
+                    inputs.of_head(
+                        head, prompt=number + 1, cached=cached[head], excess=excess[head]
+                    )
+                    for head in heads
+                ]
+                best = best_of_layer(between, asked, budget, score or unlike(None))
                 for head in heads:
                     kept = sorted(n for _, at, n in best if at == head)
                     first, last = cached[head][:sinks], cached[head][len(cached[head]) - size :]
@@ -81,7 +88,7 @@ def repeated_of_layer(capacity, every, sinks, size):
     return rule
 
 
-def repeated_of_heads(capacity, budgets, every, sinks, size):
+def repeated_of_heads(capacity, budgets, every, sinks, size, score=None):
     """The same for KV heads with budgets of their own; they compress at the same tokens."""
 
     def rule(inputs):
@@ -93,8 +100,9 @@ def repeated_of_heads(capacity, budgets, every, sinks, size):
             places = [i if i < sinks else max(sinks, i - excess) for i in range(len(view))]
             since = number + 1 - ends - ((mean - 1) % every + 1)
             if since >= 0 and since % every == 0:
-                end, asked = len(cached) - size, inputs._replace(prompt=number + 1)
-                kept = sorted(least_alike(budget, None)(cached[sinks:end], asked))
+                end = len(cached) - size
+                asked = inputs._replace(prompt=number + 1, cached=cached, excess=excess)
+                kept = sorted(highest(score or unlike(None), budget)(cached[sinks:end], asked))
                 cached, excess = cached[:sinks] + kept + cached[end:], max(0, len(kept) - mean)
             yield view, [(n, 0.0) for n in cached], places
 
@@ -183,16 +191,20 @@ def most_attended(capacity, size, kernel, pool, theta, scale, relative=False):
 
 def least_alike(capacity, theta):
     """KeyDiff: the tokens whose keys have the smallest cosine with the mean key direction."""
+    return highest(unlike(theta), capacity)
 
-    def choose(numbers, inputs):
+
+def unlike(theta):
+    """KeyDiff: minus the cosine of keys with the mean key direction."""
+
+    def score(numbers, inputs):
         k = inputs.k[: inputs.prompt]
         k = k if theta is None else rotate(k, np.arange(inputs.prompt), theta)
         k = k / np.linalg.norm(k, axis=1)[:, None]
         anchor = k.sum(axis=0)
-        cosines = k @ anchor / np.linalg.norm(anchor)
-        return sorted(numbers, key=lambda n: cosines[n])[:capacity]
+        return -(k @ anchor / np.linalg.norm(anchor))[numbers]
 
-    return choose
+    return score
 
 
 def least_alike_of_heads(capacities):
@@ -208,21 +220,23 @@ def least_alike_of_layer(capacity, ends):
     """Retrieval: keys before rotation; KV heads compete, each with a fifth of an equal share."""
 
     def choose(numbers, inputs):
-        share, heads = min(capacity - ends, len(numbers)), inputs.layer_k.shape[1]
-        best = best_of_layer([numbers] * heads, inputs, share)
+        share, heads = min(capacity - ends, len(numbers)), range(inputs.layer_k.shape[1])
+        asked = [inputs.of_head(head) for head in heads]
+        best = best_of_layer([numbers for _ in heads], asked, share, unlike(None))
         return [n for _, head, n in best if head == inputs.head]
 
     return choose
 
 
-def best_of_layer(numbers, inputs, share):
-    """Of the tokens of each KV head the best of all heads: (cosine, head, number)."""
+def best_of_layer(numbers, inputs, share, score):
+    """Of the tokens of each KV head, and its inputs, the best of all heads: (-score, head, number).
+
+    share: the tokens of a head, on average. Each head has a fifth of it for itself.
+    """
     ranked, fixed = [], []
-    for head, of_head in enumerate(numbers):
-        k = inputs.layer_k[: inputs.prompt, head]
-        k = k / np.linalg.norm(k, axis=1)[:, None]
-        cosines = k @ k.sum(axis=0) / np.linalg.norm(k.sum(axis=0))
-        order = sorted((cosines[n], head, n) for n in of_head)
+    for head, (of_head, asked) in enumerate(zip(numbers, inputs, strict=True)):
+        scores = score(of_head, asked) if of_head else []
+        order = sorted((-value, head, n) for value, n in zip(scores, of_head, strict=True))
         fixed += order[: share // 5]
         ranked += order[share // 5 :]
     return fixed + sorted(ranked)[: len(numbers) * share - len(fixed)]
