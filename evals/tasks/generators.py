@@ -1,4 +1,4 @@
-"""Generators of long-context tasks after RULER's definitions (Hsieh et al. 2024).
+"""Generators of long-context tasks after RULER (Hsieh et al. 2024) and LongEval (Li et al. 2023).
 
 Each is a function (rng, tokenizer, length, depth) -> TaskSample. It fills a context up to `length`
 tokens, to within one sentence or list item. Sentences, words and names are our own; what is asked
@@ -147,9 +147,38 @@ def passkey(
     return TaskSample(context, "\n\nWhat is the pass key?", "The pass key is", (number,))
 
 
+def lines(
+    rng: np.random.Generator, tokenizer: Tokenizer, length: int, depth: float = 0.5
+) -> TaskSample:
+    """A register of named lines, one of which is asked for (LongEval, Li et al. 2023).
+
+    Names are two words of the novel. LongEval draws numbers from 1 to 50,000 and compares the last
+    number of an answer. Here the numbers differ and have five digits, as a string match needs.
+    """
+    words = sorted({word for s in novel() for word in re.findall(r"\b[a-z]{4,7}\b", s)})
+    first, second = rng.permutation(words), rng.permutation(words)
+    numbers = 10_000 + rng.permutation(40_001)
+    intro = "Remember the number of each line of the following register.\n\n"
+
+    def name(i: int) -> str:
+        turn, place = divmod(i, len(words))
+        return f"{first[place]}-{second[(place + turn) % len(words)]}"
+
+    def build(count: int) -> str:
+        rows = (f"line {name(i)}: REGISTER_CONTENT is <{numbers[i]}>" for i in range(count))
+        return intro + "\n".join(rows)
+
+    context = largest(tokenizer, length, build)
+    at = round(depth * context[len(intro) :].count("\n"))
+    question = f"\n\nWhat is the REGISTER_CONTENT of line {name(at)}?"
+    lead = f"The REGISTER_CONTENT of line {name(at)} is"
+    return TaskSample(context, question, lead, (str(numbers[at]),))
+
+
 TASKS = {
     "needle": Task(needle, 16),
     "passkey": Task(passkey, 12),
+    "lines": Task(lines, 16),
 }
 
 

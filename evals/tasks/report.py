@@ -86,7 +86,7 @@ def needles(record: str) -> str:
     lengths = " / ".join(f"{int(length):,}" for length in next(iter(results["tasks"].values())))
     first = next(iter(tasks.values()))[0]["ratios"]
     columns = [(task, share) for task in tasks for share in first]
-    heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
+    heads = ("policy", *(f"{ANSWERS.get(task, task)}, {100 * float(s):g} %" for task, s in columns))
     count = results["samples"]
     numbers = lambda scores: " / ".join(f"{count * score:.0f}" for score in scores)  # noqa: E731
     lines = [("`full`", *(numbers(x["full"]["score"] for x in tasks[t]) for t, _ in columns))]

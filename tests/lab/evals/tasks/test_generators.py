@@ -1,5 +1,7 @@
 """Tasks after RULER: what a context contains, how long it is, and on what it depends."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def samples_by_task(tokenizer):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_context_fills_its_length_to_within_a_sentence(tokenizer, samples_by_task, task):
     longest = max(len(tokenizer.encode(s, bos=False)) for s in generators.novel())
-    slack = {"needle": longest + 1}.get(task, 30)
+    slack = {"needle": longest + 1, "lines": 60}.get(task, 30)
     for sample in samples_by_task[task]:
         size = len(tokenizer.encode(sample.context, bos=False))
         assert LENGTH - slack <= size <= LENGTH
@@ -44,3 +46,16 @@ def test_a_number_stands_at_its_depth(tokenizer, task, depth):
     sample = TASKS[task].generate(np.random.default_rng(0), tokenizer, LENGTH, depth)
     body = sample.context.split("\n\n", 1)[1]
     assert body.index(sample.answers[0]) / len(body) == pytest.approx(depth, abs=0.08)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_register_answers_from_its_own_lines(tokenizer, depth):
+    """As LongEval's: no name and no number is twice in it."""
+    sample = generators.lines(np.random.default_rng(1), tokenizer, LENGTH, depth)
+    rows = re.findall(r"^line (\w+-\w+): REGISTER_CONTENT is <(\d{5})>$", sample.context, re.M)
+    register = dict(rows)
+    assert len(register) == len(set(register.values())) == sample.context.count("\nline ") > 9
+    (name,) = re.findall(r"line (\S+)\?$", sample.question)
+    assert sample.answers == (register[name],) and f"line {name} is" in sample.lead
+    assert max(map(int, register.values())) <= 50_000
+    assert rows.index((name, register[name])) == round(depth * (len(rows) - 1))
