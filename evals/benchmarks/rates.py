@@ -1,4 +1,4 @@
-"""Tokens per second of jaxkv and of a peer with the same model: llama.cpp or transformers.
+"""Tokens per second of jaxkv and of a peer on one model: llama.cpp, transformers or OpenVINO GenAI.
 
 Each case is a process that loads its model once, so its memory is its own. All cases take turns,
 round after round, on the same cores. Decoding is greedy, from the end of a prompt. `first_token` is
@@ -22,6 +22,14 @@ its forward compiled by torch.compile over a StaticCache; where that does not co
 the error. Compiled is the step of one token; the prompt is read eagerly, as in `generate`. All
 cases must generate equal tokens. The group `peers` installs transformers and torch.
 
+OpenVINO GenAI reads the same GGUF file. Its bounded cache has first tokens, evictable ones and the
+newest, and drops blocks of 32 tokens that got least attention; it begins after the prompt. The
+policies of jaxkv have as many tokens, with `every` as many more as a block. The texts differ, since
+each cache has other tokens. It also runs in an environment of its own:
+
+    PEERS/bin/pip install openvino-genai==2026.4.1.0
+    python -m jaxkv.evals.benchmarks.rates openvino --peer-python PEERS/bin/python
+
 Run it on an idle machine. The threads of both peers wait for each other after every operation, so
 another program on these cores slows them much more than jaxkv (not recorded).
 """
@@ -37,6 +45,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +54,16 @@ import numpy as np
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks.weights import as_folder
-from jaxkv.evals.lib.record import read, spread
+from jaxkv.evals.lib.record import RESULTS, read, spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
+from jaxkv.evals.lib.table import (
+    UNMEASURED,
+    page_table,
+    ranged,
+    table,
+    table_head,
+    table_row,
+)
 from jaxkv.evals.lib.timing import Variant, bar, rate, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.models.loading import smollm2
@@ -59,12 +75,13 @@ from jaxkv.state.memory import show
 HERE = Path(__file__).parent
 OURS = [sys.executable, "-m", "jaxkv.evals.benchmarks.rates_jaxkv"]
 TRANSFORMERS = [sys.executable, "-m", "jaxkv.evals.benchmarks.rates_transformers"]
-LLAMA_CPP = HERE / "rates_llama_cpp.py"
+LLAMA_CPP, OPENVINO = HERE / "rates_llama_cpp.py", HERE / "rates_openvino.py"
 PAUSE = 0.2  # seconds before a measurement, in which the threads of the last case go to sleep
 SIDE = 8192  # of the matrix that measures the bandwidth: larger than caches of processors
 FIRST = "first token"
 FILE, MADE = "Q4_1", ("Q8_0", "F16")  # the form of the GGUF file, and those made from it
 EAGER, COMPILED = "transformers, eager", "transformers, compiled"
+BOUNDED, BLOCK = 256, 32  # tokens of a bounded cache beside OpenVINO, and of its blocks
 
 
 class PeerProcess:
@@ -149,8 +166,8 @@ class Peer(NamedTuple):
     """A program that jaxkv is compared with.
 
     record: its name. reference: the case whose greedy tokens the others are compared with; `equal`:
-    they must be the same. asked: bars by measurement, in times the reference. caption, columns: of
-    the table, besides the rates.
+    they must be the same, None: they may all differ. asked: bars by measurement, in times the
+    reference. caption, columns: of the table, besides the rates.
     """
 
     record: str
@@ -158,16 +175,16 @@ class Peer(NamedTuple):
     policies: dict[str, str]
     cases: Callable[[Setup], dict[str, RateCase]]
     reference: str
-    equal: bool
+    equal: bool | None
     asked: dict[str, float]
     caption: Callable[[dict[str, Any]], str]
     columns: dict[str, Callable[[dict[str, Any]], str]]
 
 
 RATE_FLAGS = (
-    flag("peer", choices=("llama.cpp", "transformers")),
+    flag("peer", choices=("llama.cpp", "transformers", "openvino")),
     flag("--model", smollm2.NAME, "a model folder or GGUF file"),
-    flag("--peer-python", sys.executable, "the Python of llama.cpp"),
+    flag("--peer-python", sys.executable, "the Python of llama.cpp or OpenVINO"),
     flag("--threads", type=int, about="default: one per core", minimum=1),
 )
 
@@ -180,8 +197,9 @@ def measure(run: Run) -> dict[str, Any]:
     if threads > len(cores):
         raise UserError(f"--threads must be at most {len(cores)}, got {threads}; give fewer")
     os.sched_setaffinity(0, cores[:threads])  # processes started from here inherit it
-    small = RateSizes({1: 1, 8: 1}, {1024: 1}, 1, 64, 16)
-    sizes = small if options.quick else PEERS[options.peer].sizes
+    sizes = PEERS[options.peer].sizes
+    if options.quick:
+        sizes = RateSizes(dict.fromkeys(sizes.decode, 1), {1024: 1}, 1, min(sizes.prompt, 320), 16)
     return measure_peer(options.peer, options.model, options.peer_python, sizes, threads)
 
 
@@ -315,8 +333,8 @@ def compare_tokens(
 ) -> dict[str, Any]:
     """Greedy tokens that each case has in common with the reference before the first difference.
 
-    SystemExit where any token differs if they must be equal, else where most first tokens differ:
-    the cases then do not run the same model.
+    SystemExit where any token differs if they must be equal, or where most first tokens differ and
+    may not: the cases then do not run the same model.
     """
     tokens = {
         name: process.ask("greedy", batch=batch, new=new)["tokens"]
@@ -331,7 +349,7 @@ def compare_tokens(
         name for name, counts in common.items()
         if (min(counts) < new if peer.equal else np.mean(np.equal(counts, 0)) > 0.5)
     ]  # fmt: skip
-    if wrong:
+    if wrong and peer.equal is not None:
         raise SystemExit(
             f"{' and '.join(wrong)} and {peer.reference} generate different tokens at batch "
             f"{batch}; their times are not comparable"
@@ -435,6 +453,37 @@ def transformers_caption(results: dict[str, Any]) -> str:
     return setting + f"torch.compile took {compiled['seconds']:.0f} seconds."
 
 
+def openvino_cases(setup: Setup) -> dict[str, RateCase]:
+    """The file in OpenVINO under both caches, and jaxkv with int8 weights under all policies."""
+    command = [setup.python, "-P", str(OPENVINO)]
+    parts = {"start_size": BLOCK, "recent_size": BOUNDED // 2, "max_cache_size": BOUNDED}
+    model = str(setup.model)
+    weights = {f"float32, {name}": None for name in ("full", "streaming")}
+    weights |= {f"int8, {name}": "int8" for name in PEERS["openvino"].policies}
+    return {
+        f"openvino, {name}": RateCase(command, {"model": model, "cache": cache})
+        for name, cache in (("full", None), ("eviction", parts))
+    } | {
+        f"jaxkv {title}": RateCase(
+            OURS, {"model": model, "weights": form,
+                   "policy": PEERS["openvino"].policies[title.split(", ")[1]]}
+        )
+        for title, form in weights.items()
+    }  # fmt: skip
+
+
+def openvino_caption(results: dict[str, Any]) -> str:
+    peer, sizes = results["peer"], results["sizes"]
+    settings = peer["settings"]
+    return (
+        f"OpenVINO GenAI {peer['openvino_genai'].partition('-')[0]}, products in "
+        f"{settings['INFERENCE_PRECISION_HINT']}, cache in {settings['KV_CACHE_PRECISION']}, "
+        f"{results['threads']} threads each, bounded caches of {BOUNDED} tokens, "
+        f"{sizes['prompt']:,} tokens before decoding of {sizes['new']:,}, {results['rounds']} "
+        "rounds:"
+    )
+
+
 PEERS = {
     "llama.cpp": Peer(
         record="llama_cpp",
@@ -468,12 +517,37 @@ PEERS = {
             "peak memory": lambda case: show(max(x["peak"] for x in case["memory"].values())),
         },
     ),
+    "openvino": Peer(
+        record="openvino",
+        sizes=RateSizes({1: 9}, {1024: 9}, first=9, prompt=1024, new=256),
+        policies={
+            "full": "full",
+            "streaming": f"streaming:sinks=4,window={BOUNDED - 4}",
+            "snapkv": f"snapkv:capacity={BOUNDED},every={BLOCK}",
+            "retrieval": f"retrieval:capacity={BOUNDED},every={BLOCK}",
+        },
+        cases=openvino_cases,
+        reference="jaxkv float32, full",
+        equal=None,
+        asked={},
+        caption=openvino_caption,
+        columns={
+            "cache while decoding": lambda case: show(case["cache"]["decoding"]),
+            "cache of the prompt": lambda case: show(case["cache"]["prompt"]),
+            "peak memory": lambda case: show(max(x["peak"] for x in case["memory"].values())),
+        },
+    ),
 }
 
-TABLES = {
-    peer.record: lambda name=name, record=peer.record: rates_table(name, read(record)["results"])
-    for name, peer in PEERS.items()
-}
+
+def recorded_table(name: str) -> str:
+    """The table of a peer's record, if there is one."""
+    if not (RESULTS / f"{PEERS[name].record}.json").exists():
+        return table(("case", "tokens per second"), [("all", UNMEASURED)])
+    return rates_table(name, read(PEERS[name].record)["results"])
+
+
+TABLES = {peer.record: partial(recorded_table, name) for name, peer in PEERS.items()}
 PAGE = "docs/results/speed.md"
 LONG = [f"ratio/prefill, {tokens}" for tokens in (4096, 8000)]
 LLAMA_PREFILL = [

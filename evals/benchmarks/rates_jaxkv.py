@@ -14,6 +14,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.benchmarks import rates_llama_cpp
 from jaxkv.evals.lib.timing import Variant, decode_variant, next_token, timed
+from jaxkv.models.tools.budgets import bytes_of, prompt_bytes_of
 
 
 class JaxkvWorker:
@@ -38,15 +39,19 @@ class JaxkvWorker:
         weights: str | None,
         policy: str,
         prompts: Sequence[Sequence[int]],
+        new: int = 0,
         **_: Any,
     ) -> dict[str, Any]:
-        """Load a model in float32, or with int8 weights. prompts: to decode from."""
+        """Load a model in float32, or with int8 weights. prompts: to decode `new` tokens from."""
         self.llm = models.load(model, "float32", weights=weights)
         self.policy, self.prompts = policy, prompts
+        length = len(prompts[0])
         return {
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self.llm.weights)),
             "cores": len(os.sched_getaffinity(0)),
-        }
+            "cache": {"prompt": prompt_bytes_of(self.llm, policy, length),
+                      "decoding": bytes_of(self.llm, policy, length, new)},
+        }  # fmt: skip
 
     def prefill(self, tokens: Sequence[int]) -> dict[str, float]:
         """Seconds to read a prompt into an empty cache, up to the most probable next token."""

@@ -43,6 +43,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "tree_slots": "balancekv.tree_slots",
     "peers": "benchmarks.kvpress_parity",
     "llama_cpp": "benchmarks.rates llama.cpp",
+    "openvino": "benchmarks.rates openvino",
     "transformers_rates": "benchmarks.rates transformers",
     "servers": "benchmarks.servers",
     "training_peers": "benchmarks.training",

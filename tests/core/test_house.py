@@ -33,7 +33,8 @@ MAY_IMPORT = {
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
-        *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp"),
+        *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp", "openvino"),
+        *("openvino_genai",),
         *("safetensors", "tokenizers", "yaml"),
     },
     "docs/site": {"mkdocs"},
@@ -49,6 +50,8 @@ COMPARED_WITH = {
     "transformers",
     "kvpress",
     "llama_cpp",
+    "openvino",
+    "openvino_genai",
 }  # imported only in functions: they may be absent
 
 # Files that every reader of a policy knows, and files that say nothing about a policy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,6 @@ def choice_score(reference_model, llm: Llm, context: str, choice: str) -> float:
 def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
     """Accuracy and samples of QUESTIONS by lm-eval."""
     import datasets
-    from lm_eval import simple_evaluate
 
     docs = [{"context": context, "choices": choices, "best": 0} for context, choices in QUESTIONS]
     task = {
@@ -120,7 +120,15 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         "doc_to_target": "best",
         "target_delimiter": "",
     }
-    evaluation = simple_evaluate(
+    evaluation = lm_eval_of(port, name, tokenizer, task)
+    return evaluation["results"]["tiny"]["acc,none"], evaluation["samples"]["tiny"]
+
+
+def lm_eval_of(port: int, name: str, tokenizer: Path, task: str | dict, **options: Any) -> dict:
+    """What lm-eval says of a task. options: of `simple_evaluate`."""
+    from lm_eval import simple_evaluate
+
+    return simple_evaluate(
         model="local-completions",
         model_args={
             "model": name,
@@ -133,5 +141,29 @@ def evaluate(port: int, name: str, tokenizer: Path) -> tuple[float, list[dict]]:
         tasks=[task],
         batch_size=2,
         bootstrap_iters=0,
+        **options,
     )
-    return evaluation["results"]["tiny"]["acc,none"], evaluation["samples"]["tiny"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lm_eval_asks_for_needles(monkeypatch):
+    """RULER's task in noise, whose texts are drawn with the tokenizer and not downloaded."""
+    for package in ("lm_eval", "wonderwords"):
+        pytest.importorskip(package)
+    import nltk
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(nltk, "download", lambda _: False)  # of sentences, for other tasks
+    llm = models.load()
+    engine = make_engine(llm, "streaming:sinks=4,window=252", max_batch=2, max_len=512, chunk=16)
+    with serving(engine, Language(llm, "default")) as served:
+        evaluation = lm_eval_of(
+            served.port, "default", llm.path, "niah_single_1", limit=2,
+            metadata={"max_seq_lengths": [512]},
+        )  # fmt: skip
+    samples = evaluation["samples"]["niah_single_1"]
+    scores = [sample["512"] for sample in samples]
+    right = [sample["doc"]["outputs"][0] in sample["resps"][0][0] for sample in samples]
+    assert scores == right and len(scores) == 2
+    assert evaluation["results"]["niah_single_1"]["512,none"] == sum(scores) / 2
+    assert all(sample["resps"][0][0] for sample in samples)

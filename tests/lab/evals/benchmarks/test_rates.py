@@ -6,6 +6,7 @@ import ast
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxkv.evals.benchmarks import (
     rates,
     rates_jaxkv,
     rates_llama_cpp,
+    rates_openvino,
     rates_transformers,
 )
 from jaxkv.evals.benchmarks.rates import COMPILED, EAGER, FIRST, RateSizes
@@ -35,15 +37,16 @@ class Worker:
     def quantise(self, source, target, form, threads):
         open(target, "w").write(form)
         return {}
-    def load(self, model, prompts, threads, room, new, weights=None, policy=None):
+    def load(self, model, prompts, threads, room, new, weights=None, policy=None, cache=None):
         assert threads == 1 and new in (3, 16) and room >= 11
         form = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
         self.bytes = {"Q8_0": 2000, "F16": 4000}.get(form, 1000) if policy is None else 8000
         self.tokens = [7, 1, 2] if form == "F16" else [7, 8, 9]
-        return {"weight_bytes": self.bytes}
+        return {"weight_bytes": self.bytes, "cache": {"prompt": 2048, "decoding": 1024}}
     def about(self):
-        names = "ggml", "llama_cpp_python", "transformers", "torch", "attention"
-        return dict.fromkeys(names, "1")
+        names = "ggml", "llama_cpp_python", "transformers", "torch", "attention", "openvino_genai"
+        precisions = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "u8"}
+        return dict.fromkeys(names, "1") | {"settings": precisions}
     def compile(self, batches, folder):
         return {"seconds": 30.0}
     def prefill(self, tokens):
@@ -76,7 +79,8 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "shared.py").write_text(Path(rates_llama_cpp.__file__).read_text("utf-8"))
     for side in ("OURS", "TRANSFORMERS"):
         monkeypatch.setattr(rates, side, [sys.executable, "-P", str(script)])
-    monkeypatch.setattr(rates, "LLAMA_CPP", script)
+    for peer in ("LLAMA_CPP", "OPENVINO"):
+        monkeypatch.setattr(rates, peer, script)
     monkeypatch.setattr(rates, "PAUSE", 0)
     return script
 
@@ -130,6 +134,22 @@ def test_all_cases_of_transformers_are_measured(fakes, model):
     assert "`CppError: no compiler`" in rates.rates_table("transformers", results)
 
 
+def test_all_cases_of_openvino_are_measured(fakes, model):
+    """Their texts may differ: each cache has other tokens."""
+    fakes.write_text(FAKE.replace("[7, 1, 2]", "[6, 8, 9]").replace('form == "F16"', "cache"))
+    results = run("openvino", model, replace(SIZES, decode={1: 2}))
+    assert list(results["ratio"]) == TITLES[:-1]
+    assert list(results["cases"]) == [
+        "openvino, full", "openvino, eviction", "jaxkv float32, full", "jaxkv float32, streaming",
+        *(f"jaxkv int8, {name}" for name in ("full", "streaming", "snapkv", "retrieval")),
+    ]  # fmt: skip
+    assert results["greedy"]["openvino, eviction"] == {"common": [0], "of": 3}
+    assert results["greedy"]["openvino, full"] == {"common": [3], "of": 3}
+    table = rates.rates_table("openvino", results)
+    assert "OpenVINO GenAI 1, products in bf16, cache in u8" in table
+    assert "| 1.0 KiB | 2.0 KiB |" in table
+
+
 @pytest.mark.parametrize(
     "peer, change, match",
     [
@@ -143,12 +163,17 @@ def test_another_model_or_a_failing_peer_ends_the_run(fakes, model, peer, change
         run(peer, model)
 
 
-@pytest.mark.parametrize("script", [rates_llama_cpp.__file__, kvpress_parity.SCRIPT])
+SCRIPTS = [rates_llama_cpp.__file__, rates_openvino.__file__, kvpress_parity.SCRIPT]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_a_peer_imports_nothing_of_jaxkv(script):
     tree = ast.parse(Path(script).read_text("utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    assert names & {"llama_cpp", "kvpress"} and not {n for n in names if n.startswith("jax")}
+    assert names & {"llama_cpp", "openvino_genai", "kvpress"} and not {
+        n for n in names if n.startswith("jax")
+    }
 
 
 PROMPTS = np.random.default_rng(0).integers(2, 250, (2, 24)).tolist()
@@ -161,12 +186,31 @@ def test_our_adapter_decodes_what_the_model_generates(model, tmp_path):
     loaded = worker.load(str(model), "int8", "streaming:sinks=4,window=12", PROMPTS, threads=1)
     float_bytes = sum(leaf.nbytes for leaf in models.load(model, "float32").weights.values())
     assert loaded["weight_bytes"] < 0.4 * float_bytes
+    assert loaded["cache"]["prompt"] == loaded["cache"]["decoding"] > 0  # it is always full
     assert worker.prefill(PROMPTS[0])["seconds"] > 0 < worker.decode(2, 3)["seconds"]
     llm = models.load(model, "float32", weights="int8")
     answer = models.generate(llm, PROMPTS[1], worker.policy, 3, temperature=0, ignore_eos=True)
     assert worker.greedy(2, 3)["tokens"][1] == list(answer.tokens)
     assert worker.memory()["peak"] >= worker.memory()["resident"] > 2**20
     assert worker.bandwidth(64)["bytes"] == 4 * 64**2
+
+
+@pytest.mark.real_model
+def test_openvino_evicts_after_the_prompt(smollm2_file):
+    """Blocks of a bounded cache are evicted while it decodes."""
+    pytest.importorskip("openvino_genai")
+    worker = rates_openvino.OpenvinoWorker()
+    prompt = [*range(300, 400)]
+    parts = {"start_size": 32, "recent_size": 32, "max_cache_size": 96}
+    full, bounded = (
+        worker.load(str(smollm2_file), cache, 1, [prompt * 3], 40)["cache"]
+        for cache in (None, parts)
+    )
+    assert bounded["decoding"] < 0.5 * bounded["prompt"] <= 0.5 * full["decoding"]
+    tokens, times = worker.generate(prompt, 4)
+    assert len(tokens) == len(times) - 1 == 4 and worker.greedy(1, 3)["tokens"][0][:1]
+    assert worker.decode(1, 3)["seconds"] > 0 < worker.prefill(prompt)["seconds"]
+    assert worker.about()["settings"].keys() == {*rates_openvino.SETTINGS}
 
 
 @pytest.fixture
