@@ -465,7 +465,7 @@ def openvino_cases(setup: Setup) -> dict[str, RateCase]:
         for name, cache in (("full", None), ("eviction", parts))
     } | {
         f"jaxkv {title}": RateCase(
-            OURS, {"model": model, "weights": form,
+            OURS, {"model": model, "weights": form, "scored": True,
                    "policy": PEERS["openvino"].policies[title.split(", ")[1]]}
         )
         for title, form in weights.items()
@@ -532,6 +532,9 @@ PEERS = {
         asked={},
         caption=openvino_caption,
         columns={
+            "loss by quarter of the prompt": lambda case: " ".join(
+                f"{loss:.2f}" for loss in case["losses"]
+            ),
             "cache while decoding": lambda case: show(case["cache"]["decoding"]),
             "cache of the prompt": lambda case: show(case["cache"]["prompt"]),
             "peak memory": lambda case: show(max(x["peak"] for x in case["memory"].values())),

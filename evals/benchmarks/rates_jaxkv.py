@@ -16,6 +16,8 @@ from jaxkv.evals.benchmarks import rates_llama_cpp
 from jaxkv.evals.lib.timing import Variant, decode_variant, next_token, timed
 from jaxkv.models.tools.budgets import bytes_of, prompt_bytes_of
 
+QUARTERS = 4  # of a prompt
+
 
 class JaxkvWorker:
     """One model under one policy, with one stream per batch size."""
@@ -40,13 +42,19 @@ class JaxkvWorker:
         policy: str,
         prompts: Sequence[Sequence[int]],
         new: int = 0,
+        scored: bool = False,
         **_: Any,
     ) -> dict[str, Any]:
-        """Load a model in float32, or with int8 weights. prompts: to decode `new` tokens from."""
+        """Load a model in float32, or with int8 weights.
+
+        prompts: to decode `new` tokens from. scored: return the losses of the first one, too.
+        """
         self.llm = models.load(model, "float32", weights=weights)
         self.policy, self.prompts = policy, prompts
         length = len(prompts[0])
+        losses = models.score(self.llm, prompts[0], policy).losses if scored else []
         return {
+            "losses": [float(np.mean(x)) for x in np.array_split(losses, QUARTERS) if len(x)],
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self.llm.weights)),
             "cores": len(os.sched_getaffinity(0)),
             "cache": {"prompt": prompt_bytes_of(self.llm, policy, length),

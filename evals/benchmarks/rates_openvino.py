@@ -32,7 +32,12 @@ class OpenvinoWorker:
         new: int,
         **_: Any,
     ) -> dict[str, Any]:
-        """Load a file. cache: tokens of the parts of a bounded cache; prompts: to decode from."""
+        """Load a file.
+
+        cache: tokens of the parts of a bounded cache. prompts: to decode `new` tokens from; the
+        losses of the first one are returned by quarter, before anything is evicted.
+        """
+        import numpy as np
         import openvino_genai
 
         scheduler = openvino_genai.SchedulerConfig()
@@ -47,8 +52,10 @@ class OpenvinoWorker:
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             model, scheduler, "CPU", self.settings
         )
+        losses = np.array_split(self.losses(prompts[0]), 4)
         self.generate(prompts[0], new)
         return {
+            "losses": [float(np.mean(quarter)) for quarter in losses],
             "weight_bytes": Path(model).stat().st_size,
             "cores": len(os.sched_getaffinity(0)),
             "cache": {"prompt": self.prompt_bytes, "decoding": self.decoding_bytes},
@@ -84,22 +91,34 @@ class OpenvinoWorker:
     def memory(self) -> dict[str, int]:
         return SHARED["memory"]()
 
+    def losses(self, prompt: Sequence[int]) -> list[float]:
+        """The losses of a prompt after its first token, in nats."""
+        request = self.request(prompt, 1, logprobs=1, echo=True)
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        return [-x for x in request.read_all()[0].generated_log_probs[1 : len(prompt)]]
+
+    def request(self, prompt: Sequence[int], new: int, **options: Any) -> Any:
+        """Ask for greedy tokens after a prompt; `step` of the pipeline computes them."""
+        import numpy as np
+        import openvino
+
+        config = self.api.GenerationConfig(
+            max_new_tokens=new, ignore_eos=True, do_sample=False, apply_chat_template=False,
+            **options,
+        )  # fmt: skip
+        return self.pipeline.add_request(0, openvino.Tensor(np.array([prompt])), config)
+
     def generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
         """Greedy tokens, the time at the start, and that of each token.
 
         Keeps the bytes of the cache that are in use: at most, and before the last token, which
         frees them.
         """
-        import numpy as np
-        import openvino
-
-        config = self.api.GenerationConfig(
-            max_new_tokens=new, ignore_eos=True, do_sample=False, apply_chat_template=False
-        )
         tokens: list[int] = []
         times = [perf_counter()]
         self.prompt_bytes = 0
-        request = self.pipeline.add_request(0, openvino.Tensor(np.array([prompt])), config)
+        request = self.request(prompt, new)
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
             metrics = self.pipeline.get_metrics()

@@ -37,12 +37,13 @@ class Worker:
     def quantise(self, source, target, form, threads):
         open(target, "w").write(form)
         return {}
-    def load(self, model, prompts, threads, room, new, weights=None, policy=None, cache=None):
+    def load(self, model, prompts, threads, room, new, weights=None, policy=None, **_):
         assert threads == 1 and new in (3, 16) and room >= 11
         form = open(model).read() if model.endswith(("Q8_0.gguf", "F16.gguf")) else ""
         self.bytes = {"Q8_0": 2000, "F16": 4000}.get(form, 1000) if policy is None else 8000
         self.tokens = [7, 1, 2] if form == "F16" else [7, 8, 9]
-        return {"weight_bytes": self.bytes, "cache": {"prompt": 2048, "decoding": 1024}}
+        about = {"cache": {"prompt": 2048, "decoding": 1024}, "losses": [3.5, 3.25, 3, 3]}
+        return about | {"weight_bytes": self.bytes}
     def about(self):
         names = "ggml", "llama_cpp_python", "transformers", "torch", "attention", "openvino_genai"
         precisions = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "u8"}
@@ -136,7 +137,8 @@ def test_all_cases_of_transformers_are_measured(fakes, model):
 
 def test_all_cases_of_openvino_are_measured(fakes, model):
     """Their texts may differ: each cache has other tokens."""
-    fakes.write_text(FAKE.replace("[7, 1, 2]", "[6, 8, 9]").replace('form == "F16"', "cache"))
+    worker = FAKE.replace("[7, 1, 2]", "[6, 8, 9]").replace("**_", "cache=None, **_")
+    fakes.write_text(worker.replace('form == "F16"', "cache"))
     results = run("openvino", model, replace(SIZES, decode={1: 2}))
     assert list(results["ratio"]) == TITLES[:-1]
     assert list(results["cases"]) == [
@@ -147,7 +149,7 @@ def test_all_cases_of_openvino_are_measured(fakes, model):
     assert results["greedy"]["openvino, full"] == {"common": [3], "of": 3}
     table = rates.rates_table("openvino", results)
     assert "OpenVINO GenAI 1, products in bf16, cache in u8" in table
-    assert "| 1.0 KiB | 2.0 KiB |" in table
+    assert "| 3.50 3.25 3.00 3.00 | 1.0 KiB | 2.0 KiB |" in table
 
 
 @pytest.mark.parametrize(
@@ -183,10 +185,12 @@ def test_our_adapter_decodes_what_the_model_generates(model, tmp_path):
     model = shutil.copytree(model, tmp_path / "sampled")
     (model / "generation_config.json").write_text('{"temperature": 3.0}')
     worker = rates_jaxkv.JaxkvWorker()
-    loaded = worker.load(str(model), "int8", "streaming:sinks=4,window=12", PROMPTS, threads=1)
+    policy = "streaming:sinks=4,window=12"
+    loaded = worker.load(str(model), "int8", policy, PROMPTS, scored=True)
     float_bytes = sum(leaf.nbytes for leaf in models.load(model, "float32").weights.values())
     assert loaded["weight_bytes"] < 0.4 * float_bytes
     assert loaded["cache"]["prompt"] == loaded["cache"]["decoding"] > 0  # it is always full
+    assert len(loaded["losses"]) == 4 and min(loaded["losses"]) > 0
     assert worker.prefill(PROMPTS[0])["seconds"] > 0 < worker.decode(2, 3)["seconds"]
     llm = models.load(model, "float32", weights="int8")
     answer = models.generate(llm, PROMPTS[1], worker.policy, 3, temperature=0, ignore_eos=True)
@@ -202,10 +206,11 @@ def test_openvino_evicts_after_the_prompt(smollm2_file):
     worker = rates_openvino.OpenvinoWorker()
     prompt = [*range(300, 400)]
     parts = {"start_size": 32, "recent_size": 32, "max_cache_size": 96}
-    full, bounded = (
-        worker.load(str(smollm2_file), cache, 1, [prompt * 3], 40)["cache"]
-        for cache in (None, parts)
-    )
+    loads = [worker.load(str(smollm2_file), x, 1, [prompt * 3], 40) for x in (None, parts)]
+    assert loads[0]["losses"] == loads[1]["losses"]
+    first, *later = loads[0]["losses"]
+    assert len(later) == 3 and max(later) < first  # the prompt repeats itself
+    full, bounded = (loaded["cache"] for loaded in loads)
     assert bounded["decoding"] < 0.5 * bounded["prompt"] <= 0.5 * full["decoding"]
     tokens, times = worker.generate(prompt, 4)
     assert len(tokens) == len(times) - 1 == 4 and worker.greedy(1, 3)["tokens"][0][:1]
