@@ -56,7 +56,8 @@ class TriAttention(CompressionPolicy):
     pruning per layer and head; by default its layers share one choice. The code takes the centres
     from a calibration text and keeps the prompt. Here they are the mean of all queries so far, and
     a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
-    The authors' servers disable prefix caching; here a snapshot of a prefix has the centres too.
+    The authors' server disables prefix caching, and TensorRT-LLM's port never evicts the prompt.
+    Here a snapshot of a prefix has the centres too.
 
     capacity, every, positions, budgets, calibration: as in keydiff. 128 tokens is the published
     interval. start: slots before the prompt, doubled as they fill. storage: as in streaming.
