@@ -60,7 +60,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{f"rates_{platform}": "benchmarks.policy_rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
-    **dict.fromkeys(("needles", "needles_4096", "ruler", "ruler_query_aware"), "tasks"),
+    **dict.fromkeys(("needles", "ruler", "ruler_query_aware"), "tasks"),
     "ruler_served": "tasks.served",
 }
 MISCOMPILES = "0.10.2"  # the version of jax
