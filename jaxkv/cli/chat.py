@@ -8,11 +8,12 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv import defaults
 from jaxkv.cli import flags
-from jaxkv.cli.files import print_json
+from jaxkv.cli.files import check_file, print_json
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt, send_again, stop
 from jaxkv.cli.progress import Progress, say
 from jaxkv.errors import UserError, nearest
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     continues = path is not None and os.path.exists(os.path.expanduser(path))
     if continues:
         check_system(args, path)
+    elif path is not None:
+        check_file(Path(path).expanduser(), "--session")
     llm, load = flags.open_model(args, *([] if chosen is None else [chosen]))
     args.policy = check_session(path, llm, chosen) if continues else chosen or defaults.POLICY
     sampling = flags.sampling_of(args, llm)

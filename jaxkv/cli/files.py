@@ -56,7 +56,7 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_folder(path: str, names: Iterable[str]) -> Path:
+def check_folder(path: str, names: Iterable[str], flag: str = "--out") -> Path:
     """Check, before hours of work, that these files can be written; create nothing."""
     folder = Path(path)
     try:
@@ -70,16 +70,16 @@ def check_folder(path: str, names: Iterable[str]) -> Path:
         with tempfile.TemporaryFile(dir=existing):
             return folder
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise unwritable(folder, error, flag) from None
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, flag: str = "--out") -> None:
     """Check that this file can be written, into a folder that exists; create nothing."""
     if not path.parent.is_dir():
         raise UserError(
-            f"--out needs a folder that exists, got {path.parent}; create it, or choose another"
+            f"{flag} needs a folder that exists, got {path.parent}; create it, or choose another"
         )
-    check_folder(str(path.parent), [path.name])
+    check_folder(str(path.parent), [path.name], flag)
 
 
 def write(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -91,10 +91,10 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
         raise unwritable(folder, error) from None
 
 
-def unwritable(folder: Path, error: OSError) -> UserError:
-    """The error for an --out that cannot be written."""
+def unwritable(folder: Path, error: OSError, flag: str = "--out") -> UserError:
+    """The error for an output that cannot be written."""
     return UserError(
-        f"--out needs a folder that can be written to: {folder}: {error.strerror}; choose another"
+        f"{flag} needs a folder that can be written to: {folder}: {error.strerror}; choose another"
     )
 
 

@@ -26,6 +26,8 @@ def kvzip_stream(
 
     A question may come after it:
 
+        from jaxkv.models.generation.context_scores import around_context
+
         front, answer = around_context(llm)
         context = llm.tokenizer.encode(text, bos=False)
         policy = Scored(capacity=256, budgets="global")

@@ -243,3 +243,9 @@ def test_an_unusable_session_is_refused_before_weights_are_loaded(
 def test_a_message_that_begins_with_a_slash(chat):
     turns, lines = chat("//help", "see http://example.org")
     assert [turn["user"] for turn in turns] == ["/help", "see http://example.org"] and not lines
+
+
+def test_a_session_that_cannot_be_written_is_refused_before_the_model(run, model, tmp_path):
+    ran = run("chat", "--model", model, "--session", tmp_path / "no" / "talk")
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert "--session needs a folder that exists, got" in ran.err
