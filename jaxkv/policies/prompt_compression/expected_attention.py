@@ -56,9 +56,9 @@ class ExpectedAttention(CompressionPolicy):
     softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
-    exactly. A prompt of at most `capacity` tokens is not compressed. budgets, heads, every,
-    positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage: as in
-    streaming. The other defaults are those of the published code.
+    exactly. A prompt of at most `capacity` tokens is not compressed. budgets, calibration,
+    every, positions: as in keydiff. start: slots before the prompt, doubled as they fill. storage:
+    as in streaming. The other defaults are those of the published code.
     """
 
     capacity: int = 1024

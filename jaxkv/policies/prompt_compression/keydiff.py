@@ -23,6 +23,7 @@ from jaxkv.rows import Rows, Storage
 from jaxkv.typing import Array, Float32, UInt32
 
 Keys = Literal["rotated", "unrotated"]
+GRID = 2.0**14  # of scores, of which nearer ones count as equal; the older token stays
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class KeyDiff(CompressionPolicy):
         )
         if self.every is None:
             total = jnp.sum(jnp.where(tokens.filled[..., None], k, 0.0), axis=2, keepdims=True)
-        return -jnp.sum(k * rows.unit(total), axis=-1)[:, :, tokens.slots]
+        score = -jnp.sum(k * rows.unit(total), axis=-1)[:, :, tokens.slots]
+        # In the first layer equal tokens have equal keys before rotation. Without a grid rounding
+        # would choose among them, and rounding depends on the size of chunks.
+        return score if self.keys == "rotated" else jnp.round(score * GRID) / GRID
 
     def _directions(
         self, spec: Spec, k: Rows, positions: UInt32[Array, "B K S"]

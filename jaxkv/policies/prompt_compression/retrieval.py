@@ -28,9 +28,9 @@ class Retrieval(CompressionPolicy):
 
     The compressed prompt has `capacity` tokens per KV head on average. Its first `sinks` and last
     `window` tokens are among them, in every head. Generated tokens are cached exactly. A prompt of
-    at most `capacity` tokens is not compressed. budgets, heads, every, positions, start: as in
-    keydiff. storage: as in streaming. With `every`, a sentence that left the window can stay cached
-    in the heads that retrieve.
+    at most `capacity` tokens is not compressed. budgets, calibration, every, positions, start: as
+    in keydiff. storage: as in streaming. With `every`, a sentence that left the window can stay
+    cached in the heads that retrieve.
     """
 
     capacity: int = 1024

@@ -47,8 +47,8 @@ class SnapKV(CompressionPolicy):
     summed over the last `window` queries, pooled over `kernel` neighbours, and averaged over the
     query heads of a KV head. pool: max or mean over the neighbours. The defaults are those of the
     published LongBench runs. A prompt of at most `capacity` tokens is not compressed. budgets,
-    heads, every, positions: as in keydiff. start: slots before the prompt, doubled as they fill.
-    storage: as in streaming.
+    calibration, every, positions: as in keydiff. start: slots before the prompt, doubled as they
+    fill. storage: as in streaming.
     """
 
     capacity: int = 1024

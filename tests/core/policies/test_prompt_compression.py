@@ -237,3 +237,28 @@ def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, t
         expected = scores(q[sequence][mask], k[sequence][mask], WINDOW, theta, slopes, softcap)
         np.testing.assert_allclose(actual[sequence][:, :tokens], expected, rtol=2e-5, atol=2e-6)
         assert not actual[sequence][:, tokens:].any(), "an empty slot has no score"
+
+
+@pytest.mark.parametrize("fields", ["start=64", "every=8"])
+def test_chunks_do_not_choose_among_equal_keys(rng, fields):
+    """As in a first layer, where the keys of a word are the same wherever it stands."""
+    spec = Spec(HEADS, 16, 0.25, rotary(16, 100.0))
+    policy = parse_policy(f"keydiff:capacity=20,keys=unrotated,budgets=adaptive,{fields}")
+    words = rng.integers(0, 9, 60)
+    k = rng.normal(size=(9, HEADS, 16)).astype(np.float32)[words][None]
+    positions = np.arange(60, dtype=np.uint32)[None]
+    update = jax.jit(policy.update, static_argnums=0)
+    kept = []
+    for size in (1, 7, 16, 60):
+        state = policy.reserve(spec, policy.init(spec, 1, jax.random.key(0)), 60)
+        for at in range(0, 60, size):
+            part = slice(at, at + size)
+            valid = np.ones_like(positions[:, part], bool)
+            chunk = Chunk(k[:, part], k[:, part], k[:, part], positions[:, part], valid)
+            _, state = update(spec, state, jax.tree.map(jnp.asarray, chunk))
+        cached = policy.cached(spec, policy.finish_prefill(spec, state))
+        chosen = np.asarray(cached.log_weight) > -np.inf
+        kept.append(
+            [set(p[c].tolist()) for p, c in zip(cached.positions[0], chosen[0], strict=True)]
+        )
+    assert kept.count(kept[0]) == len(kept)

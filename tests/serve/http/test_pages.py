@@ -27,6 +27,7 @@ OTHERS = {
     *("--kv-cache-usage-percentage-metric", "--lora-info-metric", "--cache-info-metric"),
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
     *("--balance-abs-threshold", "--balance-rel-threshold"),
+    *("--limit", "--metadata", "--tasks"),
     *("--mesh", "--api-key", "--gpu-memory-utilization", "--worker-urls"),
 }
 
