@@ -114,16 +114,17 @@ def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
     """The string of every policy that compresses again and again, for endless text.
 
     budget: the most tokens that a query sees per KV head. every: tokens between two compressions,
-    one under tova. queries: last ones by which snapkv and pyramidkv select.
+    one under tova. queries: last ones by which snapkv and pyramidkv select, at most half of those.
     """
     rest = budget - every
+    queries = min(queries, rest // 2)
     capacity = f"capacity={rest},every={every}"
     return {
         "snapkv": f"snapkv:{capacity},window={queries}",
         "pyramidkv": f"pyramidkv:{capacity},window={queries}",
         "expected-attention": f"expected-attention:{capacity}",
         "keydiff": f"keydiff:{capacity}",
-        "retrieval": f"retrieval:{capacity},window={min(queries, rest - SINKS - 1)}",
+        "retrieval": f"retrieval:{capacity},window={queries}",
         "tova": f"tova:capacity={budget - 1}",
         "rkv": f"rkv:{capacity},window={min(RECENT, rest // 4)}",
         "vase": f"vase:{capacity},window={rest // 8},sinks={SINKS}",

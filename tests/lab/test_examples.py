@@ -40,6 +40,7 @@ PAGES = (
 NOT_RUN = {
     "pip install": "CI installs them; test_readme.py compares them with pyproject.toml",
     "vllm-router": "tests/serve/cli/test_router.py runs it",
+    "lm_eval": "tests/serve/http/test_lm_eval.py runs it",
     "JAX_PLATFORMS=cuda": "needs a GPU",
     **dict.fromkeys(
         (
