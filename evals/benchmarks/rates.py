@@ -453,6 +453,11 @@ def transformers_caption(results: dict[str, Any]) -> str:
     return setting + f"torch.compile took {compiled['seconds']:.0f} seconds."
 
 
+def peak_memory(case: dict[str, Any]) -> str:
+    """The most memory that the process of a case took."""
+    return show(max(x["peak"] for x in case["memory"].values()))
+
+
 def openvino_cases(setup: Setup) -> dict[str, RateCase]:
     """The file in OpenVINO under both caches, and jaxkv with int8 weights under all policies."""
     command = [setup.python, "-P", str(OPENVINO)]
@@ -514,7 +519,7 @@ PEERS = {
         caption=transformers_caption,
         columns={
             "first token (s)": lambda case: rate_cell(case.get("first_token"), ".2f"),
-            "peak memory": lambda case: show(max(x["peak"] for x in case["memory"].values())),
+            "peak memory": peak_memory,
         },
     ),
     "openvino": Peer(
@@ -537,7 +542,7 @@ PEERS = {
             ),
             "cache while decoding": lambda case: show(case["cache"]["decoding"]),
             "cache of the prompt": lambda case: show(case["cache"]["prompt"]),
-            "peak memory": lambda case: show(max(x["peak"] for x in case["memory"].values())),
+            "peak memory": peak_memory,
         },
     ),
 }

@@ -78,14 +78,14 @@ def length_table(results: Results, length: str) -> str:
     return table(heads, lines, caption)
 
 
-def needles(record: str) -> str:
+def needles() -> str:
     """A row per policy: right answers by task and budget, a number for each length."""
-    results = read(record, RESULTS)["results"]
+    results = read(NEEDLES, RESULTS)["results"]
     tasks = {task: [*by_length.values()] for task, by_length in results["tasks"].items()}
     lengths = " / ".join(f"{int(length):,}" for length in next(iter(results["tasks"].values())))
     first = next(iter(tasks.values()))[0]["ratios"]
     columns = [(task, share) for task in tasks for share in first]
-    heads = ("policy", *(f"{ANSWERS.get(task, task)}, {100 * float(s):g} %" for task, s in columns))
+    heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
     count = results["samples"]
     numbers = lambda scores: " / ".join(f"{count * score:.0f}" for score in scores)  # noqa: E731
     lines = [("`full`", *(numbers(x["full"]["score"] for x in tasks[t]) for t, _ in columns))]
@@ -217,7 +217,7 @@ CLAIMS = (
           "places of a text"),
 )  # fmt: skip
 
-TABLES = {"task_gates": gates, NEEDLES: partial(needles, NEEDLES)} | {
+TABLES = {"task_gates": gates, NEEDLES: needles} | {
     name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")
 }
 PAGE = "docs/results/tasks.md"

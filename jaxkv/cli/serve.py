@@ -277,7 +277,7 @@ def prefixes_of(args: argparse.Namespace) -> PrefixConfig | None:
     try:
         config = PrefixConfig(
             memory=args.prefix_memory or PrefixConfig.memory,
-            where=args.prefix_where or PrefixConfig.where,
+            where=PrefixConfig.where if args.prefix_where is None else args.prefix_where,
             host_memory=args.prefix_host_memory,
         )
     except UserError as error:  # the message begins with the name of a field

@@ -42,6 +42,7 @@ def test_a_port_in_use(run):
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
     (["--prefix-memory", "0", "--prefix-host-memory", "1GiB"], ["needs --prefix-memory"]),
     (["--prefix-memory", "0", "--prefix-where", "last"], ["--prefix-where needs --prefix-memory"]),
+    (["--prefix-where", ""], ["--prefix-where must be"]),
     (["--api-key-file", "absent"], ["no such API key file absent"]),
     (["--api-key", "secret"], ["--api-key"]),
     (["--allowed-origins", "https://a.example/path"], ["--allowed-origins", "without a path"]),

@@ -50,7 +50,7 @@ def test_a_number_stands_at_its_depth(tokenizer, task, depth):
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_register_answers_from_its_own_lines(tokenizer, depth):
-    """As LongEval's: no name and no number is twice in it."""
+    """As LongEval's: all names differ, and all numbers."""
     sample = generators.lines(np.random.default_rng(1), tokenizer, LENGTH, depth)
     rows = re.findall(r"^line (\w+-\w+): REGISTER_CONTENT is <(\d{5})>$", sample.context, re.M)
     register = dict(rows)
