@@ -252,11 +252,11 @@ def local_attention(
         """Queries start .. start+size-1 over the first `keys` keys."""
         query_positions = jax.lax.dynamic_slice_in_dim(positions, start, size, 1)
         query_valid = jax.lax.dynamic_slice_in_dim(valid, start, size, 1)
-        distance = (query_positions[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
         # The order is that of the tokens; padding may be anywhere between them.
         order = start + jnp.arange(size)[:, None] >= jnp.arange(keys)[None, :]
-        visible = order[None] & shown[:, None, :keys] & query_valid[:, :, None] & (distance >= 0)
+        visible = order[None] & shown[:, None, :keys] & query_valid[:, :, None]
         if window is not None:
+            distance = (query_positions[:, :, None] - positions[:, None, :keys]).astype(jnp.int32)
             visible &= distance < window
         bias = masked_bias(spec, visible, query_positions, positions[:, :keys], k.shape[1])
         queries = jax.lax.dynamic_slice_in_dim(q, start, size, 1)

@@ -99,7 +99,7 @@ FAULTS = (
     CoreFault(ATTENTION, "shown = valid if hidden is None else valid & ~hidden", "shown = valid"),
     CoreFault(ATTENTION, "return Partial(jnp.zeros_like(like.out), lse)",
               "return Partial(like.out, lse)"),
-    CoreFault(ATTENTION, "& (distance >= 0)", ""),
+    CoreFault(ATTENTION, "[:, None] >= jnp.arange(keys)", "[:, None] > jnp.arange(keys)"),
     CoreFault("jaxkv/driver.py", "partial = merge(partial, sink_logit(sink_logits, partial))",
               "partial = merge(partial, *2 * [sink_logit(sink_logits, partial)])"),
     CoreFault(ROTARY, "second * cos + first * sin", "second * cos - first * sin"),
