@@ -103,7 +103,7 @@ FAULTS = (
     CoreFault("jaxkv/driver.py", "partial = merge(partial, sink_logit(sink_logits, partial))",
               "partial = merge(partial, *2 * [sink_logit(sink_logits, partial)])"),
     CoreFault(ROTARY, "second * cos + first * sin", "second * cos - first * sin"),
-    CoreFault(ROTARY, "np.int32(-(2**31)) - signed", "np.int32(2**31 - 1) - signed"),
+    CoreFault(ROTARY, "np.int32(-(2**31)) - signed", "np.int32(-(2**31)) + signed"),
     CoreFault(ROTARY, "return replace(self, amplitude=1.0).rotate(x, by)",
               "return self.rotate(x, by)"),
     CoreFault(ROTARY, "(1 - blend) * frequencies / factor", "(1 - blend) * frequencies"),
