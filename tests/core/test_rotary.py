@@ -29,8 +29,10 @@ YARN = {
 
 # The pair with one rotation in the original length is beyond the last pair, and the pair with 32
 # rotations before the first: the ramp ends at the head dim (not at half of it), and begins at 0.
+# With theta 10, the pair with one rotation in 1,024 tokens is beyond the head dim.
 LONG = YARN | {"original_max_position_embeddings": 131072}
 SHORT = YARN | {"original_max_position_embeddings": 128}
+WIDE = YARN | {"original_max_position_embeddings": 1024}
 FACTORS = list(np.linspace(1, 8, 32))
 KINDS = [{"kind": "default"}, {"kind": "linear", "factor": 4.0}, LLAMA3, YARN, LONG, SHORT]
 
@@ -65,8 +67,10 @@ def frequencies_of(head_dim, theta, scaling):
     return np.array(frequencies), amplitude
 
 
-@pytest.mark.parametrize("scaling", KINDS)
-@pytest.mark.parametrize("head_dim, theta", [(64, 1e4), (128, 5e5)])
+CASES = [(*sizes, kind) for sizes in ((64, 1e4), (128, 5e5)) for kind in KINDS]
+
+
+@pytest.mark.parametrize("head_dim, theta, scaling", [*CASES, (64, 10.0, WIDE)])
 def test_every_kind_equals_its_formula(rng, scaling, head_dim, theta):
     frequencies, amplitude = frequencies_of(head_dim, theta, scaling)
     x = rng.normal(size=(1, 40, 2, head_dim)).astype(np.float32)
