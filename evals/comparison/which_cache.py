@@ -76,7 +76,7 @@ STATEMENTS = (
               [below(f"prompts/2048/cases/snapkv/{evicted}/over_full/ours/by_text",
                      f"prompts/2048/cases/keydiff/{evicted}/over_full/ours/by_text")
                for evicted in (0.75, 0.875)]),
-    Statement(PAGE, "on the default model it loses less than expected-attention", "side_by_side",
+    Statement(PAGE, "on the default model, and loses more there", "side_by_side",
               [below("rows/snapkv/after_prompt/each",
                      "rows/expected-attention/after_prompt/each")]),
 )  # fmt: skip

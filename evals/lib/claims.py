@@ -90,7 +90,8 @@ BARS_HEAD = """\
 # Bars for correctness and speed
 
 A bar is a bound that a measurement should meet. Times are medians with the range over the rounds;
-the median decides. The variants of a bar alternate in one process.
+the median decides. The variants of a bar alternate in one process. A row has the policy string of
+its record's commit: `cache=int8` is `storage=int8` today.
 `python -m jaxkv.evals.lib.claims` writes this page.
 """
 RECORDS_HEAD = """\

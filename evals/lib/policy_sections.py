@@ -74,7 +74,7 @@ USES = {
         "a mesh that splits KV heads",
     ),
     "tova": (
-        "a baseline of caches that evict by attention, in the fewest lines",
+        "a baseline of caches that evict by the newest query's attention",
         "long texts: each token compresses the cache; a mesh that splits KV heads",
     ),
     "rkv": (

@@ -26,8 +26,8 @@ CHOICES = (
     Choice(ENDLESS, FACTS, ANY, "streaming",
            "with a window that holds the facts: samples of evicted tokens find fewer"),
     Choice(PROMPT, GIST, ANY, "snapkv",
-           "after 2,048 tokens with three quarters or more evicted, it loses less than keydiff; on "
-           "the default model it loses less than expected-attention"),
+           "after 2,048 tokens with three quarters or more evicted, it loses less than keydiff; "
+           "expected-attention differs from it only on the default model, and loses more there"),
     Choice(PROMPT, FACTS, ANY, "retrieval", "the budget goes to the heads that retrieve"),
     Choice(PROMPT, FACTS, MESH, "keydiff", "it has equal budgets per KV head, and needs no query"),
     Choice("a prompt of a hundred thousand tokens", BOTH, "CPU with ample memory", "magicpig",

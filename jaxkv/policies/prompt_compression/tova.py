@@ -31,8 +31,10 @@ class TOVA(CompressionPolicy):
     the layer, so all KV heads of a layer cache the same tokens. The newest token may be evicted
     like any other. every: as in keydiff. With the default of 1 every token evicts another, in
     prompts and answers alike, so a prompt is processed token by token. The published code reads the
-    prompt with full attention and compresses it once, as every=none does here. kvpress's TOVA
-    always keeps the newest token. positions, start: as in keydiff. storage: as in streaming.
+    prompt with full attention, compresses it once, and then evicts at each token of the answer. No
+    setting does both: with every=none the prompt is compressed once, and the answer is cached in
+    full. kvpress's TOVA always keeps the newest token. positions, start: as in keydiff. storage: as
+    in streaming.
     """
 
     capacity: int = 256
