@@ -112,17 +112,17 @@ class OpenvinoWorker:
     def generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
         """Greedy tokens, the time at the start, and that of each token.
 
-        Keeps the bytes of the cache that are in use: at most, and at the last token.
+        Keeps the bytes of the cache that are in use: of the prompt, and at the last token.
         """
         tokens: list[int] = []
         times = [perf_counter()]
-        self.prompt_bytes = 0
         request = self.request(prompt, new)
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
             metrics = self.pipeline.get_metrics()
             self.decoding_bytes = round(metrics.cache_size_in_bytes * metrics.cache_usage / 100)
-            self.prompt_bytes = max(self.prompt_bytes, self.decoding_bytes)
+            if not tokens:  # the step of the first token caches the end of the prompt
+                self.prompt_bytes = self.decoding_bytes
             if request.can_read():
                 tokens += next(iter(request.read().values())).generated_ids
                 times.append(perf_counter())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxkv.errors import UserError
 from jaxkv.evals.lib.paired_losses import (
     BIN,
     TOKENS,
@@ -20,7 +21,7 @@ from jaxkv.evals.lib.paired_losses import (
 )
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming
-from jaxkv.evals.tasks.budgets import SINKS, WINDOW, repeated
+from jaxkv.evals.tasks.budgets import MIN_CAPACITY, SINKS, WINDOW, repeated
 from jaxkv.models.loading.llm import Llm
 
 BASE = "streaming"
@@ -32,12 +33,22 @@ FLAGS = (
 
 
 def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
-    """All caches, within the bytes of streaming with this budget."""
+    """All caches, within the bytes of streaming with this budget.
+
+    Raises UserError where `every` tokens leave a policy too few bytes.
+    """
     base = streaming(budget - SINKS)
     max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
     for name in repeated(budget, every, WINDOW):
-        sizes = (repeated(size, every, WINDOW)[name] for size in range(budget, every, -1))
-        by_name[name] = Case(next(x for x in sizes if sequence_bytes(llm, x) <= max_bytes))
+        sizes = range(budget, every + MIN_CAPACITY - 1, -1)
+        policies = (repeated(size, every, WINDOW)[name] for size in sizes)
+        policy = next((x for x in policies if sequence_bytes(llm, x) <= max_bytes), None)
+        if policy is None:
+            raise UserError(
+                f"{name} must fit the {max_bytes:,} bytes of {BASE} with --budget {budget}, which "
+                f"--every {every} exceeds; give a smaller --every, or a larger --budget"
+            )
+        by_name[name] = Case(policy)
     return by_name
 
 

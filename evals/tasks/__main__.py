@@ -128,15 +128,15 @@ def measure_task(
     RULER's contexts are shorter than their length, so budgets are shares of their mean; and where
     full attention fails, no policy is measured. plan: by size of a context; gets what is missing.
     """
-    every = prompts(llm, task, length, options.samples, options.seed, options.query_aware)
-    if not every:
+    samples = prompts(llm, task, length, options.samples, options.seed, options.query_aware)
+    if not samples:
         return {"scored": False, "full": {"samples": 0}, "ratios": {}}
     is_ruler = task in ruler.NAMES
-    context_tokens = float(np.mean([len(prompt.context) for prompt in every]))
+    context_tokens = float(np.mean([len(prompt.context) for prompt in samples]))
     size = round(context_tokens) if is_ruler else length
     asked = "query-aware" if options.query_aware else "question after prefill"
     measured = partial(
-        measure_policies, llm, every, task, slots_of(length), options, parts,
+        measure_policies, llm, samples, task, slots_of(length), options, parts,
         f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}",
     )  # fmt: skip
     by_ratio: SpecsByRatio = {} if is_ruler else plan[size]
@@ -146,7 +146,7 @@ def measure_task(
     if is_ruler and scored:
         by_ratio = plan[size] = plan.get(size) or budgets_of(llm, options, size)
         columns = measured(strings(by_ratio))
-    depths = [] if is_ruler else [depth_of(i) for i in range(len(every))]
+    depths = [] if is_ruler else [depth_of(i) for i in range(len(samples))]
     return {
         "context_tokens": context_tokens,
         "answer_tokens": full["tokens"].mean(),
@@ -154,7 +154,7 @@ def measure_task(
         "full": score.summary(full["score"], depths)
         | {
             "right": int((full["score"] == 1).sum()),
-            "samples": len(every),
+            "samples": len(samples),
             "state_bytes": full["state_bytes"].mean(),
         },
         "ratios": {
@@ -167,14 +167,14 @@ def measure_task(
 
 
 def measure_policies(
-    llm: Llm, every: Sequence[TaskPrompt], task: str, slots: int, options: argparse.Namespace,
+    llm: Llm, samples: Sequence[TaskPrompt], task: str, slots: int, options: argparse.Namespace,
     parts: Parts, title: str, policies: Iterable[str],
 ) -> dict[str, dict[str, np.ndarray]]:  # fmt: skip
     """By policy, the COLUMNS of all prompts; one batch of them is in memory at a time."""
     tokens, match = answer_of(task)
     computed: dict[str, list[np.ndarray]] = {policy: [] for policy in policies}
-    for start in range(0, len(every), options.batch):
-        of_batch = every[start : start + options.batch]
+    for start in range(0, len(samples), options.batch):
+        of_batch = samples[start : start + options.batch]
         seeds = [options.seed + start + i for i in range(len(of_batch))]
         batch = Batch(llm, of_batch, tokens, slots, seeds, match)
         for policy, of_policy in computed.items():

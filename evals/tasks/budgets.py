@@ -21,9 +21,10 @@ SINKS = 4
 WINDOW = 32  # last queries by which snapkv and pyramidkv select
 RECENT = 8  # last queries by which rkv selects
 PAGE = 4  # of quest
+MIN_CAPACITY = 14  # under which vase has no room for its sinks and window
 RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its middle is halved
 TUNED = ("magicpig", "topp")
-QUERIES, EVERY = 256, 16  # tokens after the prompt; every so-many-th is a query
+QUERIES, QUERY_STRIDE = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "tova",
          "rkv", "vase", "triattention", "topk",
@@ -69,14 +70,16 @@ def at_budget(
     """The string of every policy with a budget of tokens per KV head.
 
     rounds: how often the tokens between the ends are halved. slots: of growing caches. queries:
-    last ones by which snapkv and pyramidkv select. tuned: as in `settings`.
+    last ones by which snapkv and pyramidkv select, at most half of the budget. tuned: as in
+    `settings`.
     """
+    queries = min(queries, budget // 2)
     exact, share, best = f"sinks={ends.sinks},window={ends.window}", ends.share, ends.share / 2
     half = 1 << ((budget // 4).bit_length() - 1)  # a block of balance-stream
     sampled = f"sinks={SINKS},window={budget - SINKS - 2 * half}"
     start = f"start={slots}"
     capacity = f"capacity={budget}"
-    whole = f"{capacity},every=none,{start}"  # compressed at the end of the prompt
+    prompt_form = f"{capacity},every=none,{start}"  # compressed at the end of the prompt
     halved, sparse = f"{exact},rounds={rounds},{start}", f"{exact},{start}"
     specs = {
         "window": f"window:window={budget}",
@@ -91,11 +94,11 @@ def at_budget(
         "pyramidkv": f"pyramidkv:{capacity},window={queries},{start}",
         "expected-attention": f"expected-attention:{capacity},{start}",
         "keydiff": f"keydiff:{capacity},{start}",
-        "retrieval": f"retrieval:{capacity},window={min(queries, budget - SINKS - 1)},{start}",
-        "tova": f"tova:{whole}",
-        "rkv": f"rkv:{whole},window={min(RECENT, budget // 4)}",
-        "vase": f"vase:{whole},window={budget // 8},sinks={min(SINKS, budget // 4)}",
-        "triattention": f"triattention:{whole}",
+        "retrieval": f"retrieval:{capacity},window={queries},{start}",
+        "tova": f"tova:{prompt_form}",
+        "rkv": f"rkv:{prompt_form},window={min(RECENT, budget // 4)}",
+        "vase": f"vase:{prompt_form},window={budget // 8},sinks={min(SINKS, budget // 4)}",
+        "triattention": f"triattention:{prompt_form}",
         "topk": f"topk:share={share:g},{sparse}",
         "quest": f"quest:share={share:g},page={PAGE},fewest=1,{sparse}",
         "loki": f"loki:share={share:g},{sparse}",
@@ -115,8 +118,15 @@ def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
 
     budget: the most tokens that a query sees per KV head. every: tokens between two compressions,
     one under tova. queries: last ones by which snapkv and pyramidkv select, at most half of those.
+
+    Raises UserError where `every` leaves fewer than MIN_CAPACITY tokens of the budget.
     """
     rest = budget - every
+    if rest < MIN_CAPACITY:
+        raise UserError(
+            f"every must leave at least {MIN_CAPACITY} tokens of the budget, got every={every} and "
+            f"budget={budget}; give a smaller every, or a larger budget"
+        )
     queries = min(queries, rest // 2)
     capacity = f"capacity={rest},every={every}"
     return {
@@ -151,7 +161,7 @@ def tuned(llm: Llm, length: int, ratios: Sequence[float]) -> dict[float, Tuned]:
     seen, by_ratio = [capture(llm, ids)], {}
     for ratio in ratios:
         sinks, window, share = between(length, ratio)
-        arguments = llm.spec, seen, length, sinks, window, EVERY
+        arguments = llm.spec, seen, length, sinks, window, QUERY_STRIDE
         tables = matched_budgets.tables(matched_budgets.angles(*arguments), share)
         by_ratio[ratio] = Tuned(*tables, matched_budgets.masses(*arguments).reaching(share))
     return by_ratio

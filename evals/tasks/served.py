@@ -50,14 +50,14 @@ def measure(run: Run) -> dict[str, Any]:
         for task in options.tasks
     }
     parts = Parts(run.record, len(drawn) * len(options.policies))
-    gate, *others = options.policies
+    gate, *gated_policies = options.policies
     served = partial(served_scores, options.model, max(options.lengths) + ROOM, parts)
     scores = {gate: served(gate, f"{llm.name}, seed {options.seed}", drawn)}
     solved = {
         case: of_case for case, of_case in drawn.items()
         if of_case and score.passes(float(scores[gate][case].mean()))
     }  # fmt: skip
-    for policy in others:
+    for policy in gated_policies:
         scores[policy] = served(policy, f"{llm.name}, seed {options.seed}", solved)
     return {
         "model": llm.name,

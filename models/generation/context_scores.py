@@ -36,7 +36,7 @@ NEXT_REQUEST = "\n\nRepeat the part of the previous context exactly, starting wi
 MARK = "\ue000context\ue001"  # private-use characters, which templates copy unchanged
 
 
-class Passage(NamedTuple):
+class TokenParts(NamedTuple):
     """Tokens that are read together, in parts of one size; the last part is padded.
 
     ids, positions, valid: of each part. x: the input of the next layer.
@@ -63,6 +63,17 @@ def around_context(llm: Llm) -> tuple[list[int], list[int]]:
         )
     front = [*llm.tokenizer.sinks, *encode(before, bos=False)]
     return front, encode(after, bos=False, start=False)
+
+
+def repeatable_tokens(llm: Llm, max_tokens: int) -> int:
+    """The most tokens that the trained context has room for twice, from 1 to `max_tokens`.
+
+    Beside them it has the chat template and the request to repeat them.
+    """
+    front, answer = around_context(llm)
+    request = llm.tokenizer.encode(REQUEST, bos=False, start=False)
+    room = llm.config.context - len(front) - len(request) - len(answer)
+    return max(1, min(max_tokens, room // 2))
 
 
 def repetitions(llm: Llm, ids: Sequence[int], front: int) -> list[tuple[slice, list[int]]]:
@@ -113,8 +124,8 @@ def scores_by_layer(
     pieces = repetitions(llm, ids, front) if 0 <= front < len(ids) else []
     longest = max((len(tokens) for _, tokens in pieces), default=0)
     _check(llm, len(ids), front, longest)
-    text = passage(llm, ids, 0, len(ids))
-    repeats = [passage(llm, tokens, len(ids), longest) for _, tokens in pieces]
+    text = token_parts(llm, ids, 0, len(ids))
+    repeats = [token_parts(llm, tokens, len(ids), longest) for _, tokens in pieces]
     policy = Full(max=len(ids) + longest, start=len(ids) + longest)
     sizes = min(SINKS, front), min(PIECE, len(ids) - front)
     done, total = 0, (len(ids) + sum(len(tokens) for _, tokens in pieces)) * llm.config.layers
@@ -159,7 +170,7 @@ def _check(llm: Llm, size: int, front: int, longest: int) -> None:
         )
 
 
-def passage(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
+def token_parts(llm: Llm, ids: Sequence[int], start: int, longest: int) -> TokenParts:
     """Tokens from position `start` on, embedded, in parts whose size follows from `longest`."""
     width = -(-longest // (ALIGNED * -(-longest // CHUNK))) * ALIGNED
     size = -(-len(ids) // width) * width
@@ -169,7 +180,7 @@ def passage(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
     valid = np.arange(size)[None] < len(ids)
     parts = [slice(at, at + width) for at in range(0, size, width)]
     static = Static(llm.config, (), llm.mesh)
-    return Passage(
+    return TokenParts(
         [tokens[:, part] for part in parts],
         [embed(static, llm.weights, tokens[:, part]) for part in parts],
         [positions[:, part] for part in parts],
@@ -178,7 +189,7 @@ def passage(llm: Llm, ids: Sequence[int], start: int, longest: int) -> Passage:
 
 
 def run_layer_on(
-    config: Config, policy: Policy, weights: Weights, tokens: Passage, state: State
+    config: Config, policy: Policy, weights: Weights, tokens: TokenParts, state: State
 ) -> tuple[State, AttentionInputs]:
     """One layer: `tokens.x` becomes its output. Returns the cache, and what attention read."""
     seen = []

@@ -24,7 +24,15 @@ import numpy as np
 from jaxkv import files
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, check_int, check_positive
-from jaxkv.models.generation import context_scores as scoring
+from jaxkv.models.generation.context_scores import (
+    TokenParts,
+    around_context,
+    hidden_states,
+    repeatable_tokens,
+    run_layer_on,
+    scores_by_layer,
+    token_parts,
+)
 from jaxkv.models.generation.decoding import end_chunk
 from jaxkv.models.generation.kvzip import compress, layer_policies
 from jaxkv.models.generation.streams import Stream
@@ -36,7 +44,7 @@ from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.typing import Float, Float32
 
 FORMAT = "jaxkv kvzap 1"  # the only metadata of a file, with the model's fingerprint
-PASSAGE = 1024  # tokens that are scored together; published: texts of 750 to 1,250 tokens
+FIT_TOKENS = 1024  # tokens that are scored together; published: texts of 750 to 1,250 tokens
 FLOOR = 1e-8  # of a score: the logarithms of smaller ones, and of 0, would decide the fit
 
 
@@ -51,21 +59,22 @@ class KVzap(NamedTuple):
 def fit_kvzap(
     llm: Llm,
     text: str,
-    size: int = PASSAGE,
+    size: int | None = None,
     alpha: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> KVzap:
     """Fit KVzap to the scores of a text.
 
     size: tokens of a passage; each passage is a context of its own, and a shorter rest is left out.
-    alpha: the penalty of the squared weights, not of the bias. progress: called with (passages
-    done, all passages).
+    None takes FIT_TOKENS, or as many as fit the trained context twice. alpha: the penalty of the
+    squared weights, not of the bias. progress: called with (passages done, all passages).
 
     Raises UserError for a text shorter than a passage, and as `context_scores` does.
     """
+    size = repeatable_tokens(llm, FIT_TOKENS) if size is None else size
     check_int("size", size)
     check_positive("alpha", alpha, "try alpha=1.0")
-    front, _ = scoring.around_context(llm)
+    front, _ = around_context(llm)
     ids = llm.tokenizer.encode(text, bos=False, start=False)
     starts = range(0, len(ids) - size + 1, size)
     if not starts:
@@ -78,7 +87,7 @@ def fit_kvzap(
     cross = np.zeros((layers, width + 1, kv_heads))
     for number, start in enumerate(starts, 1):
         context = [*front, *ids[start : start + size]]
-        for layer, (hidden, scores) in enumerate(scoring.scores_by_layer(llm, context, len(front))):
+        for layer, (hidden, scores) in enumerate(scores_by_layer(llm, context, len(front))):
             inputs = np.pad(np.asarray(hidden, np.float64)[len(front) :], ((0, 0), (0, 1)))
             inputs[:, -1] = 1.0
             gram[layer] += inputs.T @ inputs
@@ -142,7 +151,7 @@ def kvzap_stream(
     return stream
 
 
-def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> scoring.Passage:
+def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> TokenParts:
     """A prompt to read. Raises UserError as `kvzap_scores` does."""
     _checked(llm, weights)
     if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < llm.input_ids:
@@ -150,20 +159,20 @@ def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> scoring.Passage:
             f"a prompt needs token ids from 0 to {llm.input_ids - 1}, got {len(ids)} tokens; give "
             "the model's own"
         )
-    return scoring.passage(llm, ids, 0, len(ids))
+    return token_parts(llm, ids, 0, len(ids))
 
 
 def _read(
-    llm: Llm, weights: KVzap, prompt: scoring.Passage, layers: Iterable[tuple[Policy, State]]
+    llm: Llm, weights: KVzap, prompt: TokenParts, layers: Iterable[tuple[Policy, State]]
 ) -> Iterator[tuple[Float32[np.ndarray, "K S"], State]]:
     """The predicted scores of each layer, and its cache; `prompt.x` becomes the last output."""
     size = sum(int(valid.sum()) for valid in prompt.valid)
     for layer, (policy, state) in enumerate(layers):
         of_layer = layer_weights(llm.weights, layer)
-        hidden = scoring.hidden_states(llm.config.norm_eps, of_layer["attn_norm"], prompt.x)[:size]
+        hidden = hidden_states(llm.config.norm_eps, of_layer["attn_norm"], prompt.x)[:size]
         predicted = jnp.matmul(weights.kernel[layer], hidden.T, precision="highest")
         scores = np.asarray(predicted) + weights.bias[layer][:, None]
-        state, _ = scoring.run_layer_on(llm.config, policy, of_layer, prompt, state)
+        state, _ = run_layer_on(llm.config, policy, of_layer, prompt, state)
         yield scores, state
 
 

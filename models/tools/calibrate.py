@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models.generation.context_scores import REQUEST, around_context, context_scores
+from jaxkv.models.generation.context_scores import around_context, context_scores, repeatable_tokens
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.prompt_compression.head_shares import HeadShares
 
@@ -33,11 +33,8 @@ def calibrate(
     (tokens done, all tokens) over all layers. Raises UserError for a text of fewer than MIN_TOKENS
     tokens, or one that is too long for the model.
     """
-    front, answer = around_context(llm)
-    if tokens is None:
-        request = llm.tokenizer.encode(REQUEST, bos=False, start=False)
-        room = llm.config.context - len(front) - len(request) - len(answer)
-        tokens = max(1, min(TOKENS, room // 2))
+    front, _ = around_context(llm)
+    tokens = repeatable_tokens(llm, TOKENS) if tokens is None else tokens
     ids = llm.tokenizer.encode(text, bos=False, start=False)[:tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(

@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 
 from jaxkv import UserError
-from jaxkv.models.generation import context_scores as scoring
-from jaxkv.models.generation.context_scores import around_context, context_scores, repetitions
+from jaxkv.models.generation.context_scores import (
+    SINKS,
+    around_context,
+    context_scores,
+    repetitions,
+)
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.network.uncached import attend_with_probabilities, forward
 from jaxkv.models.tools import calibrate
+from jaxkv.models.tools.passage import PASSAGE
 
-TEXT = "It was a bright cold day in April, and the clocks were striking thirteen."
+TEXT = PASSAGE.read_text("utf-8")[83:156]
+SCORES = "jaxkv.models.generation.context_scores"
 TEMPLATE = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}<a>"
 
 
@@ -23,7 +29,7 @@ def oracle(llm, ids, front):
         inputs = np.array([[*ids, *tokens]], np.int32)
         layers = forward(llm.config, llm.weights, inputs, attend_with_probabilities)[2]
         counted = np.zeros(inputs.shape[1], bool)
-        counted[: min(front, scoring.SINKS)] = counted[piece] = counted[len(ids) :] = True
+        counted[: min(front, SINKS)] = counted[piece] = counted[len(ids) :] = True
         for layer, attention in enumerate(layers):
             attention = np.asarray(attention[0], np.float64)[:, len(ids) :] * counted
             attention /= attention.sum(axis=2, keepdims=True)
@@ -34,8 +40,8 @@ def oracle(llm, ids, front):
 
 @pytest.mark.parametrize("piece, chunk", [(2048, 1024), (32, 64), (13, 1024)])
 def test_scores_are_the_largest_attention_from_the_repetition(llm, monkeypatch, piece, chunk):
-    monkeypatch.setattr(scoring, "PIECE", piece)
-    monkeypatch.setattr(scoring, "CHUNK", chunk)
+    monkeypatch.setattr(f"{SCORES}.PIECE", piece)
+    monkeypatch.setattr(f"{SCORES}.CHUNK", chunk)
     done = []
     for chat in (llm.chat, Chat(TEMPLATE)):
         reader = dataclasses.replace(llm, chat=chat)
@@ -47,7 +53,7 @@ def test_scores_are_the_largest_attention_from_the_repetition(llm, monkeypatch, 
 
 
 def test_requests(llm, monkeypatch):
-    monkeypatch.setattr(scoring, "PIECE", 32)
+    monkeypatch.setattr(f"{SCORES}.PIECE", 32)
     reader = dataclasses.replace(llm, chat=Chat(TEMPLATE))
     front, answer = around_context(reader)
     assert [llm.tokenizer.decode(ids) for ids in (front, answer)] == ["<u>", "</u><a>"]

@@ -10,17 +10,14 @@ from jaxkv.models.generation.kvzap import fit_kvzap, kvzap_scores, kvzap_stream
 from jaxkv.models.generation.kvzip import compress, layer_policies
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import load
+from jaxkv.models.tools.passage import PASSAGE
 from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.sampling import Sampling
 from tests.tiny import write_tiny
 
 SIZE = 100  # of passages
-TEXT = """It was a bright cold day in April, and the clocks were striking thirteen. Winston Smith,
-his chin nuzzled into his breast in an effort to escape the vile wind, slipped quickly through the
-glass doors of Victory Mansions, though not quickly enough to prevent a swirl of gritty dust from
-entering along with him. The hallway smelt of boiled cabbage and old rag mats. At one end of it a
-coloured poster, too large for indoor display, had been tacked to the wall."""
-NEW = "Inside the flat a fruity voice was reading out a list of figures about pig iron, and so on."
+BOOK = PASSAGE.read_text("utf-8")[83:]
+TEXT, NEW = BOOK[:449], BOOK[449:541]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +57,12 @@ def test_the_fit_of_passages(llm, weights):
         penalised = centred.T @ centred + np.eye(32)
         kernel = np.linalg.solve(penalised, centred.T @ y[layer].T).T
         np.testing.assert_allclose(weights.kernel[layer], kernel, rtol=1e-3, atol=1e-4)
+
+
+def test_passages_fit_the_trained_context_by_default(llm, weights):
+    fitted = fit_kvzap(llm, TEXT)
+    np.testing.assert_array_equal(fitted.kernel, fit_kvzap(llm, TEXT, size=236).kernel)
+    assert not np.array_equal(fitted.kernel, weights.kernel)
 
 
 def test_predictions_correlate_with_the_scores_of_other_text(llm, weights):
@@ -145,7 +148,7 @@ def test_a_file_of_weights(llm, weights, tmp_path):
 
 
 def test_bad_inputs(llm, weights):
-    with pytest.raises(UserError, match="passages of 1024 tokens, got a text of 9; give a longer"):
+    with pytest.raises(UserError, match="passages of 236 tokens, got a text of 9; give a longer"):
         fit_kvzap(llm, "Too short")
     with pytest.raises(UserError, match="trained context of 512 tokens"):
         fit_kvzap(llm, TEXT, size=400)

@@ -5,10 +5,11 @@ import pytest
 
 from jaxkv.models.generation.context_scores import context_scores
 from jaxkv.models.generation.kvzip import kvzip_stream
+from jaxkv.models.tools.passage import PASSAGE
 from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.sampling import Sampling
 
-TEXT = "It was a bright cold day in April, and the clocks were striking thirteen."
+TEXT = PASSAGE.read_text("utf-8")[83:156]
 
 
 @pytest.mark.parametrize("budgets", ["equal", "adaptive", "global"])

@@ -156,9 +156,10 @@ class CompressionPolicy(Policy):
         rows.check(self.storage)
         check_choice("budgets", self.budgets, self.budget_rules)
         if (self.budgets == "calibrated") != (self.calibration is not None):
+            calibration = "none" if self.calibration is None else self.calibration
             raise UserError(
                 "budgets=calibrated and calibration=FILE belong together, got "
-                f"budgets={self.budgets},calibration={self.calibration}; give both or neither"
+                f"budgets={self.budgets},calibration={calibration}; give both or neither"
             )
         fixed = self.budgets not in ("equal", "adaptive")
         if min(self.head_budgets, default=0) < 0 or (self.head_budgets and not fixed):
@@ -307,11 +308,11 @@ class CompressionPolicy(Policy):
                 "reserve must be called after finish_prefill, got a state without that; call "
                 "state = policy.reserve(spec, state, tokens) for the tokens to come"
             )
-        seen, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
+        attended, appended = ring.update(spec, state.dense, chunk, ring.dense_settings(state.dense))
         if prefill_finished(state):
-            seen = merge(seen, self._attend_sample(spec, chunk, state.sample, state.log_weight))
-            return seen, state._replace(dense=appended)
-        return seen, self._observe(spec, state, chunk)._replace(dense=appended)
+            of_sample = self._attend_sample(spec, chunk, state.sample, state.log_weight)
+            return merge(attended, of_sample), state._replace(dense=appended)
+        return attended, self._observe(spec, state, chunk)._replace(dense=appended)
 
     def _observe(self, spec: Spec, state: CompressedState, chunk: Chunk) -> CompressedState:
         """The state with the statistics of a chunk. They have no gradient, as choices have none."""
@@ -358,12 +359,12 @@ class CompressionPolicy(Policy):
             sampled = repeated.find_sampled(sample, state.log_weight, exact.k.shape[1])
             places = repeated.cache_positions(appended, sampled, self.budget)
             sinks = self.ends.sinks
-            seen = repeated.attend_exact(spec, exact, appended, chunk, sinks, places)
+            attended = repeated.attend_exact(spec, exact, appended, chunk, sinks, places)
             sample = repeated.sample_at_cache_positions(spec, sample, sampled, places, sinks)
         else:
-            seen, appended = ring.update(spec, exact, chunk, ring.dense_settings(exact))
-        seen = merge(seen, self._attend_sample(spec, chunk, sample, state.log_weight))
-        return seen, self._observe(spec, state, chunk)._replace(dense=appended)
+            attended, appended = ring.update(spec, exact, chunk, ring.dense_settings(exact))
+        attended = merge(attended, self._attend_sample(spec, chunk, sample, state.log_weight))
+        return attended, self._observe(spec, state, chunk)._replace(dense=appended)
 
     def _compress_full(
         self, spec: Spec, between: Int32[Array, " B"], state: CompressedState, full: Array

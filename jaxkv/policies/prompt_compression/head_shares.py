@@ -25,14 +25,18 @@ MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 
 
 class HeadShares(NamedTuple):
-    """model: name and fingerprint. shares: a number of at least 0 for each layer and KV head."""
+    """The head shares of a model, with what they were measured on.
+
+    name, fingerprint: of the model. text: the sha256 and the number of tokens. shares: a number of
+    at least 0 for each layer and KV head.
+    """
 
     name: str
     fingerprint: str
     kv_heads: int
     head_dim: int
     encoding: Rotary
-    text: dict[str, Any]  # sha256, tokens
+    text: dict[str, Any]
     shares: tuple[tuple[float, ...], ...]
 
 
@@ -58,8 +62,9 @@ def read(name: str) -> HeadShares:
 
     Raises UserError for a file that cannot be read or is damaged.
     """
-    path = FOLDER / f"{name}.json" if name in shipped() else Path(name)
-    remedy = f"name a file that `jaxkv calibrate` wrote, or one of {', '.join(shipped())}"
+    names = shipped()
+    path = FOLDER / f"{name}.json" if name in names else Path(name)
+    remedy = f"name a file that `jaxkv calibrate` wrote, or one of {', '.join(names)}"
     try:
         if path.exists() and not path.is_file():  # a pipe would block
             raise ValueError("not a regular file")

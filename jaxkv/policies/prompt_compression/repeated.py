@@ -51,19 +51,19 @@ def in_two_passes(
     """
     before = chunk.valid & (jnp.cumsum(chunk.valid, axis=1) <= room[:, None])
     full = jnp.sum(chunk.valid, axis=1) >= room
-    seen, state = absorb(state, chunk._replace(valid=before))
+    attended, state = absorb(state, chunk._replace(valid=before))
     if chunk.valid.shape[1] == 1:
-        return seen, jax.lax.cond(
+        return attended, jax.lax.cond(
             jnp.any(full), lambda state: compress(state, full), lambda state: state, state
         )
 
-    def second_pass(seen: Partial, state: State) -> tuple[Partial, State]:
+    def second_pass(attended: Partial, state: State) -> tuple[Partial, State]:
         rest = chunk.valid & ~before
         later, state = absorb(compress(state, full), chunk._replace(valid=rest))
-        out = jnp.where(rest[:, :, None, None], later.out, seen.out)
-        return Partial(out, jnp.where(rest[:, :, None], later.lse, seen.lse)), state
+        out = jnp.where(rest[:, :, None, None], later.out, attended.out)
+        return Partial(out, jnp.where(rest[:, :, None], later.lse, attended.lse)), state
 
-    return jax.lax.cond(jnp.any(full), second_pass, lambda *same: same, seen, state)
+    return jax.lax.cond(jnp.any(full), second_pass, lambda *unchanged: unchanged, attended, state)
 
 
 def find_sampled(sample: Sample, log_weight: Float32[Array, "B X C"], kv_heads: int) -> Sampled:

@@ -159,7 +159,10 @@ def pair_lengths(x: Float[Array, "... H"]) -> Float[Array, "... F"]:
 def _normalised(
     score: Float32[Array, "B K G S"], valid: Array, unit: float
 ) -> Float32[Array, "B K G S"]:
-    """Scores with mean 0 and standard deviation 1 over the valid tokens; unit: of the scores."""
+    """Scores with mean 0 and standard deviation 1 over the valid tokens.
+
+    unit: the factor on the scores, with which the smallest spread is scaled, too.
+    """
     count = jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True), 1).astype(jnp.float32)
     mean = jnp.sum(jnp.where(valid, score, 0.0), axis=-1, keepdims=True) / count
     centred = jnp.where(valid, score - mean, 0.0)

@@ -40,9 +40,9 @@ class LokiState(NamedTuple):
 class Loki(SparsePolicy):
     """Attend to the keys with the largest logits in the first principal components of the keys.
 
-    After the authors' description, the keys of a head lie near a subspace of few dimensions. So
-    their first principal components rank them almost as all dimensions do. A method that reads only
-    these reads fewer bytes.
+    The authors observe that the keys of a head lie near a subspace of few dimensions. So their
+    first principal components rank them almost as all dimensions do. A method that reads only these
+    reads fewer bytes.
 
     Attention within the prompt is exact. After it, each query head ranks keys by their products
     with the query in that subspace. It attends exactly to the first `sinks` tokens, the newest

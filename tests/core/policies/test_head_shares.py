@@ -96,9 +96,15 @@ def test_layers_have_budgets_of_their_own(file):
         policy.for_layer(0, 4)
 
 
-@pytest.mark.parametrize("fields", [{"budgets": "calibrated"}, {"calibration": "default"}])
-def test_calibrated_budgets_and_their_file_belong_together(fields):
-    with pytest.raises(UserError, match=r"belong together, got .*; give both or neither"):
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"budgets": "calibrated"}, "budgets=calibrated,calibration=none"),
+        ({"calibration": "default"}, "budgets=adaptive,calibration=default"),
+    ],
+)
+def test_calibrated_budgets_and_their_file_belong_together(fields, text):
+    with pytest.raises(UserError, match=rf"belong together, got {text}; give both or neither"):
         Retrieval(**fields)
 
 

@@ -211,7 +211,8 @@ def test_openvino_evicts_after_the_prompt(smollm2_file):
     first, *later = loads[0]["losses"]
     assert len(later) == 3 and max(later) < first  # the prompt repeats itself
     full, bounded = (loaded["cache"] for loaded in loads)
-    assert 0 < bounded["decoding"] < 0.5 * bounded["prompt"] <= 0.5 * full["decoding"]
+    assert 0 < bounded["decoding"] < 0.5 * bounded["prompt"]
+    assert bounded["prompt"] == full["prompt"] < full["decoding"]  # of the prompt alone
     tokens, times = worker.generate(prompt, 4)
     assert len(tokens) == len(times) - 1 == 4 and worker.greedy(1, 3)["tokens"][0][:1]
     assert worker.decode(1, 3)["seconds"] > 0 < worker.prefill(prompt)["seconds"]

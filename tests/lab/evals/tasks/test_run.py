@@ -158,6 +158,18 @@ def test_an_interrupted_run_continues(folder, trials, monkeypatch):
     run(tasks.MEASURE, [*ARGUMENTS, str(folder)])
 
 
+SMALL = [budgets.settings(size, x, 320, budgets.Tuned(8, 20, 0.9))
+         for size in (96, 128, 256) for x in budgets.RATIOS]  # fmt: skip
+SMALL.append(budgets.repeated(16 + budgets.MIN_CAPACITY, 16, budgets.WINDOW))
+
+
+@pytest.mark.parametrize("by_name", SMALL, ids=lambda by_name: by_name["snapkv"])
+def test_small_budgets_suit_every_policy(by_name):
+    assert by_name.keys() <= set(budgets.NAMES)
+    for policy in by_name.values():
+        parse_policy(policy)
+
+
 def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
     tuned = budgets.tuned(llm, 512, [0.25])[0.25]
     sinks, window, share = budgets.between(512, 0.25)
