@@ -166,7 +166,7 @@ def attended_share(
     shares = []
 
     def choose(scores: Candidates) -> Array:
-        weight = chosen.select(scores)
+        weight = chosen.selection(state)(scores)
         selectable = jnp.sum(scores.selectable, axis=-1)
         shares.append(jnp.mean(jnp.sum(weight > -jnp.inf, axis=-1) / selectable))
         return weight

@@ -191,6 +191,8 @@ def row(by_column: dict[str, np.ndarray], scored: bool, depths: Any) -> dict[str
     entry: dict[str, Any] = score.summary(by_column["score"], depths) if scored else {}
     for name in ("kl", "agreement"):
         entry[name], entry[f"{name}_two_errors"] = score.mean_of(by_column[name])
+    heads = float(by_column["answer_heads"].mean())
+    entry["answer_heads"] = heads if np.isfinite(heads) else None
     return entry | {"state_bytes": by_column["state_bytes"].mean()}
 
 

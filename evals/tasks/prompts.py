@@ -64,6 +64,16 @@ def prompts(
     return encoded
 
 
+def answer_places(llm: Llm, prompt: TaskPrompt) -> list[list[range]]:
+    """For each answer the places of its tokens in the context; none if other tokens write it."""
+    places = []
+    for answer in prompt.answers:
+        ids = llm.tokenizer.encode(answer, bos=False, start=False)
+        ranges = [range(i, i + len(ids)) for i in range(len(prompt.context) - len(ids) + 1)]
+        places.append([r for r in ranges if prompt.context[r.start : r.stop] == ids])
+    return places
+
+
 def answer_of(task: str) -> tuple[int, score.Match]:
     """The maximal number of tokens of an answer to a task, and the score of an answer."""
     if task in ruler.NAMES:

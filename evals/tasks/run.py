@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Policy, State
 from jaxkv.evals.tasks import score
-from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt
+from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_places
 from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
@@ -27,7 +27,8 @@ from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
 from jaxkv.typing import Array, Float, Float32
 
 WIDTH = 64  # tokens of every compiled program, so that each policy compiles one
-COLUMNS = ("score", "kl", "agreement", "tokens", "state_bytes")  # of a result, per sample
+# Of a result, per sample.
+COLUMNS = ("score", "kl", "agreement", "tokens", "state_bytes", "answer_heads")
 
 
 class Followed(NamedTuple):
@@ -58,9 +59,11 @@ class Batch:
         counts = np.array(list(map(len, full.answers)))
         if policy == "full":
             stream = self.prefill(self.full_policy)
+            answer_heads = self.answer_heads(stream)
             kl, agreement, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
         else:
             stream = self.prefill(policy)
+            answer_heads = self.answer_heads(stream)
             kl, agreement = self.divergence(stream)
             if not np.isfinite(kl).all():
                 raise SystemExit(f"{policy} gives logits that are not finite; nothing is written")
@@ -69,7 +72,26 @@ class Batch:
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [self.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
         state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
-        return np.stack([right, kl, agreement, counts, state_bytes], axis=1)
+        return np.stack([right, kl, agreement, counts, state_bytes, answer_heads], axis=1)
+
+    def answer_heads(self, stream: models.Stream) -> Float[np.ndarray, " B"]:
+        """The share of KV heads, of all layers, that cache every answer of a prompt.
+
+        NaN where the tokens of an answer are not in the context.
+        """
+        states = zip(stream.policies, stream.decoding.states, strict=True)
+        layers = [policy.cached(self.llm.spec, state) for policy, state in states]
+        layers = [tuple(map(np.asarray, layer)) for layer in layers]
+        shares = np.full(len(self.prompts), np.nan)
+        for row, prompt in enumerate(self.prompts):
+            heads = (head for p, w in layers for head in zip(p[row], w[row], strict=True))
+            cached = [set(p[w > -np.inf].tolist()) for p, w in heads]
+            places = answer_places(self.llm, prompt)
+            if all(places):
+                shares[row] = np.mean(
+                    [all(any(map(x.issuperset, at)) for at in places) for x in cached]
+                )
+        return shares
 
     def divergence(self, stream: models.Stream) -> tuple[Float[np.ndarray, " B"], ...]:
         """KL and top-1 agreement of each prompt, means over the tokens of full's answer."""

@@ -92,6 +92,10 @@ class SparsePolicy(Policy):
         """The log weight of each selectable key, -inf where it is not selected."""
         raise contract.missing(self, "select")
 
+    def selection(self, state: State) -> Select:
+        """`select`, or a function that also reads the state."""
+        return self.select
+
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> SparseState:
         return SparseState(
             ring.init(spec, batch, self.start),
@@ -100,7 +104,7 @@ class SparsePolicy(Policy):
         )
 
     def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
-        return attend_selected(spec, state, chunk, self.sinks, self.window, self.select)
+        return attend_selected(spec, state, chunk, self.sinks, self.window, self.selection(state))
 
     def cached(self, spec: Spec, state: State) -> Cached:
         return ring.cached(state.dense)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache.ring import Ring
-from jaxkv.contract import Chunk, Leaf, Partial, Spec
+from jaxkv.contract import Leaf, Spec
 from jaxkv.errors import check_choice
 from jaxkv.policies.sparse_attention import base
-from jaxkv.policies.sparse_attention.base import Candidates, SparsePolicy
+from jaxkv.policies.sparse_attention.base import Candidates, Select, SparsePolicy
 from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -81,9 +81,8 @@ class Loki(SparsePolicy):
         empty = jnp.zeros((batch, spec.kv_heads, spec.head_dim, 0), jnp.float32)
         return LokiState(*state, empty)
 
-    def update(self, spec: Spec, state: LokiState, chunk: Chunk) -> tuple[Partial, LokiState]:
-        select = partial(self.select_in, state.components)
-        return base.attend_selected(spec, state, chunk, self.sinks, self.window, select)
+    def selection(self, state: LokiState) -> Select:
+        return partial(self.select_in, state.components)
 
     def finish_prefill(self, spec: Spec, state: LokiState) -> LokiState:
         finished = super().finish_prefill(spec, state)

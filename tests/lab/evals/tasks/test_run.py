@@ -86,6 +86,20 @@ def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
         assert columns["tokens"][i] == len(answer)
 
 
+def test_heads_that_cache_an_answer(llm, batch):
+    """By hand: the head budgets of streaming are equal, so all heads cache the same tokens."""
+    answer = llm.tokenizer.encode("b", bos=False, start=False)
+    prompts = [
+        TaskPrompt([*[3] * 20, *answer, *[3] * 60], [4], ("b",)),
+        TaskPrompt([*[3] * 60, *answer, *[3] * 10], [4], ("b",)),
+        TaskPrompt([3] * 80, [4], ("b",)),
+    ]
+    short = Batch(llm, prompts, tokens=4, slots=640, seeds=[0, 1, 2])
+    np.testing.assert_array_equal(
+        short.answer_heads(short.prefill("streaming:sinks=4,window=28")), [0, 1, np.nan]
+    )
+
+
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
     answers = batch.greedy(batch.prefill(policy))
