@@ -21,8 +21,8 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.tasks import budgets, ruler, score
-from jaxkv.evals.tasks.budgets import NAMES, RATIOS
+from jaxkv.evals.tasks import budgets, model_rows, ruler, score
+from jaxkv.evals.tasks.budgets import CALIBRATED, NAMES, RATIOS, SCORED
 from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_of, check, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
@@ -35,7 +35,8 @@ FLAGS = (
          choices=[*TASKS, RULER, *ruler.NAMES]),
     flag("--lengths", (1024, 2048, 4096), "tokens of a context", minimum=1),
     flag("--ratios", (0.25, 0.5), "budgets, as shares of the context", choices=list(RATIOS)),
-    flag("--policies", NAMES, "by default all", choices=NAMES),
+    flag("--policies", tuple(name for name in NAMES if name not in (CALIBRATED, *SCORED)),
+         f"by default all but {CALIBRATED}, {' and '.join(SCORED)}", choices=NAMES),
     flag("--samples", 20, "of a task and length", minimum=1),
     flag("--batch", 4, "samples read at a time", minimum=1),
     flag("--seed", 0, minimum=0),
@@ -65,6 +66,8 @@ def measure(run: Run) -> dict[str, Any]:
     if options.gates and options.query_aware:
         raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
                         "one out")  # fmt: skip
+    if not options.gates:
+        model_rows.check(llm, options.policies, options.query_aware)
     names, lengths = tasks_of(options), options.lengths
     if set(names) & set(ruler.NAMES):
         ruler.check_package()
@@ -86,6 +89,7 @@ def measure(run: Run) -> dict[str, Any]:
         "query_aware": options.query_aware,
         "samples": options.samples,
         "gate": score.GATE,
+        "kvzap_tokens": model_rows.fitted_tokens(llm) if "kvzap" in options.policies else 0,
         "policies": plan,
         "tasks": tasks,
         "commits_of_parts": parts.commits,
@@ -103,9 +107,10 @@ def budgets_of(llm: Llm, options: argparse.Namespace, size: int) -> SpecsByRatio
     by_ratio: SpecsByRatio = {}
     for ratio in ratios:
         specs = budgets.settings(size, ratio, slots_of(size), tuned.get(ratio))
+        specs |= model_rows.settings(llm, size, ratio, slots_of(size), specs["retrieval"])
         by_ratio[ratio] = {name: specs[name] for name in options.policies}
     for policy in strings(by_ratio):
-        llm.policies(policy)
+        llm.policies(model_rows.policy_of(policy))
     return by_ratio
 
 

@@ -24,10 +24,12 @@ PAGE = 4  # of quest
 MIN_CAPACITY = 14  # under which vase has no room for its sinks and window
 RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its middle is halved
 TUNED = ("magicpig", "topp")
+SCORED = ("kvzip", "kvzap")  # by scores of the context
+CALIBRATED = "retrieval-calibrated"
 QUERIES, QUERY_STRIDE = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "tova",
-         "rkv", "vase", "triattention", "topk",
+         "rkv", "vase", "triattention", CALIBRATED, *SCORED, "topk",
          "quest", "loki", "oracle", "vattention", *TUNED)  # fmt: skip
 
 

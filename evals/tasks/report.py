@@ -7,15 +7,16 @@ from functools import partial
 from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
-from jaxkv.evals.lib.table import table
+from jaxkv.evals.lib.table import UNMEASURED, table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
-from jaxkv.evals.tasks.budgets import NAMES
+from jaxkv.evals.tasks.budgets import CALIBRATED, NAMES, SCORED
 from jaxkv.evals.tasks.score import GATE, wilson
 from jaxkv.state.memory import show
 
 ANSWERS = {"needle": "needles", "passkey": "pass keys"}  # what a task asks for
 SPARSE = NAMES[NAMES.index("topk") :]  # they cache every token
-SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, "keydiff", "retrieval"))
+UNEQUAL = ("retrieval", CALIBRATED, *SCORED)  # their KV heads have unequal budgets
+SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, *UNEQUAL, "keydiff"))
 LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of a record
 MEASURED = ("1024", "2048", "4096")  # lengths of the record `needles`
 NEEDLES = "needles"  # the record of caches that evict or compress, with more samples
@@ -89,9 +90,11 @@ def needles() -> str:
     count = results["samples"]
     numbers = lambda scores: " / ".join(f"{count * score:.0f}" for score in scores)  # noqa: E731
     lines = [("`full`", *(numbers(x["full"]["score"] for x in tasks[t]) for t, _ in columns))]
-    for name in first[QUARTER]:
-        cells = ((x["ratios"][share][name]["score"] for x in tasks[t]) for t, share in columns)
-        lines.append((f"`{name}`", *map(numbers, cells)))
+    for name in dict.fromkeys((*first[QUARTER], *UNEQUAL)):
+        cells = ([x["ratios"][share].get(name) for x in tasks[t]] for t, share in columns)
+        lines.append((f"`{name}`", *(
+            UNMEASURED if None in rows else numbers(row["score"] for row in rows) for rows in cells
+        )))  # fmt: skip
     caption = f"Right answers of {count} in contexts of {lengths} tokens, by the share cached."
     return table(heads, lines, caption)
 

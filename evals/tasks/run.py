@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.contract import Policy, State
-from jaxkv.evals.tasks import score
+from jaxkv.evals.tasks import model_rows, score
+from jaxkv.evals.tasks.budgets import SCORED
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_places
 from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
@@ -71,7 +72,8 @@ class Batch:
             answers = full.answers if (agreement == 1).all() else self.greedy(stream)
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [self.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
-        state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
+        filled = stream.state_bytes - model_rows.empty_bytes(stream)
+        state_bytes = np.full(len(counts), filled / len(counts))
         return np.stack([right, kl, agreement, counts, state_bytes, answer_heads], axis=1)
 
     def answer_heads(self, stream: models.Stream) -> Float[np.ndarray, " B"]:
@@ -125,7 +127,8 @@ class Batch:
     def prefill(self, policy: str) -> models.Stream:
         """A stream that has read the contexts, prefill finished, with room for the rest."""
         llm = self.llm
-        stream = models.Stream(llm, policy, batch=len(self.prompts), seed=self.seeds)
+        chosen = model_rows.policy_of(policy)
+        stream = models.Stream(llm, chosen, batch=len(self.prompts), seed=self.seeds)
         contexts = [prompt.context for prompt in self.prompts]
         lengths = np.array(list(map(len, contexts)))
         stream.reserve(lengths)
@@ -142,6 +145,9 @@ class Batch:
             _, states, _ = self.read(policies, states, np.zeros_like(lengths), contexts)
         position = jnp.asarray(lengths, jnp.uint32)
         stream.decoding = stream.decoding._replace(states=states, position=position)
+        if (method := policy.partition(":")[0]) in SCORED:
+            scores = [model_rows.scores(llm, method, tuple(context)) for context in contexts]
+            model_rows.compress(stream, scores)
         stream.finish_prefill()
         stream.reserve(ROOM)
         stream.lengths = lengths

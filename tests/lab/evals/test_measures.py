@@ -129,6 +129,10 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
          "streaming with --budget 64, which --every 50 exceeds; give a smaller --every"),
         ("tasks.__main__", "--policies windw", "got windw; did you mean 'window'?"),
         ("tasks.__main__", "--polices window", "did you mean --policies?"),
+        ("tasks.__main__", f"{MODEL} --policies h2o kvzip --query-aware",
+         "kvzip score a context before its question is known, got --query-aware; leave one out"),
+        ("tasks.__main__", f"{MODEL} --policies retrieval-calibrated",
+         "those of default and smollm2-135m, got model; name other --policies"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_one_line(name, words, message, files, trials, capsys):

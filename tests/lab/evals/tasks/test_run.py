@@ -10,9 +10,11 @@ from jaxkv import models
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks import __main__ as tasks
-from jaxkv.evals.tasks import budgets, score
-from jaxkv.evals.tasks.prompts import TaskPrompt, prompts
+from jaxkv.evals.tasks import budgets, model_rows, score
+from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, around, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
+from jaxkv.models.generation.kvzap import kvzap_stream
+from jaxkv.models.generation.kvzip import kvzip_stream
 from jaxkv.models.network import uncached
 from jaxkv.models.tools.passage import passage
 from jaxkv.policy_spec import parse_policy
@@ -110,6 +112,26 @@ def test_answers_of_a_policy_are_those_of_generate(llm, batch, policy):
         stream.prefill([prompt.rest])
         out, _ = stream.decode(models.Sampling(), batch.tokens, llm.eos)
         assert [t for t in out[0].tolist() if t >= 0] == answer
+
+
+@pytest.mark.parametrize("method", budgets.SCORED)
+def test_a_scored_context_is_that_of_a_stream_under_global_budgets(llm, batch, method):
+    text, size = f"{method}:capacity=40,start=640,window=8", 0
+    policy = replace(model_rows.policy_of(text), budgets="global")
+    joint = batch.prefill(text)
+    joint_size = joint.state_bytes - model_rows.empty_bytes(joint)
+    front = len(llm.tokenizer.encode(around(llm)[0], bos=False))
+    for prompt, answer in zip(batch.prompts, batch.greedy(joint), strict=True):
+        if method == "kvzip":
+            stream = kvzip_stream(llm, prompt.context, front, policy)
+        else:
+            stream = kvzap_stream(llm, prompt.context, model_rows.kvzap(llm), policy)
+        stream.reserve(0, int(stream.lengths[0]) + ROOM)
+        size += stream.state_bytes
+        stream.prefill([prompt.rest])
+        out, _ = stream.decode(models.Sampling(), batch.tokens, llm.eos)
+        assert [t for t in out[0].tolist() if t >= 0] == answer
+    assert joint_size == size
 
 
 @pytest.mark.parametrize("policy", POLICIES)
