@@ -21,16 +21,6 @@ from jaxkv.evals.tasks.prompts import prompts
 from jaxkv.evals.tasks.run import Batch
 from jaxkv.models.tools.passage import PASSAGE
 
-FLAGS = (
-    flag("--tasks", ("needle",), choices=list(TASKS)),
-    flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
-    flag("--budget", 1024, "tokens that a query sees per KV head, at most", minimum=256),
-    flag("--every", 128, "tokens between two compressions", minimum=1),
-    flag("--samples", 20, "of a task and length", minimum=1),
-    flag("--batch", 4, "samples read at a time", minimum=1),
-    flag("--seed", 0, minimum=0),
-)
-
 
 def policies(budget: int, every: int) -> dict[str, str]:
     """The policies of one budget, by name."""
@@ -41,16 +31,31 @@ def policies(budget: int, every: int) -> dict[str, str]:
         "reservoir": f"reservoir:{ends},sample={half}",
         **{name: by_name[name] for name in ("snapkv", "tova", "rkv", "vase", "triattention")},
         "keydiff": by_name["keydiff"],
-        "keydiff, unrotated keys": f"{by_name['keydiff']},keys=unrotated",
+        "keydiff-unrotated": f"{by_name['keydiff']},keys=unrotated",
         "retrieval": by_name["retrieval"],
-        "retrieval, absolute positions": f"{by_name['retrieval']},positions=absolute",
+        "retrieval-absolute": f"{by_name['retrieval']},positions=absolute",
     }
 
 
+BUDGET, EVERY = 1024, 128
+NAMES = tuple(policies(BUDGET, EVERY))
+FLAGS = (
+    flag("--tasks", ("needle",), choices=list(TASKS)),
+    flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
+    flag("--policies", NAMES, "by default all", choices=NAMES),
+    flag("--budget", BUDGET, "tokens that a query sees per KV head, at most", minimum=256),
+    flag("--every", EVERY, "tokens between two compressions", minimum=1),
+    flag("--samples", 20, "of a task and length", minimum=1),
+    flag("--batch", 4, "samples read at a time", minimum=1),
+    flag("--seed", 0, minimum=0),
+)
+
+
 def measure(run: Run) -> dict[str, Any]:
-    """The right answers of every policy, by task and length."""
+    """The right answers of the policies, by task and length."""
     options, llm = run.options, run.llm
     by_name = policies(options.budget, options.every)
+    by_name = {name: by_name[name] for name in options.policies}
     batches = -(-options.samples // options.batch)
     cases = batches * len(options.tasks) * len(options.lengths) * len(by_name)
     parts, tasks = Parts(run.record, cases), {}

@@ -79,8 +79,11 @@ def length_table(results: Results, length: str) -> str:
     return table(heads, lines, caption)
 
 
-def needles() -> str:
-    """A row per policy: right answers by task and budget, a number for each length."""
+def needles(field: str) -> str:
+    """A row per policy: a share by task and budget, a number for each length.
+
+    field: `score`, as right answers, or `answer_heads`, in per cent.
+    """
     results = read(NEEDLES, RESULTS)["results"]
     tasks = {task: [*by_length.values()] for task, by_length in results["tasks"].items()}
     lengths = " / ".join(f"{int(length):,}" for length in next(iter(results["tasks"].values())))
@@ -88,14 +91,21 @@ def needles() -> str:
     columns = [(task, share) for task in tasks for share in first]
     heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
     count = results["samples"]
-    numbers = lambda scores: " / ".join(f"{count * score:.0f}" for score in scores)  # noqa: E731
-    lines = [("`full`", *(numbers(x["full"]["score"] for x in tasks[t]) for t, _ in columns))]
+    scale = count if field == "score" else 100
+    numbers = lambda shares: " / ".join(f"{scale * share:.0f}" for share in shares)  # noqa: E731
+    full = [[x["full"].get(field, 1) for x in tasks[task]] for task, _ in columns]
+    lines = [("`full`", *map(numbers, full))]
     for name in dict.fromkeys((*first[QUARTER], *UNEQUAL)):
         cells = ([x["ratios"][share].get(name) for x in tasks[t]] for t, share in columns)
         lines.append((f"`{name}`", *(
-            UNMEASURED if None in rows else numbers(row["score"] for row in rows) for rows in cells
+            numbers(row[field] for row in rows) if all(row and field in row for row in rows)
+            else UNMEASURED for rows in cells
         )))  # fmt: skip
-    caption = f"Right answers of {count} in contexts of {lengths} tokens, by the share cached."
+    counted = {
+        "score": f"Right answers of {count}",
+        "answer_heads": "KV heads of all layers that cache the whole answer, in per cent,",
+    }
+    caption = f"{counted[field]} in contexts of {lengths} tokens, by the share cached."
     return table(heads, lines, caption)
 
 
@@ -220,9 +230,11 @@ CLAIMS = (
           "places of a text"),
 )  # fmt: skip
 
-TABLES = {"task_gates": gates, NEEDLES: needles} | {
-    name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")
-}
+TABLES = {
+    "task_gates": gates,
+    NEEDLES: partial(needles, "score"),
+    "answer_heads": partial(needles, "answer_heads"),
+} | {name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")}
 PAGE = "docs/results/tasks.md"
 OTHER_TASKS = ("variable-tracking", "common-words", "frequent-words")
 STATEMENTS = (
