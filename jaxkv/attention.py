@@ -236,7 +236,7 @@ def local_attention(
     """
     tokens = chunk.valid.shape[1]
     if tokens > _MAX_UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
-        pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
+        pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))
         unseen = None if hidden is None else pad(hidden)
         padded = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
         return Partial(padded.out[:, :tokens], padded.lse[:, :tokens])

@@ -93,7 +93,7 @@ def errors(policies: dict[str, str], name: str, seed: int) -> dict[str, float]:
         for method, text in ({"exact": "full"} | policies).items()
     }
     exact = outputs.pop("exact")
-    norm = lambda x: np.sqrt((x**2).sum(axis=(0, 2)))  # noqa: E731
+    norm = lambda x: np.sqrt((x**2).sum(axis=(0, 2)))
     return {
         method: float((norm(output - exact) / norm(exact)).mean())
         for method, output in outputs.items()

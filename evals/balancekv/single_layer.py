@@ -150,7 +150,7 @@ def saturated(spec: Spec, k: Any, v: Any, how: Halving, seeds: Sequence[int]) ->
     between = slice(ENDS, ENDS + (len(k) - QUERIES - 2 * ENDS) // BLOCK * BLOCK)
     at = jnp.arange(len(k), dtype=jnp.uint32)[None]
     rotated = spec.encoding.rotate(jnp.asarray(k)[None], at)[0]
-    split = lambda a: jnp.moveaxis(a[between], 1, 0).reshape(a.shape[1], -1, BLOCK, a.shape[2])  # noqa: E731
+    split = lambda a: jnp.moveaxis(a[between], 1, 0).reshape(a.shape[1], -1, BLOCK, a.shape[2])
     keys, values = split(rotated), split(jnp.asarray(v))
     run = jax.jit(partial(halve, how, spec.scale))
     steps_of = [run(keys, values, jax.random.uniform(jax.random.key(s), keys.shape[:3])).inner
@@ -165,7 +165,7 @@ def certain(inner: Float32[jax.Array, "..."]) -> Bool[jax.Array, "..."]:
 
 def relative_error(estimate: np.ndarray, exact: np.ndarray) -> float:
     """|estimate - exact| / |exact| of each query head; the mean over heads."""
-    norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))  # noqa: E731
+    norm = lambda a: np.sqrt((a.astype(np.float64) ** 2).sum(axis=(0, 2)))
     return float((norm(estimate - exact) / norm(exact)).mean())
 
 

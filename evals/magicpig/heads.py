@@ -90,7 +90,7 @@ def layers_of(
     cuts = [ids[i * length : (i + 1) * length] for i in range(stretches)]
     every = (capture(llm, cut) for cut in progress(cuts, "reading stretches"))
     seen = [[captured[layer] for layer in chosen] for captured in every]
-    stack = lambda *stretches: jnp.asarray(np.stack(stretches), jnp.float32)  # noqa: E731
+    stack = lambda *stretches: jnp.asarray(np.stack(stretches), jnp.float32)
     return [CapturedLayer(*map(stack, *arrays)) for arrays in zip(*seen, strict=True)]
 
 
@@ -203,13 +203,13 @@ def centred(
     share = prompt.astype(jnp.float32) / jnp.maximum(1, jnp.sum(prompt)).astype(jnp.float32)
     mean = jnp.einsum("t,bkth->bkh", share, k, precision="highest")
     k = k - mean[:, :, None]
-    unit = lambda a: a / jnp.maximum(jnp.linalg.norm(a, axis=-1, keepdims=True), 1e-30)  # noqa: E731
+    unit = lambda a: a / jnp.maximum(jnp.linalg.norm(a, axis=-1, keepdims=True), 1e-30)
     return k, scores(unit(q), unit(k), 1.0)
 
 
 def errors(estimates: jax.Array, exact: jax.Array) -> np.ndarray:
     """|estimates - exact| / |exact| of each stretch [B]; the mean over query heads."""
-    norm = lambda a: np.sqrt((np.asarray(a, np.float64) ** 2).sum(axis=(1, 3)))  # noqa: E731
+    norm = lambda a: np.sqrt((np.asarray(a, np.float64) ** 2).sum(axis=(1, 3)))
     return (norm(estimates - exact) / norm(exact)).mean(axis=1)
 
 

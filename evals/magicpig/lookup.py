@@ -172,7 +172,7 @@ def dense_forms(prompt: Chunk) -> dict[str, Form]:
     k, v = prompt.k[0, :, 0], prompt.v[0, :, 0]
     transposed = jax.block_until_ready(jnp.array(k.T, copy=True))
     high = jax.lax.Precision.HIGHEST
-    dot = lambda a, b: jnp.dot(a, b, precision=high)  # noqa: E731
+    dot = lambda a, b: jnp.dot(a, b, precision=high)
     scale = np.float32(SPEC.scale)
 
     def blend(logits: jax.Array, v: jax.Array) -> jax.Array:

@@ -91,7 +91,7 @@ def of_model(
     spec: Spec, layers: Mapping[int, CapturedLayer], options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     exact = {n: exact_attention(spec, layer, f"{name}, layer {n}") for n, layer in layers.items()}
-    alike = lambda policy: dict.fromkeys(layers, policy)  # noqa: E731
+    alike = lambda policy: dict.fromkeys(layers, policy)
     budgets: dict[str, Any] = {"topk": {}, "oracle": {}}
     for share in progress(options.budgets, f"{name}, by budget"):
         for kind, make in (("topk", TopK), ("oracle", Oracle)):

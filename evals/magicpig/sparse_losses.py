@@ -99,7 +99,7 @@ def chosen_on(
     seen = cache(lambda: [capture(llm, ids[:-1]) for ids in texts])
 
     def part(measure: Any) -> np.ndarray:
-        compute = lambda: np.stack(measure(llm.spec, seen(), prompt, SINKS, WINDOW, EVERY))  # noqa: E731
+        compute = lambda: np.stack(measure(llm.spec, seen(), prompt, SINKS, WINDOW, EVERY))
         return parts.part(f"{key}, {measure.__name__}", compute)
 
     return CosineHistogram(*part(matched_budgets.angles)), Masses(*part(matched_budgets.masses))

@@ -142,7 +142,7 @@ def crossing(by_method: Mapping[str, Mapping[str, Any]]) -> float | None:
     """The share from which top-k has a lower error than oracle sampling, interpolated linearly in
     the log errors; None if it never has."""
     shares = [float(share) for share in by_method["topk"]]
-    middle = lambda line: line["error"].get("median", line["error"].get("mean"))  # noqa: E731
+    middle = lambda line: line["error"].get("median", line["error"].get("mean"))
     over = [
         np.log(max(middle(a), 1e-12)) - np.log(max(middle(b), 1e-12))
         for a, b in zip(by_method["topk"].values(), by_method["oracle"].values(), strict=True)

@@ -85,7 +85,7 @@ def right_in_stream(
     included. progress: a name for lines of progress.
     """
     stream, read = models.Stream(llm, policy), []
-    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
+    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)
     right, tokens, waiting = [], [], list(llm.tokenizer.front) or encode(BETWEEN)
     for number, question in enumerate(questions, 1):
         text = [*waiting, *encode(question["context"])]

@@ -76,7 +76,7 @@ class Streamed(NamedTuple):
 def stream_of(llm: Llm, novel: Sequence[int], seed: Sequence[int]) -> Streamed:
     """A novel with a sentence at the end of every EVERY tokens."""
     rng = np.random.default_rng(seed)
-    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
+    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)
     tokens, facts, at, things = [], [], 0, []
     for _ in range(len(novel) // EVERY):
         things = things or rng.permutation(THINGS).tolist()  # no thing again within eight sentences
@@ -101,7 +101,7 @@ def all_answers(llm: Llm, streams: Sequence[Streamed], parts: Parts) -> dict[str
     asked = range(FIRST // EVERY, min(last, count - 1) + 1)
     policies = POLICIES | {"full": f"full:max={tokens + EVERY}"}
     digest = zlib.crc32(np.array([streamed.tokens for streamed in streams], np.int32).tobytes())
-    part = lambda name, compute: parts.part(f"{llm.name}, {digest:x}, {name}", compute)  # noqa: E731
+    part = lambda name, compute: parts.part(f"{llm.name}, {digest:x}, {name}", compute)
     right = {
         name: part(policy, partial(answers, llm, streams, policy, times(asked), tokens))
         for name, policy in policies.items()

@@ -71,7 +71,7 @@ def measure(run: Run) -> dict[str, Any]:
                     seeds = [options.seed + start + i for i in range(len(part))]
                     batch = Batch(llm, part, TASKS[task].tokens, options.budget, seeds)
                     key = f"{llm.name}, {task}, {length}, seed {options.seed}, {start}+{len(part)}"
-                    answers = lambda b=batch, p=policy: right_answers(b, p)  # noqa: E731
+                    answers = lambda b=batch, p=policy: right_answers(b, p)
                     right.append(parts.part(f"{key}, {policy}", answers))
                 depths = [depth_of(i) for i in range(len(asked))]
                 entry = score.summary(np.concatenate(right), depths)

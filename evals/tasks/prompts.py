@@ -42,7 +42,7 @@ def prompts(
         check(llm, length)
     before, after = around(llm)
     # All is one text, so the parts after the first go on.
-    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)  # noqa: E731
+    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)
     front = llm.tokenizer.encode(before, bos=False)
     encoded = []
     if task in ruler.NAMES:

@@ -92,7 +92,7 @@ def needles(field: str) -> str:
     heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
     count = results["samples"]
     scale = count if field == "score" else 100
-    numbers = lambda shares: " / ".join(f"{scale * share:.0f}" for share in shares)  # noqa: E731
+    numbers = lambda shares: " / ".join(f"{scale * share:.0f}" for share in shares)
     full = [[x["full"].get(field, 1) for x in tasks[task]] for task, _ in columns]
     lines = [("`full`", *map(numbers, full))]
     for name in dict.fromkeys((*first[QUARTER], *UNEQUAL)):

@@ -48,7 +48,7 @@ def init(spec: Spec, batch: int, size: int, storage: Storage = "float") -> PerLa
 def flat(tokens: PerHeadTokens) -> PerLayerTokens:
     """The slots of all KV heads in one array, head by head."""
     batch, kv_heads, size = tokens.positions.shape
-    join = lambda leaf: leaf.reshape(batch, 1, kv_heads * size, *leaf.shape[3:])  # noqa: E731
+    join = lambda leaf: leaf.reshape(batch, 1, kv_heads * size, *leaf.shape[3:])
     head = jnp.repeat(jnp.arange(kv_heads), size)
     head = jnp.broadcast_to(head, (batch, 1, kv_heads * size))
     return PerLayerTokens(*jax.tree.map(join, tokens), head)
@@ -69,7 +69,7 @@ def attend(
     heads = jnp.arange(chunk.q.shape[2]) // group  # of each query head
 
     def bias(start: Array | int, size: int) -> Float32[Array, "B 1 N T R"]:
-        cut = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 2)  # noqa: E731
+        cut = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 2)
         weight = log_weights(cut(tokens.head), cut(log_weight), heads)
         visible = chunk.valid[:, None, None, :, None]
         weight = jnp.where(visible, weight[:, None, :, None], -jnp.inf)

@@ -86,7 +86,7 @@ def flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:
     the write of a slot, which then happens twice, and copies all scales of a layer four times in
     each step. A test on the compiled text guards it.
     """
-    flat = lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])  # noqa: E731
+    flat = lambda leaf: leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])
     if not isinstance(rows, Int8Rows):
         return flat(rows), None
     bits = jax.lax.bitcast_convert_type(flat(rows.scale), jnp.uint16).astype(jnp.uint32)
@@ -306,7 +306,7 @@ def in_loop(integers: Array, x: Float[Array, "B T I"]) -> Array:
         first = x.reshape(-1)[0]
         return integers ^ (first != first).astype(integers.dtype)
 
-    plain = lambda integers, x: integers  # noqa: E731
+    plain = lambda integers, x: integers
     return jax.lax.platform_dependent(integers, x, cpu=each_step, default=plain)
 
 

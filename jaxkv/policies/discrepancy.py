@@ -98,7 +98,7 @@ def halve(
     if halving.mode == "coin":
         inner, stays = jnp.zeros_like(thresholds), thresholds > 0
     else:
-        apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)  # noqa: E731
+        apart = lambda a: jnp.stack([a[..., ::2, :], a[..., 1::2, :]], axis=-3)
         inner, signs = _walk(halving, scale, apart(keys), apart(values), uniforms[..., ::2], valid)
         stays = signs > 0
     return Halved(first + jnp.where(stays, np.int32(0), np.int32(1)), inner)
@@ -113,7 +113,7 @@ def walk(
     valid: Bool[Array, "... S"],
 ) -> tuple[Float32[Array, "... S"], Int32[Array, "... S"]]:
     """`Halved.inner` at each token, and its sign; 0 where there is no token."""
-    alone = lambda a: a[..., None, :, :]  # noqa: E731
+    alone = lambda a: a[..., None, :, :]
     return _walk(halving, scale, alone(keys), alone(values), uniforms, valid)
 
 

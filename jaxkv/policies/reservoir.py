@@ -174,7 +174,7 @@ class Reservoir(Policy):
             leaf = jnp.moveaxis(leaf.reshape(*stored.shape, *leaf.shape[3:]), 2, 1)
             return leaf.reshape(batch * queries, *leaf.shape[2:])
 
-        per_query = lambda leaf: leaf.reshape(batch * queries, 1, *leaf.shape[2:])  # noqa: E731
+        per_query = lambda leaf: leaf.reshape(batch * queries, 1, *leaf.shape[2:])
         sample = self._at_cache_positions(
             spec, jax.tree.map(split, samples), per_query(num_evicted)
         )

@@ -79,5 +79,5 @@ def _is_int8(node: Any) -> bool:
 
 def parts_in_int8(state: State) -> Iterator[Any]:
     """The parts of a state that store keys and values in int8, each with their positions."""
-    is_part = lambda node: _is_int8(getattr(node, "k", None))  # noqa: E731
+    is_part = lambda node: _is_int8(getattr(node, "k", None))
     return filter(is_part, jax.tree.leaves(state, is_leaf=is_part))

@@ -339,7 +339,7 @@ def update(
         loss, gradients = gradient(parts[0])
     else:
         zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, training.weights)
-        add = lambda total, runs: (jax.tree.map(jnp.add, total, gradient(runs)), None)  # noqa: E731
+        add = lambda total, runs: (jax.tree.map(jnp.add, total, gradient(runs)), None)
         total, _ = jax.lax.scan(add, zero, parts)
         loss, gradients = jax.tree.map(lambda leaf: leaf / len(parts), total)
     norm = optax.tree.norm(gradients)

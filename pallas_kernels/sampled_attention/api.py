@@ -111,7 +111,7 @@ def _backward(
     settings: LogitSettings, _: AttentionKernel | None, args: tuple, cotangent: AttentionOutput
 ) -> tuple:
     q, k, v, slots, count, weight = args
-    again = lambda q, k, v, weight: reference.gathered(settings, q, k, v, slots, count, weight)  # noqa: E731
+    again = lambda q, k, v, weight: reference.gathered(settings, q, k, v, slots, count, weight)
     _, pull = jax.vjp(again, q, k, v, weight)
     dq, dk, dv, dweight = pull(cotangent)
     return dq, dk, dv, None, None, dweight

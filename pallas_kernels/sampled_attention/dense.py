@@ -37,8 +37,8 @@ def attend(
     """
     batch, heads, head_dim = q.shape
     kv_heads, num_slots = k.shape[1:3]
-    grouped = lambda a: a.reshape(batch * kv_heads, heads // kv_heads, *a.shape[2:])  # noqa: E731
-    flat = lambda a: a.reshape(batch * kv_heads, *a.shape[2:])  # noqa: E731
+    grouped = lambda a: a.reshape(batch * kv_heads, heads // kv_heads, *a.shape[2:])
+    flat = lambda a: a.reshape(batch * kv_heads, *a.shape[2:])
     at = cache_index(jnp.where(in_sample(slots, count), slots, np.int32(num_slots)), heads)
     zeros = jnp.zeros((batch, heads, num_slots), jnp.float32)
     bias = jnp.log(zeros.at[at].add(np.float32(1), mode="drop"))

@@ -66,11 +66,11 @@ def attend(
     # Independent of the batch, so that other sequences do not change how a sample is split.
     parts = min(pl.cdiv(PROGRAMS, heads), slots.shape[-1] // BLOCK)
     number = pl.BlockSpec((None, 1), lambda i, _: (i, 0))
-    of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))  # noqa: E731
-    of_group = lambda *shape: pl.BlockSpec(  # noqa: E731
+    of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))
+    of_group = lambda *shape: pl.BlockSpec(
         (None, *shape), lambda i, _: (i // group, *(0 for _ in shape))
     )
-    column = lambda a: flatten_heads(a)[:, None]  # noqa: E731
+    column = lambda a: flatten_heads(a)[:, None]
     args = [column(count), slots, flatten_heads(q)]
     specs = [number, of_head(slots.shape[-1]), of_head(head_dim)]
     if isinstance(weight, Angles):
@@ -127,7 +127,7 @@ def _attend_part(count_ref, slots_ref, q_ref, *refs, settings: LogitSettings, pa
         block_logits = logits(settings, product, block_weight)
         within = first + jax.lax.broadcasted_iota(jnp.int32, block_logits.shape, 0) < count
         block_logits = jnp.where(within, block_logits, np.float32(-np.inf))
-        wide = lambda p: jnp.broadcast_to(p[:, None], values.shape)  # noqa: E731
+        wide = lambda p: jnp.broadcast_to(p[:, None], values.shape)
         return accumulate(so_far, block_logits, lambda p: jnp.sum(wide(p) * values, axis=0))
 
     blocks = pl.cdiv(pl.cdiv(count, BLOCK) - part, parts)

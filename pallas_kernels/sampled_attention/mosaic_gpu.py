@@ -177,7 +177,7 @@ def _visit_part(
     cache = jax.lax.div(head, np.int32(group))
     # Blocks alternate between parts, so that all parts have equal work for any count.
     blocks = pl.cdiv(pl.cdiv(count_ref[head], BLOCK) - part, parts)
-    first = lambda i: pl.multiple_of((part + i * parts) * BLOCK, BLOCK)  # noqa: E731
+    first = lambda i: pl.multiple_of((part + i * parts) * BLOCK, BLOCK)
 
     def start(i: Array) -> None:
         side = jax.lax.rem(i, np.int32(2))

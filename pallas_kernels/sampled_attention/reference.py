@@ -94,7 +94,7 @@ def attend(
         first = head // group * num_slots
 
         def attend_block(i: Array, so_far: Sums) -> Sums:
-            cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block)  # noqa: E731
+            cut = lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block)
             within = i * block + jnp.arange(block) < count
             at = first + jnp.where(within, cut(slots), 0)  # a repeated slot is in the cache
             take = partial(host_memory.take, at=at)
@@ -147,7 +147,7 @@ def gathered(
     sample_logits = logits(settings, product, weight)
     sample_logits = jnp.where(in_sample(slots, count), sample_logits, -jnp.inf)
     values = v[at].astype(jnp.float32)
-    apply = lambda share: jnp.einsum("bnm,bnmh->bnh", share, values, precision="highest")  # noqa: E731
+    apply = lambda share: jnp.einsum("bnm,bnmh->bnh", share, values, precision="highest")
     out, lse = normalize(accumulate(empty_sums(q.shape), sample_logits, apply))
     return AttentionOutput(out, lse[..., 0])
 

@@ -46,7 +46,7 @@ def inputs(
     """
     random = np.random.default_rng(seed)
     batch, heads, kv_heads, slots, head_dim, sample, dtype = shape
-    normal = lambda *size: random.standard_normal(size, np.float32)  # noqa: E731
+    normal = lambda *size: random.standard_normal(size, np.float32)
     centre = 0.5 * normal(kv_heads, 1, head_dim)
     q = normal(batch, heads, head_dim) / np.float32(np.sqrt(head_dim))
     k = normal(batch, kv_heads, slots, head_dim) + centre

@@ -99,7 +99,7 @@ def attend(
     bias = in_tiles(jnp.where(in_sample(slots, count), bias, -jnp.inf))
     place = jax.lax.broadcasted_iota(jnp.int32, bias.shape, 2) % size
     bias = jnp.where(place == in_tiles(slots % size), bias, -jnp.inf)
-    block_spec = lambda a: pl.BlockSpec((None, 1, a.shape[-1]), lambda i, *_: (i, 0, 0))  # noqa: E731
+    block_spec = lambda a: pl.BlockSpec((None, 1, a.shape[-1]), lambda i, *_: (i, 0, 0))
     query, *weights = (flatten_heads(a)[:, None] for a in (q.astype(k.dtype), bias, *norms))
     indices = flatten_heads(slots // size * size)[:, None]
     sums = [(batch * heads, 1, head_dim), (batch * heads, 1, LANES)]

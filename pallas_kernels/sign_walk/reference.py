@@ -47,7 +47,7 @@ def gram(keys: Array, values: Array, shift: Array, gain: Array, tau: float) -> A
     P = 1: gain x exp(<k_i,k_j> - shift) (<v_i,v_j> + tau). P = 2: a step is the difference of two
     tokens, so the entry is the sum over equal members minus the two cross products.
     """
-    per_walk = lambda x: x[:, None, None]  # noqa: E731
+    per_walk = lambda x: x[:, None, None]
     return signed_sum(
         lambda p, q: (
             jnp.exp(_dot(keys[:, p], keys[:, q]) - per_walk(shift))

@@ -60,7 +60,7 @@ def _run(rows_ref, thresholds: Array, signs_ref, inner_ref) -> None:
         s, signs, inners = carry
         at_step = lane == i
         # A sum of one number and zeros is exact in any order.
-        pick = lambda x: jnp.sum(jnp.where(at_step, x, 0.0), axis=1, keepdims=True)  # noqa: E731
+        pick = lambda x: jnp.sum(jnp.where(at_step, x, 0.0), axis=1, keepdims=True)
         inner = pick(s)
         sign = sign_of(inner, pick(thresholds))
         s = s + sign * rows_ref[i]
@@ -83,9 +83,9 @@ def balance(
 ) -> tuple[Array, Array]:
     """`reference.balance`: the Gram matrices are computed on the chip and stay there."""
     blocks, steps = thresholds.shape
-    tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))  # noqa: E731
+    tokens = lambda a: pl.BlockSpec((GROUP, *a.shape[1:]), lambda i: (i, 0, 0, 0))
     block_spec = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
-    lanes = lambda x: jnp.broadcast_to(x[:, None], thresholds.shape)  # noqa: E731
+    lanes = lambda x: jnp.broadcast_to(x[:, None], thresholds.shape)
     return pl.pallas_call(
         partial(_balance_group, tau=tau),
         grid=(blocks // GROUP,),

@@ -112,7 +112,7 @@ def test_equinox(weights, chunks):
         o: eqx.nn.Linear
 
         def __call__(self, state, x, positions):
-            per_token = lambda layer, y: jax.vmap(jax.vmap(layer))(y)  # noqa: E731
+            per_token = lambda layer, y: jax.vmap(jax.vmap(layer))(y)
             q, k, v = (heads(per_token(layer, x)) for layer in (self.q, self.k, self.v))
             valid = jnp.ones(x.shape[:2], bool)
             out, state = jaxkv.step(POLICY, SPEC, state, q, k, v, positions, valid)

@@ -339,7 +339,7 @@ def test_the_integration_page_runs_and_its_policies_keep_the_laws(folder, monkey
         def update(self, spec, state, chunk):
             out, new = super().update(spec, state, chunk)
             full = state.filled.all(axis=1)
-            old = lambda a, b: jnp.where(full.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+            old = lambda a, b: jnp.where(full.reshape(-1, *[1] * (a.ndim - 1)), a, b)
             return out, jax.tree.map(old, state, new)
 
     with pytest.raises(LawError, match="law 15"):  # it evicts nothing, after it skipped tokens

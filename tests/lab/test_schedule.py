@@ -26,7 +26,7 @@ def test_a_group_is_a_file_or_a_policy(test, group):
 def test_the_longest_group_begins_first(monkeypatch):
     """A test that no earlier run has measured counts as one second."""
     started = []
-    take = lambda self, node: started.append(self.workqueue.popitem(last=False)[0])  # noqa: E731
+    take = lambda self, node: started.append(self.workqueue.popitem(last=False)[0])
     monkeypatch.setattr(LoadScopeScheduling, "_assign_work_unit", take)
     queue = object.__new__(schedule.LongestFirst)
     queue.seconds = {"short": 0.1, "long": 3.0}

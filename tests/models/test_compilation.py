@@ -92,7 +92,7 @@ def test_a_measurement_compiles_while_other_policies_run(deep, compilations):
     llm = models.load(deep)
     ids = np.random.default_rng(0).integers(2, 250, (2, 89)).astype(np.int32)
     policies = ["window:window=16", "keydiff:capacity=8", "uniform:sinks=2,window=5,rounds=2"]
-    show = lambda *_: contextlib.nullcontext(lambda done: None)  # noqa: E731
+    show = lambda *_: contextlib.nullcontext(lambda done: None)
     results = [
         measurement.measure(
             llm,

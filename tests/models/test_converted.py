@@ -149,7 +149,7 @@ def test_without_room_or_permission_a_model_loads_and_one_line_says_so(
 ):
     if function == "shutil.disk_usage":
         free = int(1.9 * file.stat().st_size)
-        put = lambda _: type("Usage", (), {"free": free})()  # noqa: E731
+        put = lambda _: type("Usage", (), {"free": free})()
     monkeypatch.setattr(f"jaxkv.models.loading.converted.{function}", put)
     expected = bits(models.load(file))
     models.load(file)

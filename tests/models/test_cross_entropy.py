@@ -38,7 +38,7 @@ def test_any_block_size_gives_the_loss_and_its_gradient(monkeypatch, logits_at_o
     """Blocks of 1, 5, 8 and all 23 tokens. The last block is shorter for 5 and 8."""
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     head, hidden, *rest = arrays()
-    grad = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))  # noqa: E731
+    grad = lambda f: jax.value_and_grad(lambda *a: f(*a)[0] * 3, argnums=(0, 1))
     cost, gradients = grad(lambda *a: cross_entropy(*a, Z_LOSS))(head, hidden, *rest)
     expected_cost, expected_gradients = grad(plain)(head, hidden, *rest)
     np.testing.assert_allclose(cost, expected_cost, rtol=1e-6)
@@ -55,7 +55,7 @@ def test_the_loss_over_a_mesh(monkeypatch, size, logits_at_once):
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": logits_at_once})
     mesh = Mesh(np.array(jax.devices()[:size]), ("data",))
     args = arrays()
-    grad = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)  # noqa: E731
+    grad = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)
     results = jax.jit(grad(lambda *a: cross_entropy(*a, Z_LOSS, mesh)))(*args)
     for actual, expected in zip(
         jax.tree.leaves(results), jax.tree.leaves(grad(plain)(*args)), strict=True

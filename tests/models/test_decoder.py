@@ -33,7 +33,7 @@ def test_products(rng, shape, columns, dtype, tolerance):
 
 def test_a_product_in_half_precision_is_not_written_in_float32():
     x, weight, ct = (jnp.ones(shape, jnp.bfloat16) for shape in ((2, 3, 8), (4, 8), (2, 3, 4)))
-    back = lambda x, weight, ct: jax.vjp(linear, x, weight)[1](ct)  # noqa: E731
+    back = lambda x, weight, ct: jax.vjp(linear, x, weight)[1](ct)
     assert "f32" not in str(jax.make_jaxpr(back)(x, weight, ct))
 
 

@@ -71,7 +71,7 @@ def test_attention_equals_numpy(rng, case, tokens):
 
 
 def gradients(attend, *arrays):
-    value = lambda *a: jnp.sum(jnp.sin(attend(*a)))  # noqa: E731
+    value = lambda *a: jnp.sum(jnp.sin(attend(*a)))
     return jax.jit(jax.grad(value, tuple(range(len(arrays)))))(*arrays)
 
 

@@ -214,7 +214,7 @@ def select(words: UInt32[Array, " W"], max_places: int, draw: Float32[Array, ""]
 
         word, rank = jax.lax.cond(total > max_places, draw_sample, take_all)
         before, word = word[-1], jnp.minimum(word, words.shape[0] - 1)
-        at = lambda a: a.at[word].get(mode="promise_in_bounds")  # noqa: E731
+        at = lambda a: a.at[word].get(mode="promise_in_bounds")
         place = word * WORD + _nth_bit(at(words), rank - (at(upto) - at(ones)))
         return jax.lax.dynamic_update_slice(places, place, (first,)), before
 

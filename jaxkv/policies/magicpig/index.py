@@ -285,7 +285,7 @@ def _build(state: IndexState, settings: IndexSettings) -> IndexState:
         return tables, _norm(indexed), codes, _norm(keys)
 
     built = jax.lax.map(build_head, jnp.arange(batch * kv_heads))
-    split = lambda a: a.reshape(batch, kv_heads, *a.shape[1:])  # noqa: E731
+    split = lambda a: a.reshape(batch, kv_heads, *a.shape[1:])
     tables, norms, tail_codes, tail_norms = jax.tree.map(split, built)
     state = state._replace(tables=tables, norms=norms, tail_codes=tail_codes, tail_norms=tail_norms)
     return _to(host_memory.to_host, state) if settings.host_offload else state

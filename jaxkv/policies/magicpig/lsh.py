@@ -129,7 +129,7 @@ def log_weights(
         product = host_memory.take(norms, at) * length
         return hashing(jnp.where(product > 0, dot / jnp.where(product > 0, product, 1), 0))
 
-    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    flat = lambda a: a.reshape(-1, *a.shape[2:])
     heads = jnp.arange(q.shape[0] * q.shape[1])
     head_arguments = (
         heads,

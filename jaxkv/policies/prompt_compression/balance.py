@@ -112,7 +112,7 @@ class Balance(CompressionPolicy):
         blocks = -(-size // block)
         tokens = base.resize(tokens, blocks * block)
         multiplicity = jnp.pad(multiplicity, [(0, 0), (0, 0), (0, blocks * block - size)])
-        split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])  # noqa: E731
+        split = lambda a: a.reshape(batch, kv_heads, blocks, block, *a.shape[3:])
         # A draw follows from the token's place in the prompt and the round.
         place = jnp.arange(blocks * block, dtype=jnp.uint32)[None, None]
         uniforms = draws.uniforms(place * np.uint32(16) + np.uint32(round_index), rng)

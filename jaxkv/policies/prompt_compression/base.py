@@ -387,7 +387,7 @@ class CompressionPolicy(Policy):
         score = self.scorer.score(spec, scored)
         tokens = jax.tree.map(lambda leaf: leaf[:, :, scored.slots], stored)
         new = self.keep_best(tokens, scored.num_between, score)
-        column = lambda leaf: full.reshape(-1, *[1] * (leaf.ndim - 1))  # noqa: E731
+        column = lambda leaf: full.reshape(-1, *[1] * (leaf.ndim - 1))
         sample, log_weight = jax.tree.map(
             lambda new, old: jnp.where(column(old), new, old), new, (sample, state.log_weight)
         )
@@ -493,7 +493,7 @@ def compress(state: CompressedState, ends: ExactEnds, choose: Choose) -> Compres
     slot = jnp.arange(min(ends.max_tokens, size))[None]
     source = jnp.where(slot < ends.sinks, slot, slot + count[:, None])
     source = jnp.minimum(source, size - 1)
-    take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)  # noqa: E731
+    take = lambda leaf: jnp.take_along_axis(leaf, source[:, None, :, None], axis=2)
     exact = Ring(
         *jax.tree.map(take, prompt[:2]),
         jnp.take_along_axis(prompt.positions, source, axis=1),
@@ -587,5 +587,5 @@ def _best_of_layer(
 def resize(tokens: PerHeadTokens | PerLayerTokens, size: int) -> PerHeadTokens | PerLayerTokens:
     """The first `size` slots, padded with empty ones where there are fewer."""
     padding = max(0, size - tokens.positions.shape[2])
-    pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))  # noqa: E731
+    pad = lambda leaf: jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))
     return jax.tree.map(lambda leaf: pad(leaf)[:, :, :size], tokens)

@@ -113,7 +113,7 @@ class ExpectedAttention(CompressionPolicy):
         counted = chunk.valid & (jnp.minimum(state.count, self.sinks) + tokens > self.sinks)
         before = jnp.maximum(state.count[:, 0] - self.sinks, 0).astype(jnp.float32)
         new = jnp.sum(counted, axis=1, dtype=jnp.int32).astype(jnp.float32)
-        column = lambda x: x[:, None, None, None, None]  # noqa: E731
+        column = lambda x: x[:, None, None, None, None]
         batch, kv_heads, _, group, head_dim = state.mean.shape
         q = chunk.q.astype(jnp.float32).reshape(batch, -1, kv_heads, group, head_dim)
         q, valid = q.transpose(0, 2, 1, 3, 4), counted[:, None, :, None, None]

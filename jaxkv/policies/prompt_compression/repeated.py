@@ -169,10 +169,10 @@ def sample_at_cache_positions(
     """A sample rotated from the text positions of its tokens to positions in the cache."""
     row = jnp.arange(sample.positions.shape[2])[None, None]
     if isinstance(sample, PerLayerTokens):
-        of_head = lambda x: jnp.take_along_axis(x[:, None], sample.head, axis=2)  # noqa: E731
+        of_head = lambda x: jnp.take_along_axis(x[:, None], sample.head, axis=2)
         row = row - of_head(sampled.first)
     else:
-        of_head = lambda x: x[..., None]  # noqa: E731
+        of_head = lambda x: x[..., None]
     rank = sinks + jnp.maximum(row - of_head(positions.excess), 0)
     return rotate_to(spec, sample, of_head(positions.first) + rank.astype(jnp.uint32))
 

@@ -64,7 +64,7 @@ class Oracle(SparsePolicy):
         up_to = jnp.cumsum(jnp.where(candidates.selectable, weights, np.float32(0)), axis=-1)
         up_to = jax.lax.cummax(up_to, axis=up_to.ndim - 1)  # sums in a tree may round downwards
         up_to = up_to / jnp.where(up_to[..., -1:] == 0, np.float32(1), up_to[..., -1:])
-        flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])  # noqa: E731
+        flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
         below = jax.vmap(jnp.searchsorted)(flat(jnp.sort(uniforms, axis=-1)), flat(up_to))
         below = below.reshape(logits.shape)
         return jnp.diff(below, axis=-1, prepend=0), count

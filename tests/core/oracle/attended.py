@@ -126,7 +126,7 @@ def score_by_centres(furthest, theta, relative=False):
         half = inputs.k.shape[1] // 2
         if frequencies is None:
             frequencies = theta ** (-np.arange(half) / half)
-        pairs = lambda x: x[..., :half] + 1j * x[..., half:]  # noqa: E731
+        pairs = lambda x: x[..., :half] + 1j * x[..., half:]
         k, highest_score = pairs(inputs.k[numbers]), np.full(len(numbers), -np.inf)
         ahead = [2**i for i in range(furthest.bit_length())]
         for head in range(inputs.q.shape[1]):

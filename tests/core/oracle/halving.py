@@ -33,7 +33,7 @@ def by_walk(theta, scale, key_scale, c, cache_relative=False):
     def choose(numbers, uniforms, inputs):
         phi = gram(numbers, inputs.k, inputs.v, theta, scale, key_scale, cache_relative)
         signs = walk(phi, uniforms, c)
-        order = lambda i: (signs[i] < 0, uniforms[i] * 4096 % 1)  # noqa: E731
+        order = lambda i: (signs[i] < 0, uniforms[i] * 4096 % 1)
         first = sorted(range(len(numbers)), key=order)[: len(numbers) // 2]
         return [numbers[i] for i in sorted(first)]
 

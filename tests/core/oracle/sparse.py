@@ -39,7 +39,7 @@ def sparse_attention(sinks, size, choose, theta, scale, softcap=None, generated=
     """
 
     def rule(inputs):
-        rotated = lambda x, n: x if theta is None else rotate(x, n + inputs.start, theta)  # noqa: E731
+        rotated = lambda x, n: x if theta is None else rotate(x, n + inputs.start, theta)
         keys = rotated(inputs.k, np.arange(inputs.tokens))
         for number in range(inputs.tokens):
             cached = [(n, 0.0) for n in range(number + 1)]
@@ -137,7 +137,7 @@ def in_buckets(bits, tables, min_tables=2, center=True, budget=10**9, floor=0.0)
         planes = normals(tuple(query.rng), len(query.q), bits * tables)
         if center and query.prompt:
             query = query._replace(k=query.k - query.k[query.prompt].mean(axis=0))
-        sides = lambda x: (x @ planes > 0).reshape(len(x), tables, bits)  # noqa: E731
+        sides = lambda x: (x @ planes > 0).reshape(len(x), tables, bits)
         agree = (sides(query.k) == sides(query.q[None])).all(axis=2).sum(axis=1)
         matches, share = [n for n in query.candidates if agree[n] >= min_tables], 1.0
         if len(matches) > budget:
@@ -188,7 +188,7 @@ def verified(top, base, epsilon, quantile):
         e = np.exp(query.s)
         best = list(of_largest(top)(query))
         rest = [n for n in query.candidates if n not in best]
-        draw = lambda n: uniform(query.at + n + query.start, query.rng)  # noqa: E731
+        draw = lambda n: uniform(query.at + n + query.start, query.rng)
         rest = sorted(rest, key=lambda n: (draw(n), n))
         first = e[rest[: max(2, part(base, len(rest)))]]
         chosen = dict.fromkeys(best, 0.0)

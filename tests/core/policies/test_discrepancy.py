@@ -54,7 +54,7 @@ def error(order, chosen):
     k, v, q, exact = streams(order)
     half = [np.take_along_axis(a, chosen[..., None], axis=1) for a in (k, v)]
     off = attention(q, *half) - exact
-    norm = lambda a: np.sqrt((a**2).sum(axis=(1, 2)))  # noqa: E731
+    norm = lambda a: np.sqrt((a**2).sum(axis=(1, 2)))
     return (norm(off) / norm(exact)).mean()
 
 
@@ -67,7 +67,7 @@ def error_of_uniform(order):
 
 def halved(how, order, seed=0):
     k, v, _, _ = streams(order)
-    split = lambda a: jnp.asarray(a.reshape(SEEDS, -1, BLOCK, HEAD_DIM), jnp.float32)  # noqa: E731
+    split = lambda a: jnp.asarray(a.reshape(SEEDS, -1, BLOCK, HEAD_DIM), jnp.float32)
     uniforms = np.random.default_rng(seed).random((SEEDS, TOKENS // BLOCK, BLOCK))
     scale = HEAD_DIM**-0.5
     done = jax.jit(functools.partial(halve, how, scale))(
@@ -98,7 +98,7 @@ def test_error_beside_uniform(name, order, record_property):
 
 def test_the_share_of_signs_without_randomness():
     """About half the signs of the practical walk are certain; with the theorem's constant, none."""
-    saturated = lambda how: np.mean(certain(jnp.asarray(halved(how, "ordered")[1])))  # noqa: E731
+    saturated = lambda how: np.mean(certain(jnp.asarray(halved(how, "ordered")[1])))
     assert 0.4 < saturated(PRACTICAL) < 0.8
     assert saturated(THEORY) == 0
 
@@ -124,7 +124,7 @@ def test_each_token_stays_half_of_the_time(mode):
     random = np.random.default_rng(2)
     k, v = (jnp.asarray(random.normal(size=(1, 12, 8)), jnp.float32) for _ in range(2))
     uniforms = jnp.asarray(random.random((4000, 12)), jnp.float32)
-    wide = lambda a: jnp.broadcast_to(a, (4000, 12, 8))  # noqa: E731
+    wide = lambda a: jnp.broadcast_to(a, (4000, 12, 8))
     chosen = np.asarray(halve(Halving(mode), 8**-0.5, wide(k), wide(v), uniforms).chosen)
     share = np.bincount(chosen.ravel(), minlength=12) / 4000
     assert np.abs(share - 0.5).max() < 4 * 0.5 / np.sqrt(4000)

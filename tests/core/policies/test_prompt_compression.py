@@ -71,7 +71,7 @@ def test_tokens_after_a_prompt_need_a_reserve(text, size):
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, size + 1, 1, 8), np.float32)
     positions, valid = np.arange(size + 1, dtype=np.uint32)[None], np.ones((1, size + 1), bool)
     arrays = [jnp.asarray(array) for array in (q, k, v, positions, valid)]
-    cut = lambda *ends: [array[:, slice(*ends)] for array in arrays]  # noqa: E731
+    cut = lambda *ends: [array[:, slice(*ends)] for array in arrays]
     compiled_step = jax.jit(partial(step, policy, spec))
     state = policy.init(spec, 1, jax.random.key(0))
     state = policy.finish_prefill(spec, compiled_step(state, *cut(size))[1])
@@ -142,7 +142,7 @@ def test_the_extreme_draws_of_vase_are_finite(rng, monkeypatch, uniform):
     policy = VaSE(12, sinks=1, window=3, every=None, start=TOKENS)
     spec = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP)
     state = read(policy, spec, random_tokens(rng), np.ones((2, TOKENS), bool))
-    draw = lambda numbers, rng: jnp.full(numbers.shape, uniform, jnp.float32)  # noqa: E731
+    draw = lambda numbers, rng: jnp.full(numbers.shape, uniform, jnp.float32)
     monkeypatch.setattr(draws, "uniforms", draw)
     score = policy.score(spec, scored_tokens(policy, state))
     assert (jnp.sum(score == jnp.inf, axis=2) == policy.num_large).all()
@@ -228,7 +228,7 @@ def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, t
     valid[1, : TOKENS - tokens] = False  # padding before it
     q, k, v = random_tokens(rng)
     state = read(policy, spec, (q, k, v), valid)
-    score = lambda state: attention_of_last_queries(spec, scored_tokens(policy, state))  # noqa: E731
+    score = lambda state: attention_of_last_queries(spec, scored_tokens(policy, state))
     actual = np.asarray(jax.jit(score)(state))
     actual = actual.reshape(2, HEADS, -1)
     slopes = encoding.slopes if isinstance(encoding, Alibi) else None

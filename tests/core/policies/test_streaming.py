@@ -56,7 +56,7 @@ def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encod
     first, then = (jax.tree.map(lambda a, s=s: a[:, s], tokens) for s in (slice(38), slice(38, 45)))
     state = policy.init(spec, 2, jax.random.key(0))
     _, state = jax.jit(lambda state: policy.update(spec, state, first))(state)
-    update = lambda: jax.jit(lambda state: policy.update(spec, state, then)[0])(state)  # noqa: E731
+    update = lambda: jax.jit(lambda state: policy.update(spec, state, then)[0])(state)
     expected_leaves = update()
     monkeypatch.setattr(ring, "_WHOLE_MASK", 0)
     monkeypatch.setattr(attention, "_BLOCK_SLOTS", 4)

@@ -90,7 +90,7 @@ def test_sharded_equals_unsharded(rng):
 def test_a_sharded_step_has_no_collective(rng, length, policy):
     mesh = mesh_of("data=2,model=4")
     state = policy.init(SPEC, 4, jax.random.key(0))
-    place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
+    place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
     by_head = place(PartitionSpec("data", None, "model"))
     by_sequence = place(PartitionSpec("data"))
     state = jax.device_put(state, jax.tree.map(place, specs(policy.leaves)))

@@ -19,7 +19,7 @@ from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 CONTEXT = 2_048
-NO_TOKENS = lambda caches: dict.fromkeys(caches, 1.0)  # noqa: E731
+NO_TOKENS = lambda caches: dict.fromkeys(caches, 1.0)
 # By module: constants that make it small.
 SMALLER = {
     "streaming.tables": {

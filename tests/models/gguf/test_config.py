@@ -74,7 +74,7 @@ def test_scaled_positions(name, tmp_path):
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
 def test_a_factor_without_a_type_is_linear(key, tmp_path):
     config, weights = hf_model(tmp_path, "llama2")
-    add = lambda writer, _: writer.add_float32(f"llama.{key}", 4.0)  # noqa: E731
+    add = lambda writer, _: writer.add_float32(f"llama.{key}", 4.0)
     path = write_gguf(tmp_path / "m.gguf", config, weights, change=add)
     scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     assert read_config(read_header(path)).encoding == (
@@ -83,7 +83,7 @@ def test_a_factor_without_a_type_is_linear(key, tmp_path):
 
 
 def test_the_id_of_no_token_is_none(tmp_path):
-    change = lambda writer, _: writer.add_eot_token_id(2**32 - 1)  # noqa: E731
+    change = lambda writer, _: writer.add_eot_token_id(2**32 - 1)
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
     assert read_config(read_header(path)).eos == (2,)
 

@@ -20,7 +20,7 @@ from tests.serve.http.test_fields import GOOD, refused
 def tokenized(monkeypatch):
     """The lengths of the texts that were tokenized."""
     lengths, encode = [], Language.encode
-    count = lambda self, text: lengths.append(len(text)) or encode(self, text)  # noqa: E731
+    count = lambda self, text: lengths.append(len(text)) or encode(self, text)
     monkeypatch.setattr(Language, "encode", count)
     return lengths
 

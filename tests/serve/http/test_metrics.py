@@ -152,7 +152,7 @@ def test_responses_are_counted_by_status():
         connection = served.send(ENDLESS)
         eventually(lambda: served.engine.handles)
         connection.close()
-        counted = lambda: samples(served, "http_requests")  # noqa: E731
+        counted = lambda: samples(served, "http_requests")
         eventually(lambda: ("/v1/completions", "499") in counted())
         counts = counted()
         assert counts.pop(("/metrics", "200")) >= 1

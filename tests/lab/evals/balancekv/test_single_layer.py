@@ -43,7 +43,7 @@ def test_without_compression_the_output_is_causal_attention(drawn):
     )
     logits = np.where(at[TOKENS:, None, None] >= at, logits, -np.inf)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
-    attend = lambda w: np.einsum("tns,snh->tnh", w / w.sum(axis=2, keepdims=True), values)  # noqa: E731
+    attend = lambda w: np.einsum("tns,snh->tnh", w / w.sum(axis=2, keepdims=True), values)
     np.testing.assert_allclose(actual, attend(weights), atol=2e-6)
     roomy = parse_policy(f"snapkv:capacity={TOKENS},window=32")
     np.testing.assert_allclose(

@@ -16,7 +16,7 @@ ASKED = [
 def seen(monkeypatch):
     """The likelihoods of all choices, in their order."""
     means, likelihood = [], questions.likelihood
-    listen = lambda *arguments: means.append(likelihood(*arguments)) or means[-1]  # noqa: E731
+    listen = lambda *arguments: means.append(likelihood(*arguments)) or means[-1]
     monkeypatch.setattr(questions, "likelihood", listen)
     return means
 

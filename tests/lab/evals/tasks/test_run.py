@@ -47,7 +47,7 @@ def llm(folder):
 @pytest.fixture(scope="module")
 def batch(llm):
     random = np.random.default_rng(0)
-    ids = lambda n: random.integers(2, 250, n).tolist()  # noqa: E731
+    ids = lambda n: random.integers(2, 250, n).tolist()
     prompts = [TaskPrompt(ids(90), ids(9), ("a",)), TaskPrompt(ids(130), ids(5), ("b",))]
     return Batch(llm, prompts, tokens=6, slots=640, seeds=[0, 1])
 
