@@ -36,7 +36,8 @@ class VaSE(CompressionPolicy):
     places go to tokens drawn without replacement, each in proportion to its attention from the last
     `window` queries, averaged over the queries, over `kernel` neighbours and over the query heads
     of a KV head. A draw is a function of the seed, of the token's position and of the newest
-    token's position, so each compression has draws of its own.
+    token's position, so each compression has draws of its own. It has no `budgets`, because draws
+    of different KV heads cannot be compared.
 
     This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
     MATH-500; the variant VaSE-DKV is left out. The code compresses a prompt when the answer begins,
