@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import ranged, table
-from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.state.memory import show
 
 
@@ -70,6 +70,12 @@ def scores(task: str, baseline: str, *policies: str) -> Derived:
     return differences
 
 
+def blocks_mean(policy: str, first: int, end: int | None) -> Derived:
+    """The loss on endless text minus streaming's, over these blocks."""
+    path = lambda results: results["rows"][policy]["endless"]["each"][first:end]
+    return lambda results: {policy: sum(path(results)) / len(path(results))}
+
+
 PAGE = "docs/which_cache.md"
 SAMPLES = ("reservoir", "stratified", "balance-stream")
 OTHER_COMPRESSION = ("balance", "uniform", "snapkv", "pyramidkv", "expected-attention")
@@ -80,6 +86,21 @@ STATEMENTS = (
                *(below(f"rows/{name}/after_prompt", 0.02, sure=False)
                  for name in read("side_by_side")["results"]["rows"]
                  if name != "expected-attention")]),
+    Statement("docs/results/policies.md", "On endless text `snapkv`, `pyramidkv` and `rkv` lose a "
+              "little less than `streaming`", "side_by_side",
+              [below(f"rows/{name}/endless", 0) for name in ("snapkv", "pyramidkv", "rkv")]),
+    Statement("docs/results/policies.md", "and `retrieval` about as much", "side_by_side",
+              [within("rows/retrieval/endless", 0, by=0.05)]),
+    Statement("docs/results/policies.md", "`tova`, `vase` and `expected-attention` lose over 0.2 "
+              "nats more", "side_by_side",
+              [above(f"rows/{name}/endless", 0.2)
+               for name in ("tova", "vase", "expected-attention")]),
+    Statement("docs/results/policies.md", "`tova` and `vase` lose hardly more in the first half of "
+              "the text", "side_by_side",
+              [within(blocks_mean(name, 0, 14), 0, by=0.03) for name in ("tova", "vase")]),
+    Statement("docs/results/policies.md", "their loss rises by most of a nat, and it stays there",
+              "side_by_side",
+              [above(blocks_mean(name, 16, None), 0.7) for name in ("tova", "vase")]),
     Statement(PAGE, "Under `window`, SmolLM2-135M, which has attention sinks, loses over 0.4 nats "
               "more per token", "streaming_tables", [above("tables/256/rows/0+256", 0.4)]),
     Statement(PAGE, "On SmolLM2-135M, from a quarter of 1,024 tokens, a sample finds fewer "

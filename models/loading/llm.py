@@ -153,11 +153,11 @@ def load(
 
     name: a folder, a GGUF file, a Hub id, or smollm2-135m (smollm2.py); the default is the
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
-    dtype: the dtype of weights and cache; None takes float32 on a CPU, whose bfloat16 products are
-    ten times slower, and the published dtype elsewhere. mesh: axes `data` (batch), `model` (heads).
-    progress: called with (bytes read, all bytes). weights: int8 or int4 quantises the matrices
-    while they are loaded (network/quantised.py); None keeps `dtype`. sinks: a file
-    of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
+    dtype: the dtype of weights and cache; None takes float32 on a CPU and the published dtype
+    elsewhere. A CPU without bfloat16 units multiplies bfloat16 ten times slower. mesh: axes `data`
+    (batch), `model` (heads). progress: called with (bytes read, all bytes). weights: int8 or int4
+    quantises the matrices while they are loaded (network/quantised.py); None keeps `dtype`. sinks:
+    a file of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
     Raises UserError for anything wrong with the model, and for quantised weights over a mesh.
     """
     source = open_source(name)
