@@ -69,8 +69,7 @@ USES = {
         "endless text without `every`; removing most of a prompt",
     ),
     "retrieval": (
-        "a prompt that is asked about afterwards: single facts anywhere in it; with `every`, "
-        "endless text",
+        "a prompt that is asked about afterwards: single facts anywhere in it",
         "a mesh that splits KV heads",
     ),
     "tova": (
