@@ -23,6 +23,7 @@ import jax
 
 from jaxkv.arguments import check_is_policy
 from jaxkv.contract import Policy
+from jaxkv.errors import check_int
 from jaxkv.testing.estimates import (
     estimates_are_unbiased,
     positions_may_wrap,
@@ -52,6 +53,10 @@ __all__ = [
     "table",
 ]
 
+# One law attends from twice as many queries to three times as many keys: in four sequences of six
+# heads these are 2.4 GB of logits.
+MAX_CHECKED = 2048
+MAX_UNBIASED = 128  # tokens of each of 4,000 sequences: up to 1.6 GB of logits
 
 NOT_JITTABLE = (
     jax.errors.ConcretizationTypeError,
@@ -85,14 +90,15 @@ def check_policy(
 ) -> list[LawResult]:
     """Check every law that applies to a policy. Returns one result per check.
 
-    capacity: the policy evicts none of its first `capacity` tokens; None finds it out, up to 512.
+    capacity: the policy evicts none of its first `capacity` tokens, at most MAX_CHECKED; None finds
+    it out, up to 512.
     cached_tokens: the meaning of the policy in plain Python, for law 15: from the number of a
     query's token to the numbers of all cached tokens, each of weight one and at its position in the
     text.
     Raises LawError, which names each broken law, the leaf and what was expected, from the first
-    exception of the policy, if it raised any; UserError for a value that is no policy.
+    exception of the policy, if it raised any; UserError for a value that is no policy, and for
+    another capacity.
     """
-    check_is_policy(policy)
     results = check_laws(policy, capacity, cached_tokens)
     _raise_broken(policy, results)
     return results
@@ -101,9 +107,11 @@ def check_policy(
 def check_unbiased(policy: Policy, tokens: int) -> None:
     """Raise LawError unless the estimate after `tokens` tokens is unbiased over seeds (law 12).
 
-    An exact policy fails too: it has no draws, so its estimates do not vary.
+    An exact policy fails too: it has no draws, so its estimates do not vary. tokens: from 2 to
+    MAX_UNBIASED.
     """
     check_is_policy(policy)
+    check_int("tokens", tokens, 2, MAX_UNBIASED)
     check = partial(estimates_are_unbiased, tokens=tokens)
     law = 12, "the estimate is unbiased", check
     _raise_broken(policy, [check_law(law, make_subject(policy, 1))])
@@ -115,6 +123,8 @@ def check_protected(policy: Policy, first: int, newest: int = 0) -> None:
     first, newest: how many tokens must stay cached with the weight 1.
     """
     check_is_policy(policy)
+    check_int("first", first, 0)
+    check_int("newest", newest, 0)
     check = partial(protected_tokens_stay, first=first, newest=newest)
     law = 13, "the first and newest tokens stay cached", check
     _raise_broken(policy, [check_law(law, _subject_of(policy))])
@@ -146,6 +156,9 @@ def check_laws(
     cached_tokens: CachedTokens | None = None,
 ) -> list[LawResult]:
     """The results of `check_policy`, also if laws are broken."""
+    check_is_policy(policy)
+    if capacity is not None:
+        check_int("capacity", capacity, maximum=MAX_CHECKED)
     of_one, first = make_subject(policy, 1, cached_tokens), []
     for law in LAWS[:3]:
         first.append(check_law(law, of_one))
@@ -175,6 +188,7 @@ def make_subject(
 
     evicts: the tokens until the first eviction, where a policy skips tokens before.
     """
+    check_int("capacity", capacity, maximum=MAX_CHECKED)
     limit = max(capacity, evicts)
     tokens, sizes = draw_tokens(SPEC, 3 * limit + 5), (1, 5, max(6, 2 * limit + 1))
     return Subject(policy, capacity, tokens, sizes, SPEC, cached_tokens)

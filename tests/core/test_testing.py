@@ -103,6 +103,29 @@ def test_an_object_that_is_not_a_policy_is_refused(unchecked):
             check("streaming", 4)
 
 
+@pytest.mark.parametrize(
+    "check, arguments, rule",
+    [
+        (check_policy, {"capacity": 10**9}, "at most 2048, got 1"),
+        (check_wrap, {"capacity": 10**9}, "at most 2048, got 1"),
+        (check_laws, {"capacity": -1}, "at least 1, got -1"),
+        (check_policy, {"capacity": 2.5}, "a whole number, got 2.5"),
+        (check_unbiased, {"tokens": 10**9}, "at most 128, got 1"),
+        (check_unbiased, {"tokens": 0}, "at least 2, got 0"),
+        (check_protected, {"first": -1}, "at least 0, got -1"),
+        (check_protected, {"first": 1, "newest": 0.5}, "a whole number, got 0.5"),
+    ],
+)
+def test_sizes_that_no_check_suits_are_refused(unchecked, check, arguments, rule):
+    with pytest.raises(UserError, match=f"{[*arguments][-1]} must be {rule}.*; use "):
+        check(jaxkv.Window(6), **arguments)
+
+
+def test_a_capacity_that_is_too_large_to_check_is_refused():
+    with pytest.raises(UserError, match="capacity must be at most 2048, got 5001; use 2048"):
+        check_policy(jaxkv.KeyDiff(capacity=5000))
+
+
 @pytest.mark.parametrize("name", ["init", "leaves", "frozen dataclass"])
 def test_a_policy_without_a_member_breaks_law_1(name):
     members = ("init", "update", "cached", "leaves", "bytes_per_sequence")
