@@ -8,7 +8,6 @@ programs have fixed shapes.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 class HeadShares(NamedTuple):
     """The head shares of a model, with what they were measured on.
 
-    name, fingerprint: of the model. text: the sha256 and the number of tokens. shares: a number of
-    at least 0 for each layer and KV head.
+    name, fingerprint: of the model. text: the sha256 and the number of tokens. shares: a number
+    from 0 to 1 for each layer and KV head, which `jaxkv calibrate` makes add up to 1.
     """
 
     name: str
@@ -90,8 +89,8 @@ def shipped() -> list[str]:
 def _parsed(fields: dict[str, Any]) -> HeadShares:
     """The head shares of a JSON object; raises one of the errors that `read` catches."""
     for number in (number for layer in fields["shares"] for number in layer):
-        if type(number) not in (int, float) or not 0 <= number < math.inf:
-            raise UserError(f"shares must be finite numbers of at least 0, got {number!r}")
+        if type(number) not in (int, float) or not 0 <= number <= 1:
+            raise UserError(f"shares must be numbers from 0 to 1, got {number!r:.60}")
     shares = tuple(tuple(map(float, layer)) for layer in fields["shares"])
     rotary, model, text = fields["rotary"], fields["model"], fields["text"]
     layers, kv_heads, head_dim = (fields[name] for name in ("layers", "kv_heads", "head_dim"))
@@ -101,7 +100,7 @@ def _parsed(fields: dict[str, Any]) -> HeadShares:
         and all(map(is_whole, (layers, kv_heads, head_dim, *encoding.frequencies)))
         and len(shares) == layers > 0
         and {len(layer) for layer in shares} == {kv_heads}
-        and 0 < sum(map(sum, shares)) < math.inf
+        and sum(map(sum, shares)) > 0
         and isinstance(text, dict)
     ):
         raise ValueError

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,6 @@ DAMAGES = {
     "a field missing": lambda fields: {k: v for k, v in fields.items() if k != "rotary"},
     "a layer missing": lambda fields: fields | {"shares": fields["shares"][1:]},
     "a head missing": lambda fields: fields | {"shares": [[0.1], [0.6, 0.1], [0, 0.2]]},
-    "a share too large": lambda fields: fields | {"shares": [[10**400, 0], [0, 0], [0, 0]]},
     "all zero": lambda fields: fields | {"shares": [[0, 0], [0, 0], [0, 0]]},
     "layers as a text": lambda fields: fields | {"layers": "3"},
     "a long number": lambda fields: fields | {"rotary": {"frequencies": [0.5], "amplitude": 1}},
@@ -134,11 +134,12 @@ def test_damaged_files(file, name):
     assert "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize("share", [-0.2, float("nan"), float("inf"), "0.5", True, None])
-def test_shares_that_are_no_numbers_from_0(file, share):
+@pytest.mark.parametrize("share", [-0.2, 1.01, 1e300, 10**70, float("nan"), "0.5", True, None])
+def test_shares_that_are_no_numbers_from_0_to_1(file, share):
     fields = json.loads(file.read_text()) | {"shares": [[0.1, 0], [0.6, 0.1], [0, share]]}
     file.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=rf"finite numbers of at least 0, got {share!r}; name a fi"):
+    received = re.escape(f"{share!r:.60}")
+    with pytest.raises(UserError, match=rf"json: .* 0 to 1, got {received}; name a file"):
         head_shares.read(str(file))
 
 
