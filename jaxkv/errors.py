@@ -72,6 +72,12 @@ def check_positive(name: str, value: object, remedy: str) -> None:
         raise UserError(f"{name} must be a finite Python number above 0, got {value!r}; {remedy}")
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise UserError unless value is a str."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be a str, got {value!r:.60}; give a text")
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise UserError unless value is one of these names."""
     choices = tuple(choices)

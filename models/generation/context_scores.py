@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.generation.decoding import Static, embed
 from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, run_recorded
 from jaxkv.models.loading.llm import Llm
@@ -105,8 +105,8 @@ def context_scores(
     tokens, which are not repeated and have the score 0. progress: called with (tokens done, all
     tokens) over all layers.
 
-    Raises UserError for a context of which nothing is repeated, for one that leaves no room for its
-    repetition, and for a model with sliding windows.
+    Raises UserError for unknown ids, for a context of which nothing is repeated, for one that
+    leaves no room for its repetition, and for a model with sliding windows.
     """
     return np.stack([scores for _, scores in scores_by_layer(llm, ids, front, progress)])
 
@@ -121,7 +121,9 @@ def scores_by_layer(
 
     The arguments, the scores and the errors are those of `context_scores`.
     """
-    pieces = repetitions(llm, ids, front) if 0 <= front < len(ids) else []
+    ids = llm.checked_ids(ids)
+    check_int("front", front, 0)
+    pieces = repetitions(llm, ids, front) if front < len(ids) else []
     longest = max((len(tokens) for _, tokens in pieces), default=0)
     _check(llm, len(ids), front, longest)
     text = token_parts(llm, ids, 0, len(ids))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import defaults
 from jaxkv.contract import Policy
-from jaxkv.errors import UserError, check_int
+from jaxkv.errors import UserError, check_int, check_text
 from jaxkv.models.generation.decoding import Decoding
 from jaxkv.models.generation.streams import ROOM, Stream
 from jaxkv.models.generation.text import (
@@ -116,6 +116,7 @@ class Conversation:
         The first `next` raises UserError for a message that would end beyond the trained context
         under a growing cache; the conversation then stays as it was.
         """
+        check_text("text", text)
         check_int("max_new_tokens", max_new_tokens)
         eos = () if ignore_eos else self.llm.eos
         self.output = OutputText(self.llm, eos, stop)

@@ -154,11 +154,9 @@ def kvzap_stream(
 def _prompt(llm: Llm, weights: KVzap, ids: Sequence[int]) -> TokenParts:
     """A prompt to read. Raises UserError as `kvzap_scores` does."""
     _checked(llm, weights)
-    if len(ids) == 0 or not 0 <= min(ids) <= max(ids) < llm.input_ids:
-        raise UserError(
-            f"a prompt needs token ids from 0 to {llm.input_ids - 1}, got {len(ids)} tokens; give "
-            "the model's own"
-        )
+    ids = llm.checked_ids(ids)
+    if len(ids) == 0:
+        raise UserError("the prompt is empty; give at least one token")
     return token_parts(llm, ids, 0, len(ids))
 
 

@@ -59,23 +59,16 @@ def losses(
     stream: continue these states, at their position, instead of fresh ones. prompt: the number of
     first tokens that are the prompt, after which prefill is finished. The loss of the first token
     after it is left out, because policies that act on a prompt predict it by full attention.
-    Raises UserError where there is nothing to predict, and without a prompt for a policy that
-    compresses or indexes it.
+    Raises UserError for unknown ids, where there is nothing to predict, and without a prompt for a
+    policy that compresses or indexes it.
     """
-    if isinstance(tokens, str):
-        raise UserError(f"a text to score is a list of token ids, got {tokens!r:.60}; encode it")
-    ids = np.asarray(tokens, np.int32)
+    ids = llm.checked_ids(tokens)
     check_int("prompt", prompt, 0)
     if len(ids) < prompt + 2:
         after = f" after a prompt of {prompt}" if prompt else ""
         raise UserError(
             f"a loss needs at least 2 tokens{after}, got {max(0, len(ids) - prompt)}; give a "
             f"longer text{' or a shorter prompt' if prompt else ''}"
-        )
-    if not 0 <= ids.min() <= ids.max() < llm.input_ids:
-        raise UserError(
-            f"token ids must be from 0 to {llm.input_ids - 1}, got {ids.min()}..{ids.max()}; "
-            "the tokenizer belongs to another model"
         )
     if stream is None:
         stream = Stream(llm, policy, tokens=len(ids), start=start)
@@ -198,13 +191,14 @@ def score(
 
     prompt: as for `losses`. progress: called with the predictions done so far.
     """
-    stream = Stream(llm, policy, seed=seed, tokens=len(tokens))
+    ids = llm.checked_ids(tokens)
+    stream = Stream(llm, policy, seed=seed, tokens=len(ids))
     chunk = stream.chunk_of(chunk)
     # This raises before the warning.
-    parts = losses(llm, tokens, chunk=chunk, stream=stream, prompt=prompt)
-    warn_beyond_context(llm, stream.policies, len(tokens))
+    parts = losses(llm, ids, chunk=chunk, stream=stream, prompt=prompt)
+    warn_beyond_context(llm, stream.policies, len(ids))
     text_losses, seconds, compiling = gather(parts, progress)
-    targets = np.asarray(tokens)[prompt + 1 :][: len(text_losses)]
+    targets = ids[prompt + 1 :][: len(text_losses)]
     text_losses = text_losses[targets < llm.config.vocab]
     if not np.isfinite(text_losses).all():
         raise not_finite(llm)

@@ -135,16 +135,17 @@ class Stream:
         Raises UserError for unknown token ids, or where the caches do not fit in memory.
         """
         batch, chunk = self._batch, self.chunk_of(chunk)
+        if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+            raise UserError(f"give a list of token ids per sequence, got {prompts!r:.60}")
         if len(prompts) != batch:
             raise UserError(
                 f"give one list of tokens per sequence: got {len(prompts)} for {batch} sequences"
             )
-        longest, vocab = max(map(len, prompts)), self.llm.input_ids
-        if any(len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab for prompt in prompts):
-            raise UserError(f"token ids must be from 0 to {vocab - 1}: give the model's own")
+        ids = list(map(self.llm.checked_ids, prompts))
         self._check_usable()
         before, done = self.lengths, np.zeros_like(self.lengths)
-        counts = np.array(list(map(len, prompts)))
+        counts = np.array(list(map(len, ids)))
+        longest = int(counts.max())
         self.reserve(counts)
         self.ahead.wait("prefill")
         try:
@@ -152,8 +153,8 @@ class Stream:
                 width = bucket(min(chunk, longest - start), chunk)
                 tokens = np.zeros((batch, width), np.int32)
                 valid = np.zeros((batch, width), bool)
-                for entry, prompt in enumerate(prompts):
-                    part = prompt[start : start + chunk]
+                for entry, of_entry in enumerate(ids):
+                    part = of_entry[start : start + chunk]
                     tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
                 decoding, self._usable = self.decoding, False  # its states are donated
                 weights = self.llm.weights

@@ -201,27 +201,18 @@ def encode(llm: Llm, prompts: Sequence[Prompt]) -> list[list[int]]:
         raise UserError(f"the model must come from models.load, got {llm!r:.60}; load it first")
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array) or len(prompts) == 0:
         raise UserError(f"no prompt is given, got {prompts!r:.60}; give a text or a list of texts")
-    encoded, vocab = [], llm.input_ids
+    encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
             if not prompt:
                 raise UserError("the prompt is empty; give at least one character")
             ids = llm.tokenizer.encode(prompt)
         else:
-            ids = _token_ids(prompt)
+            ids = llm.checked_ids(prompt).tolist()
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
-        if not 0 <= min(ids) <= max(ids) < vocab:
-            raise UserError(f"token ids must be from 0 to {vocab - 1}, got {min(ids)}..{max(ids)}")
         encoded.append(ids)
     return encoded
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    array = None if isinstance(prompt, bytes) else np.asarray(prompt)
-    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UserError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}")
-    return array.tolist()
 
 
 class Generation:

@@ -32,7 +32,7 @@ from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.policies.prompt_compression.base import CompressionPolicy
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
-from jaxkv.typing import Array
+from jaxkv.typing import Array, Int32
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEFAULT = Path(__file__).parents[1] / "default"  # the model in the package
@@ -87,6 +87,25 @@ class Llm:
         """The number of ids that the model reads: its vocabulary and its sink tokens."""
         rows = self.weights.get(SINK_TOKENS)
         return self.config.vocab + (0 if rows is None else rows.shape[0])
+
+    def checked_ids(self, tokens: Sequence[int]) -> Int32[np.ndarray, " N"]:
+        """The token ids of one text as an array; raises UserError for anything else."""
+        try:
+            ids = np.asarray(tokens)
+        except (ValueError, TypeError):  # lists of several lengths
+            ids = np.asarray(None)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            received = " ".join(f"{tokens!r}".split())  # arrays print several lines
+            raise UserError(
+                f"a prompt or text must be a list of token ids, whole numbers, got {received:.60}; "
+                "encode it with llm.tokenizer.encode"
+            )
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.input_ids:
+            raise UserError(
+                f"token ids must be from 0 to {self.input_ids - 1}, got {ids.min()}..{ids.max()}; "
+                "give those of the model's own tokenizer"
+            )
+        return ids.astype(np.int32)
 
     @property
     def spec(self) -> Spec:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_text
 from jaxkv.files import reading
 from jaxkv.models.loading import package_coder, sentencepiece
 from jaxkv.models.loading.added_tokens import FLAGS, AddedToken, TextPart, splitter
@@ -79,6 +79,7 @@ class Tokenizer:
         Added tokens written out in the text become their ids, as in a chat template.
         separator: a character that is no part of the text; an added token that contains it is text.
         """
+        check_text("text", text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, check_int
 from jaxkv.models.generation.context_scores import around_context, context_scores, repeatable_tokens
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.prompt_compression.head_shares import HeadShares
@@ -35,6 +35,7 @@ def calibrate(
     """
     front, _ = around_context(llm)
     tokens = repeatable_tokens(llm, TOKENS) if tokens is None else tokens
+    check_int("tokens", tokens)
     ids = llm.tokenizer.encode(text, bos=False, start=False)[:tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(

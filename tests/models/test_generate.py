@@ -407,7 +407,7 @@ def test_common_mistakes_are_explained(llm):
         models.generate("path", "a")
     with pytest.raises(UserError, match="a model is a folder, a GGUF file or a Hub id"):
         models.load(None)
-    with pytest.raises(UserError, match="a list of token ids, got 'hello'"):
+    with pytest.raises(UserError, match="a list of token ids, whole numbers, got 'hello'; encode"):
         models.score(llm, "hello", "window:window=9")
 
 
