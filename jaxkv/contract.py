@@ -201,7 +201,10 @@ class Policy:
     source: ClassVar[str] = ""
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> State:
-        """An empty state for `batch` sequences."""
+        """An empty state for `batch` sequences.
+
+        rng: a key of JAX. Policies with seeds in their state check it; the others ignore it.
+        """
         raise missing(self, "init")
 
     def update(self, spec: Spec, state: State, chunk: Chunk) -> tuple[Partial, State]:
