@@ -34,7 +34,7 @@ from jaxkv.models.generation.context_scores import (
     token_parts,
 )
 from jaxkv.models.generation.decoding import end_chunk
-from jaxkv.models.generation.kvzip import compress, layer_policies
+from jaxkv.models.generation.kvzip import check_scored, compress, layer_policies
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.hf.weights import read, read_header, read_metadata
 from jaxkv.models.loading.llm import Llm
@@ -133,8 +133,9 @@ def kvzap_stream(
         tokens, ended = stream.decode(llm.sampling, 64, llm.eos)
 
     policy: of every layer; the published code keeps the newest 128 tokens, as `window` does.
-    Raises UserError as `kvzap_scores` does.
+    Raises UserError for another policy, and as `kvzap_scores` does.
     """
+    check_scored(policy)
     prompt = _prompt(llm, weights, ids)
     # The budgets of heads follow from the scores. During a prompt the caches are the same.
     fields = {"budgets": "adaptive", "head_budgets": ()} if policy.budgets == "global" else {}
@@ -201,7 +202,11 @@ def load_kvzap(path: str | Path, llm: Llm) -> KVzap:
 
 
 def _checked(llm: Llm, weights: KVzap) -> KVzap:
-    """The weights. Raises UserError where they are not finite, or of another model."""
+    """The weights. Raises UserError where they are none, not finite, or of another model."""
+    if not isinstance(weights, KVzap):
+        raise UserError(
+            f"weights must be a KVzap, got {weights!r:.60}; fit_kvzap and load_kvzap make one"
+        )
     if weights.fingerprint != llm.source_fingerprint:
         raise UserError(
             f"the KVzap weights belong to another model ({weights.fingerprint}, not "

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxkv.errors import UserError
 from jaxkv.models.generation.context_scores import context_scores
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
@@ -39,13 +40,23 @@ def kvzip_stream(
     `capacity` tokens a KV head among all layers, as the published code does by default. Each
     context then has caches of sizes of its own, for which programs are compiled.
 
-    Raises UserError as `context_scores` does.
+    Raises UserError for another policy, and as `context_scores` does.
     """
+    check_scored(policy)
     scores = context_scores(llm, ids, front, progress)
     stream = Stream(llm, layer_policies(policy, scores), seed=seed, tokens=len(ids))
     stream.prefill([ids])
     compress(stream, scores)
     return stream
+
+
+def check_scored(policy: object) -> None:
+    """Raise UserError unless a policy takes scores from outside."""
+    if not isinstance(policy, Scored) or policy.function is not None:
+        raise UserError(
+            f"policy must be a Scored without a function, got {policy!r:.60}; give "
+            "Scored(capacity=256)"
+        )
 
 
 def compress(stream: Stream, scores: Float32[np.ndarray, "L K S"]) -> None:

@@ -167,6 +167,7 @@ class Score:
 
     def blocks(self, size: int) -> list[dict[str, int | float]]:
         """The mean loss of each `size` consecutive predictions, of tokens start to end - 1."""
+        check_int("size", size)
         total, before = len(self.losses), self.prompt + 1
         return [
             {

@@ -10,6 +10,7 @@ from jaxkv.models.generation import kvzap
 from jaxkv.models.generation.context_scores import context_scores
 from jaxkv.models.generation.kvzip import kvzip_stream
 from jaxkv.models.tools.calibrate import calibrate
+from jaxkv.policies import KeyDiff
 from jaxkv.policies.prompt_compression.scored import Scored
 
 PREDICTOR = np.zeros((2, 2, 32), np.float32), np.zeros((2, 2), np.float32)
@@ -70,6 +71,11 @@ def test_a_text_is_a_str(llm, unchecked, read):
         (lambda llm: context_scores(llm, [0, 5], None), "front must be a whole number, got None"),
         (lambda llm: models.Stream(llm).prefill(None), "a list of token ids per sequence, got No"),
         (lambda llm: models.Stream(llm).prefill([]), "got 0 for 1 sequences"),
+        (lambda llm: kvzip_stream(llm, [0, 5], 1, "keydiff"), "a function, got 'keydiff'; give"),
+        (lambda llm: kvzip_stream(llm, [0, 5], 1, Scored(function=max)), "a function, got Scored"),
+        (lambda llm: kvzap.kvzap_stream(llm, [5], None, KeyDiff()), "a function, got KeyDiff"),
+        (lambda llm: kvzap.kvzap_stream(llm, [5], None, Scored()), "be a KVzap, got None; fit_"),
+        (lambda llm: kvzap.kvzap_scores(llm, "file", [5]), "must be a KVzap, got 'file'; fit_"),
     ],
 )
 def test_arguments_beside_the_ids(llm, unchecked, call, rule):
