@@ -32,6 +32,12 @@ FLAGS = (
 )
 
 
+def policies(size: int, every: int) -> dict[str, str]:
+    """The policies under which a query sees `size` tokens at most, by name."""
+    short = f"retrieval:capacity={size - every},every={every},window={WINDOW}"
+    return repeated(size, every, WINDOW) | {f"retrieval, window of {WINDOW}": short}
+
+
 def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
     """All caches, within the bytes of streaming with this budget.
 
@@ -39,10 +45,10 @@ def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
     """
     base = streaming(budget - SINKS)
     max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
-    for name in repeated(budget, every, WINDOW):
+    for name in policies(budget, every):
         sizes = range(budget, every + MIN_CAPACITY - 1, -1)
-        policies = (repeated(size, every, WINDOW)[name] for size in sizes)
-        policy = next((x for x in policies if sequence_bytes(llm, x) <= max_bytes), None)
+        strings = (policies(size, every)[name] for size in sizes)
+        policy = next((x for x in strings if sequence_bytes(llm, x) <= max_bytes), None)
         if policy is None:
             raise UserError(
                 f"{name} must fit the {max_bytes:,} bytes of {BASE} with --budget {budget}, which "
