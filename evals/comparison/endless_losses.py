@@ -34,8 +34,9 @@ FLAGS = (
 
 def policies(size: int, every: int) -> dict[str, str]:
     """The policies under which a query sees `size` tokens at most, by name."""
-    short = f"retrieval:capacity={size - every},every={every},window={WINDOW}"
-    return repeated(size, every, WINDOW) | {f"retrieval, window of {WINDOW}": short}
+    rest = size - every
+    half = f"retrieval:capacity={rest},every={every},window={rest // 2}"
+    return repeated(size, every, WINDOW) | {"retrieval, half of it a window": half}
 
 
 def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:

@@ -136,7 +136,7 @@ def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
         "pyramidkv": f"pyramidkv:{capacity},window={queries}",
         "expected-attention": f"expected-attention:{capacity}",
         "keydiff": f"keydiff:{capacity}",
-        "retrieval": f"retrieval:{capacity},window={rest // 2}",
+        "retrieval": f"retrieval:{capacity},window={queries}",
         "tova": f"tova:capacity={budget - 1}",
         "rkv": f"rkv:{capacity},window={min(RECENT, rest // 4)}",
         "vase": f"vase:{capacity},window={rest // 8},sinks={SINKS}",

@@ -25,7 +25,7 @@ from jaxkv.models.tools.passage import PASSAGE
 def policies(budget: int, every: int) -> dict[str, str]:
     """The policies of one budget, by name."""
     ends, half = f"sinks={SINKS},window={budget - budget // 2 - SINKS}", budget // 2
-    by_name = repeated(budget, every, WINDOW)
+    by_name, rest = repeated(budget, every, WINDOW), budget - every
     return {
         "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
         "reservoir": f"reservoir:{ends},sample={half}",
@@ -33,6 +33,7 @@ def policies(budget: int, every: int) -> dict[str, str]:
         "keydiff": by_name["keydiff"],
         "keydiff-unrotated": f"{by_name['keydiff']},keys=unrotated",
         "retrieval": by_name["retrieval"],
+        "retrieval-half-window": f"retrieval:capacity={rest},every={every},window={rest // 2}",
         "retrieval-absolute": f"{by_name['retrieval']},positions=absolute",
     }
 
