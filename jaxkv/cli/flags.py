@@ -171,20 +171,9 @@ def add_stretches(
     )
 
 
-class Once(argparse.Action):
-    """A flag that may be given once: argparse would silently use the last value."""
-
-    def __call__(self, parser, namespace, value, option=None) -> None:
-        if getattr(namespace, self.dest) is not self.default:
-            parser.error(
-                f"{option} is given twice; remove the duplicate (compare takes several policies)"
-            )
-        setattr(namespace, self.dest, value)
-
-
 def add_policy(parser: argparse.ArgumentParser, default: str = defaults.POLICY) -> None:
     text = "cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one"
-    add(parser, ("policy", str, default, None, text, {"action": Once}))
+    add(parser, ("policy", str, default, None, text))
 
 
 def add_text(parser: argparse.ArgumentParser, kind: str = "UTF-8 text") -> None:

@@ -68,6 +68,22 @@ def test_flags(run, model, name):
     refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
 
 
+# Commands that give a flag, a value or a field twice, and words of the error line.
+TWICE = {
+    "data --text a --text b --vocab-size 300 --out o": ("--text is given", "all values after one"),
+    "perplexity --text a --text b": ("--text is given",),
+    "generate Hi --seed 1 --seed=2": ("--seed is given",),
+    "generate Hi --stop a b --stop b": ("--stop has the value b",),
+    "compare --text a --policy full --policy full": ("--policy has the value full",),
+    "pretrain --preset tiny --data d --out o --set lr=1 --set lr=2": ("--set lr is given",),
+}
+
+
+@pytest.mark.parametrize("words", TWICE)
+def test_nothing_is_given_twice(run, words):
+    refused(run(*words.split()), *TWICE[words], "twice; remove the duplicate")
+
+
 def test_sampling_is_checked_before_a_model_is_opened(run):
     for command in (("generate", "Hi"), ("chat",)):
         ran = run(*command, "--model", "absent/model", "--temperature", "-1")

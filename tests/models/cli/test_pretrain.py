@@ -34,7 +34,8 @@ def folder(run, texts, tmp_path):
 
 
 def pretrain(run, folder, out, *settings, preset="tiny", flags=()):
-    chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    fields = {setting.partition("=")[0]: setting for setting in (*SMALL, *settings)}
+    chosen = [word for setting in fields.values() for word in ("--set", setting)]
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         return run("pretrain", "--preset", preset, "--data", folder, "--out", out, *flags, *chosen)
 
