@@ -222,14 +222,14 @@ def _without_none(hint: object) -> object:
 
 
 def _parse_one(text: str) -> Policy:
-    name, _, fields = (piece.strip() for piece in text.partition(":"))
+    name, colon, fields = (piece.strip() for piece in text.partition(":"))
     if name not in POLICIES:
         raise UserError(f"unknown policy {name!r}{suggestion(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
     field_names = _names(kind)
     values: dict[str, object] = {}
-    for part in filter(None, fields.split(",")):
+    for part in fields.split(",") if colon else ():
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if field == "storage" and field not in field_names:
             able = [name for name, kind in POLICIES.items() if "storage" in _names(kind)]

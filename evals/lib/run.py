@@ -107,6 +107,8 @@ def _run(measure: Measure, words: Sequence[str] | None) -> None:
             f"--texts must name at least {measure.texts} files with names of their own, got "
             f"{', '.join(names)}; intervals are over texts"
         )
+    if options.name == "":
+        raise UserError("--name must name a record, got ''; give a name, or leave --name out")
     llm = None
     if measure.model is not None:  # in float32: on a GPU the default is bfloat16
         llm = models.load(*([options.model] if options.model else []), dtype="float32")

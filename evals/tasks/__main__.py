@@ -66,6 +66,9 @@ def measure(run: Run) -> dict[str, Any]:
     if options.gates and options.query_aware:
         raise UserError("--gates must stand without --query-aware: full attention sees all; leave "
                         "one out")  # fmt: skip
+    for name in ("policies", "ratios"):  # argparse gives a list, the default is a tuple
+        if options.gates and isinstance(getattr(options, name), list):
+            raise UserError(f"--gates measures full attention alone, got --{name}; leave one out")
     if not options.gates:
         model_rows.check(llm, options.policies, options.query_aware)
     names, lengths = tasks_of(options), options.lengths

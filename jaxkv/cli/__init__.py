@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import IO
@@ -59,6 +60,11 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-")
 
 
+def _flags_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The words before --, each with its part before =, which is a flag if the word begins so."""
+    return ((word, word.partition("=")[0]) for word in takewhile("--".__ne__, words))
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without the usage."""
 
@@ -76,8 +82,11 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         # The words after a command are those of its own parser.
         has_commands = self._subparsers is not None
-        self.check_flags([*takewhile(_is_flag, words)] if has_commands else words)
-        return super().parse_known_args(words, namespace)
+        first = [*takewhile(_is_flag, words)] if has_commands else words
+        self.check_flags(first)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        self._check_duplicates(first, parsed)
+        return parsed, unknown
 
     def check_flags(self, words: Sequence[str]) -> None:
         """Raise UserError for the first unknown flag, with the nearest that exists.
@@ -85,12 +94,29 @@ class Parser(argparse.ArgumentParser):
         argparse would first miss what a mistyped flag was to give, such as --text.
         """
         known_flags = list(self._option_string_actions)
-        for word in words[: words.index("--")] if "--" in words else words:
-            flag = word.partition("=")[0]
+        for word, flag in _flags_in(words):
             if re.fullmatch(r"--?[a-zA-Z][\w-]*", flag) and flag not in known_flags:
                 near = nearest(flag.lstrip("-"), [known.lstrip("-") for known in known_flags])
                 meant = f"; did you mean --{near}?" if near else ""
                 self.error(f"unrecognized arguments: {word}{meant}")
+
+    def _check_duplicates(self, words: Sequence[str], parsed: argparse.Namespace) -> None:
+        """Raise UserError for a flag, or a value of it, that is given twice.
+
+        argparse would take the last value of a flag. Switches may be repeated.
+        """
+        counts = Counter(flag for _, flag in _flags_in(words))
+        for action in self._actions:
+            repeated = [flag for flag in action.option_strings if counts[flag] > 1]
+            if repeated and action.nargs != 0 and not isinstance(action, argparse._AppendAction):
+                several = ", or give all values after one" if action.nargs in ("+", "*") else ""
+                self.error(f"{repeated[0]} is given twice; remove the duplicate{several}")
+            values = getattr(parsed, action.dest, None)
+            if action.option_strings and isinstance(values, list):
+                for value, count in Counter(values).items():
+                    if count > 1:
+                        flag = action.option_strings[-1]
+                        self.error(f"{flag} has the value {value} twice; remove the duplicate")
 
 
 def program() -> int:

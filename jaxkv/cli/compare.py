@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models.generation.score import check_scorable, encode
     from jaxkv.models.tools import compare
 
-    chosen = list(dict.fromkeys(chosen)) or compare.defaults(llm.config.context)
+    chosen = chosen or compare.defaults(llm.config.context)
     prompt = args.prompt_tokens or 0
     for policy in chosen:  # check all policies before minutes of work on the first
         if recompute.window_of(policy) is None:

@@ -15,10 +15,10 @@ TEXTS = (
      {"nargs": "+", "required": True}),
     ("valid", str, [], "FILES_OR_FOLDER", "texts of the validation split (default: a share of "
      "--text, chosen by hash)", {"nargs": "+"}),
-    ("column", str, "text", "NAME", "field of JSON lines, and column of Parquet files, with the "
-     "text"),
-    ("valid-share", flags.number, 0.02, "F", "fraction of the documents in the validation split, "
-     "without --valid"),
+    ("column", str, None, "NAME", "field of JSON lines, and column of Parquet files, with the "
+     "text (default: text)"),
+    ("valid-share", flags.number, None, "F", "fraction of the documents in the validation split, "
+     "without --valid (default: 0.02)"),
 )  # fmt: skip
 TOKENIZERS = (
     ("vocab-size", flags.integer(1), None, "N", "train a byte-level BPE tokenizer with N tokens on "

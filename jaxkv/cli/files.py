@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     from jaxkv.models import Llm
 
 
-def read_text(path: str, noun: str) -> str:
+def read_text(path: str, noun: str, may_be_pipe: bool = True) -> str:
     """Read a UTF-8 file, or standard input where path is `-`. noun: its name in errors.
 
+    may_be_pipe: whether another file than a regular one is read, which may block.
     Raises UserError if it cannot be read, is not UTF-8 or is empty.
     """
     name = f"{noun} " + ("on standard input" if path == "-" else path or "''")
     if path == "-" and sys.stdin is None:
         raise UserError(f"{name} cannot be read: it is closed; pipe text in, or name a file")
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        if path == "-":
+            raw = sys.stdin.buffer.read()
+        else:
+            with open(path, "rb") if may_be_pipe else files.open_regular(path) as file:
+                raw = file.read()
     except FileNotFoundError:
         raise UserError(f"no such {name}; give the path of a text file") from None
     except IsADirectoryError:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from jaxkv.cli.progress import Progress
 from jaxkv.errors import UserError, warn
 
 if TYPE_CHECKING:
+    from jaxkv.contract import Policy
     from jaxkv.models import Llm, Sampling
 
 
@@ -171,20 +172,9 @@ def add_stretches(
     )
 
 
-class Once(argparse.Action):
-    """A flag that may be given once: argparse would silently use the last value."""
-
-    def __call__(self, parser, namespace, value, option=None) -> None:
-        if getattr(namespace, self.dest) is not self.default:
-            parser.error(
-                f"{option} is given twice; remove the duplicate (compare takes several policies)"
-            )
-        setattr(namespace, self.dest, value)
-
-
 def add_policy(parser: argparse.ArgumentParser, default: str = defaults.POLICY) -> None:
     text = "cache policy; `jaxkv policies` lists all, `jaxkv policies NAME` describes one"
-    add(parser, ("policy", str, default, None, text, {"action": Once}))
+    add(parser, ("policy", str, default, None, text))
 
 
 def add_text(parser: argparse.ArgumentParser, kind: str = "UTF-8 text") -> None:
@@ -304,12 +294,31 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
         if mesh is not None:
             sharding.check(mesh, 1, config.kv_heads, chain.from_iterable(layers))
         llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)
+        if args.sinks is not None and (llm.tokenizer.sinks or llm.config.sink_logit == "none"):
+            for policy, layer_policies in zip(policies, layers, strict=True):
+                warn_of_evicted_sink(policy, layer_policies, config.windows)
 
     def load() -> None:
         with Progress("loading", unit="bytes") as progress:
             load_weights(llm, source, progress.at)
 
     return llm, load
+
+
+def warn_of_evicted_sink(
+    policy: str, policies: Sequence[Policy], windows: Sequence[int | None]
+) -> None:
+    """Warn where a policy reserves no place for the first token. windows: of the model's layers."""
+    from jaxkv.policies import Window
+
+    if any(
+        getattr(layer, "sinks", None) == 0 or (isinstance(layer, Window) and window is None)
+        for layer, window in zip(policies, windows, strict=True)
+    ):
+        warn(
+            f"--sinks adds a first token, to which not all queries attend under {policy}; choose a "
+            "policy that keeps the first tokens, such as streaming"
+        )
 
 
 def report_unusable_cache(args: argparse.Namespace, llm: Llm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 STARTS = (
-    ("preset", str, None, None, "recipe: tiny, default, small or 160m (see "
-     "models/training/recipes.py)"),
+    ("preset", str, None, None, "recipe: tiny, default, small, 160m, or backcopy for the data of "
+     "models/training/letters.py (models/training/recipes.py describes all)"),
     ("from", str, None, "MODEL", "continue the training of a model: a folder, Hub id, GGUF file or "
      "smollm2-135m", {"dest": "base"}),
 )  # fmt: skip
@@ -31,8 +32,8 @@ FLAGS = (
     ("train", str, None, "PART", "the weights that --from updates: all, attention or sinks "
      "(default all); others are frozen"),
     ("set", str, [], "FIELD=VALUE", "change a field of the recipe, such as steps, lr or "
-     "sink_variant=none|zero|token|two_tokens|logit; may be repeated (training/recipes.py "
-     "lists all)",
+     "sink_variant=none|zero|token|two_tokens|logit; may be repeated "
+     "(models/training/recipes.py lists all)",
      {"action": "append", "dest": "settings"}),
     ("data", str, None, "DIR", "output folder of `jaxkv data`", {"required": True}),
     ("out", str, None, "DIR", "folder of this run, created if absent; the same command resumes the "
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     for setting in args.settings:
         if setting.startswith("train="):
             raise UserError(f"train has a flag of its own, got --set {setting}; give --train PART")
+    fields = Counter(setting.partition("=")[0] for setting in args.settings)
+    for field, count in fields.items():
+        if count > 1:
+            raise UserError(f"--set {field} is given twice; remove the duplicate")
     with Progress("loading"):
         import jax
 

@@ -23,7 +23,7 @@ class Progress:
 
     Elsewhere it prints a line every five seconds, and only if the total is known. steady: units
     take about equal times, so a rate and the time left are shown; else the count and the time.
-    logged: elsewhere it also prints a line at the beginning.
+    logged: elsewhere it also prints a line at the first report.
     """
 
     def __init__(
@@ -45,8 +45,6 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._terminal:
             self._thread.start()
-        elif self._logged:
-            print(f"{self._label} ...", file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +56,8 @@ class Progress:
         """Report how much is done."""
         self.done, self._total = done, total or self._total
         now = time.monotonic()
+        if self._logged and not (self._terminal or self._first):
+            print(f"{self._label} ...", file=sys.stderr, flush=True)
         self._first = self._first or (now, done)
         log = not self._terminal and self._total and done < self._total
         if log and now - self._printed > REPEAT:

@@ -77,8 +77,8 @@ FLAGS = {
          "two)"),
         ("max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
          "tokens of running answers, in whole chunks, one at least (default: a chunk)"),
-        ("chunk", COUNT, 128, "N", "prompt tokens per prefill call; prompts share prefixes in "
-         "multiples of it"),
+        ("chunk", flags.integer(1, defaults.MAX_CHUNK), 128, "N", "prompt tokens per prefill call; "
+         "prompts share prefixes in multiples of it"),
         ("queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "
          "status 503"),
         ("queue-tokens", COUNT, 2**20, "N", "maximum number of prompt tokens of waiting "
@@ -236,8 +236,14 @@ def read_template(args: argparse.Namespace) -> str | None:
         return None
     from jaxkv.models.loading.chat import check_template
 
-    template = read_text(args.chat_template, "chat template")
-    check_template(template)
+    template = read_text(args.chat_template, "chat template", may_be_pipe=False)
+    try:
+        check_template(template)
+    except UserError as error:
+        raise UserError(
+            f"--chat-template {args.chat_template}: {error}; correct it, or leave it out for the "
+            "model's own"
+        ) from None
     return template
 
 

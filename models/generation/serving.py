@@ -13,6 +13,7 @@ from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.driver import step
 from jaxkv.errors import UserError
+from jaxkv.models.generation.streams import warn_of_short_prompt
 from jaxkv.models.generation.text import OutputText, warn_beyond_context
 from jaxkv.models.loading.chat import Message, conversation_ids
 from jaxkv.models.loading.llm import Llm
@@ -89,6 +90,8 @@ def make_engine(
         model = replace(model, identity=f"{model.identity} {llm.fingerprint()}")
     length = resolve_max_len(model.policies, max_len)
     warn_beyond_context(llm, model.policies, length)
+    if length is not None:
+        warn_of_short_prompt(model.policies, length)
     return Engine(
         model,
         max_batch,

@@ -52,7 +52,8 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     """
     path = _expanded(path)
     if not os.path.isfile(path):
-        reason = "this is a folder" if os.path.isdir(path) else "no such file"
+        kind = "this is a folder" if os.path.isdir(path) else "not a regular file"
+        reason = kind if os.path.exists(path) else "no such file"
         raise UserError(f"{reason}: {path}; name a file that /save wrote")
     with reading(path):
         path.open("rb").close()

@@ -190,13 +190,7 @@ class Stream:
         compressing = [policy for policy in self.policies if policy.min_prompt is not None]
         if self.prefill_finished or not compressing:
             return
-        # Layers may differ. Warn only if no layer compresses or indexes the prompt.
-        min_prompt = min(policy.min_prompt for policy in compressing)
-        if self.lengths.min() < min_prompt:
-            warn(
-                f"{format_policy(self.policies)} needs a prompt of at least {min_prompt} tokens, "
-                f"got {self.lengths.min()}: all its tokens stay in the cache"
-            )
+        warn_of_short_prompt(self.policies, int(self.lengths.min()))
         fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
         self._replace_states(
             {
@@ -409,3 +403,13 @@ def widths(tokens: int, chunk: int) -> list[int]:
     """The padded lengths of the chunks of so many tokens."""
     sizes = (bucket(min(chunk, tokens - at), chunk) for at in range(0, tokens, chunk))
     return list(dict.fromkeys(sizes))
+
+
+def warn_of_short_prompt(policies: Sequence[Policy], tokens: int) -> None:
+    """Warn where no layer compresses or indexes a prompt of so many tokens; layers may differ."""
+    sizes = [policy.min_prompt for policy in policies if policy.min_prompt is not None]
+    if sizes and tokens < min(sizes):
+        warn(
+            f"{format_policy(policies)} needs a prompt of at least {min(sizes)} tokens, got "
+            f"{tokens}: all its tokens stay in the cache"
+        )

@@ -80,8 +80,8 @@ def cut(
     if room < 1:
         raise UserError(
             f"a stretch has {prompt} tokens of prompt and {scored} that are scored, so the text "
-            f"must have at least {size} tokens, got {len(ids)}; give a longer text, or lower "
-            "--prompt-tokens or --score-tokens"
+            f"must have at least {size} tokens, got {len(ids)}; give a longer text or more "
+            f"--max-tokens, or lower --prompt-tokens{'' if scored == 1 else ' or --score-tokens'}"
         )
     if count is not None and count > room:
         raise UserError(

@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from jaxkv.errors import UserError
-from jaxkv.files import atomic_file
+from jaxkv.files import atomic_file, open_regular
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.training import data, text_files
 from jaxkv.models.training.data import (
@@ -55,27 +55,29 @@ def prepare(
     vocab: int | None = None,
     tokenizer: Path | str | None = None,
     valid: Sequence[Path] = (),
-    valid_share: float = 0.02,
+    valid_share: float | None = None,
     dtype: Literal["auto", "uint16", "uint32"] = "auto",
     remove: str | None = None,
-    column: str = "text",
+    column: str | None = None,
     progress: Report = lambda phase, done, total: None,
 ) -> DataFolder:
     """Write the token shards of some texts, and their tokenizer.
 
     texts, valid: files and folders (text_files.py). Without `valid`, the hash of a document
-    assigns it to the valid split with probability `valid_share`. vocab: train a byte-level BPE of
-    that size on the training texts; tokenizer: use this tokenizer.json, or that of a model as
-    `models.load` names it, instead. remove: a regular expression whose matches are removed from
-    every document. column: the field of JSON lines, and the column of Parquet files, with the text.
-    Raises UserError for a text that cannot be read, ids that do not fit `dtype`, and an `out` with
-    other files or of another run.
+    assigns it to the valid split with probability `valid_share` (None: 0.02). vocab: train a
+    byte-level BPE of that size on the training texts; tokenizer: use this tokenizer.json, or that
+    of a model as `models.load` names it, instead. remove: a regular expression whose matches are
+    removed from every document. column: the field of JSON lines, and the column of Parquet files,
+    with the text (None: text).
+    Raises UserError for a text that cannot be read, ids that do not fit `dtype`, an `out` with
+    other files or of another run, and a setting that these texts do not use.
     """
     if (vocab is None) == (tokenizer is None):
         raise UserError("give either a vocabulary size or a tokenizer.json, and not both")
     if vocab is not None:
         dtype_for(vocab, dtype)  # before minutes of training one
     _check_pattern(remove)
+    valid_share = text_files.share_of(valid, valid_share)
     files = text_files.find(texts, valid, valid_share, _phase(progress, "reading"))
     coder, end = (None, END) if tokenizer is None else published_tokenizer(tokenizer)
     run = {
@@ -86,9 +88,10 @@ def prepare(
         "end": end,
         "dtype": dtype,
         "removed": remove,
-        "column": column,
+        "column": column or text_files.COLUMN,
     }
     check_owner(out, run)
+    column = text_files.column_of(files, column)
     if (out / MANIFEST).is_file():
         return data.read(out)
     settings = ReadSettings(column, remove, valid_share, coder is None or can_cut(coder))
@@ -262,6 +265,7 @@ def published_tokenizer(name: Path | str) -> tuple[Coder, str]:
     """
     if Path(name).suffix == ".json" or (Path(name).is_file() and Path(name).suffix != ".gguf"):
         try:
+            open_regular(name).close()  # a pipe would block
             coder, end = Coder.from_file(str(name)), END
         except Exception as error:  # the package raises bare Exception for every bad file
             raise UserError(f"{name} is not a tokenizer.json: {error}; name another") from None

@@ -261,13 +261,14 @@ def _value(field: str, kind: Any, text: str) -> Any:
         check_choice(field, text, typing.get_args(kind))
         return text
     low = MIN_VALUES.get(field, 1 if kind is int else 1e-12)
-    high = MAX_VALUES.get(field, float("inf"))
+    high = MAX_VALUES.get(field, 2**31 - 1 if kind is int else 1e30)  # within int32 and float32
     noun = "a whole number" if kind is int else "a number"
-    span = f"of at least {low}" if high == float("inf") else f"from {low} to {high}"
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not low <= value <= high or value == float("inf"):
-        raise UserError(f"{field} must be {noun} {span}, got {text!r}; choose one of these")
+    if value is None or not low <= value <= high:
+        has_limit = field in MAX_VALUES or (value is not None and value > high)
+        span = f"from {low} to {high}" if has_limit else f"of at least {low}"
+        raise UserError(f"{field} must be {noun} {span}, got {text!r}; set such a number")
     return value

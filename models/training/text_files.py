@@ -22,6 +22,7 @@ from jaxkv.files import decode, reading
 from jaxkv.models.training.data import SPLITS, Split
 
 BLOCK = 2**16  # bytes of a long text that are tokenized at a time, about
+VALID_SHARE, COLUMN = 0.02, "text"  # the defaults of --valid-share and --column
 ROWS = 64  # rows of a Parquet file that are decoded at a time
 ENDINGS = {
     ".txt": "text", ".jsonl": "lines", ".jsonl.gz": "gzip lines", ".parquet": "parquet",
@@ -85,6 +86,11 @@ def find(
     every, validation = files_in(texts), files_in(valid)
     away = {path.resolve() for path in validation}
     train = {path: name for path, name in every.items() if path.resolve() not in away}
+    if not train:
+        raise UserError(
+            f"--text must name a file that --valid does not, got {first_few(map(str, every))} for "
+            "both; give more texts"
+        )
     names = train | validation
     sizes = {path: path.stat().st_size for path in names}
     text_files: list[TextFile] = []
@@ -102,6 +108,25 @@ def find(
     if None not in {file.split for file in text_files}:
         check_splits({file.split for file in text_files})
     return text_files
+
+
+def share_of(valid: Sequence[Path], valid_share: float | None) -> float:
+    """The share of the valid split; UserError for one beside texts of that split."""
+    if valid and valid_share is not None:
+        raise UserError(
+            f"--valid names the valid split, got --valid-share {valid_share:g} too; leave one out"
+        )
+    return VALID_SHARE if valid_share is None else valid_share
+
+
+def column_of(files: Iterable[TextFile], column: str | None) -> str:
+    """The field or column with the text; UserError for one where no file has any."""
+    if column is not None and all(file.kind == "text" for file in files):
+        raise UserError(
+            f"--column names a field of .jsonl or .parquet files, got {column!r} and only .txt "
+            "files; leave it out"
+        )
+    return COLUMN if column is None else column
 
 
 def check_splits(splits: set[str]) -> None:
@@ -132,7 +157,8 @@ def files_in(paths: Iterable[Path]) -> dict[Path, str]:
                 warn(f"not read: {names} in {path}, without the ending {endings}")
             name_of_file |= {p: p.relative_to(path).as_posix() for p in inside}
         elif not path.is_file():
-            raise UserError(f"no such text: {path}; name a file or a folder")
+            reason = "not a regular file" if path.exists() else "no such text"
+            raise UserError(f"{reason}: {path}; name a file or a folder")
         elif not _kind(path):
             raise UserError(f"{path} must end with {endings}; convert it, or rename it")
         else:

@@ -287,6 +287,7 @@ BAD = {
     "tiny layers=0": "layers must be a whole number of at least 1, got '0'",
     "tiny layers=1.5": "layers must be a whole number",
     "tiny lr=-1": "lr must be a number of at least",
+    "tiny lr=1e300": "lr must be a number from 1e-12 to 1e.30, got '1e300'; set such a number",
     "tiny lr=nan": "lr must be a number",
     "tiny beta2=1.5": "beta2 must be a number from 0 to 0.999999, got '1.5'",
     "tiny seed=-1": "seed must be a whole number from 0 to",

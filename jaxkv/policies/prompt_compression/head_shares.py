@@ -118,7 +118,7 @@ def check_model(name: str, spec: Spec, layers: int, fingerprint: str) -> None:
     facts = {
         "layers": (len(head_shares.shares), layers),
         "KV heads": (head_shares.kv_heads, spec.kv_heads),
-        "head dim": (head_shares.head_dim, spec.head_dim),
+        "head dims": (head_shares.head_dim, spec.head_dim),
         "rotary settings": (head_shares.encoding, spec.encoding),
         "weights": (head_shares.fingerprint, fingerprint),
     }

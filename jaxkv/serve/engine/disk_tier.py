@@ -35,6 +35,16 @@ FILE_OVERHEAD = 2**16  # bytes of a file besides arrays and tokens, at most
 LOG = logging.getLogger(__name__)
 
 
+def check_limit(folder: PrefixFolder, size: int) -> None:
+    """Raise UserError for a folder that cannot hold one prefix of so many bytes."""
+    size += FILE_OVERHEAD
+    if folder.limit < size:
+        raise UserError(
+            f"a prefix folder must hold one prefix, which takes {memory.show(size)}, got "
+            f"{memory.show(folder.limit)}; give it (--prefix-dir-size) more"
+        )
+
+
 class DiskTier:
     """The files of one store's prefixes. Only `_run` is called in another thread than the engine's.
 
@@ -66,12 +76,6 @@ class DiskTier:
             return
         folder.attach()
         self._size = batch.nbytes(like)
-        size = self._size + FILE_OVERHEAD
-        if folder.limit < size:
-            raise UserError(
-                f"a prefix folder must hold one prefix, which takes {memory.show(size)}, got "
-                f"{memory.show(folder.limit)}; give it (--prefix-dir-size) more"
-            )
         if folder.problem:
             LOG.warning(
                 "%s cannot be written (%s): its prefixes are read, and new ones are not stored",

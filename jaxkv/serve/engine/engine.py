@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv.defaults import MAX_CHUNK
 from jaxkv.errors import check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
@@ -36,11 +37,15 @@ from jaxkv.serve.engine.request import (
     check_request,
 )
 from jaxkv.serve.engine.running import InFlightStep, RunningBatch
-from jaxkv.serve.engine.store import PrefixConfig, PrefixStore, prefix_metrics
+from jaxkv.serve.engine.store import (
+    PrefixConfig,
+    PrefixStore,
+    check_prefixes,
+    prefix_metrics,
+)
 from jaxkv.serve.prefix.index import Lease
 from jaxkv.state.batch import nbytes
 
-MAX_CHUNK = 4096  # tokens: the last piece of a prompt may be padded to nearly a whole chunk
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
 LOG = logging.getLogger(__name__)
@@ -142,6 +147,8 @@ class Engine:
         self._max_prefill_tokens, self._seed = max(budget, chunk), seed
         self._queue = RequestQueue(queue, queue_tokens)
         self._max_prefills, widths = 1 if max_per_owner is None else 2, padded_widths(chunk)
+        if prefix_cache is not None:
+            check_prefixes(prefix_cache, model, max_len, chunk)  # before minutes of compilation
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
         self._programs = Programs(model, sizes, max_len, widths, self._max_prefills + 1, progress)
         self._running = RunningBatch(self._programs, model.vocab)

@@ -331,6 +331,7 @@ class Programs:
             chunks = {width: submit_prefill(model, submit, state, width) for width in widths}
             init = submit(partial(init_prefill, model, max_len), np.uint32(0))
             if progress is not None:
+                progress(0, len(compiling))
                 for done, _ in enumerate(as_completed(compiling), 1):
                     progress(done, len(compiling))
         self.init_prefill = init.result()

@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxkv.defaults import PREFIX_MEMORY
 from jaxkv.errors import UserError, check_int
 from jaxkv.policy_spec import budgets_identity, format_policy
 from jaxkv.serve.engine import pool
-from jaxkv.serve.engine.disk_tier import READ_SECONDS, DiskTier, settings_hash
+from jaxkv.serve.engine.disk_tier import (
+    READ_SECONDS,
+    DiskTier,
+    check_limit,
+    settings_hash,
+)
 from jaxkv.serve.engine.model import Model
-from jaxkv.serve.engine.prefill import PrefillState
+from jaxkv.serve.engine.prefill import PrefillState, init_prefill
 from jaxkv.serve.engine.programs import Programs
 from jaxkv.serve.engine.request import Request
 from jaxkv.serve.engine.tiers import BlockTier, HostTier, SnapshotTier
@@ -27,6 +35,7 @@ from jaxkv.serve.prefix.block_hash import HashedPrompt, root_hash
 from jaxkv.serve.prefix.folder import PrefixFolder
 from jaxkv.serve.prefix.index import Counts, Entry, Lease, PrefixIndex, parse_rules
 from jaxkv.state import memory
+from jaxkv.state.batch import nbytes
 
 DISK = ("entries", "bytes", "entries_waiting", "hits", "writes", "failures", "evictions", "lost")
 
@@ -80,6 +89,17 @@ class PrefixConfig:
                 f"{memory.show(self.host_memory)}; give host_memory= (--prefix-host-memory) more"
             )
         return blocks, self.host_memory // host_size
+
+
+def check_prefixes(config: PrefixConfig, model: Model, max_len: int | None, chunk: int) -> None:
+    """Raise UserError where a memory or the folder cannot hold one prefix; nothing is compiled."""
+    state = jax.eval_shape(lambda: init_prefill(model, max_len, np.uint32(0)))
+    layout = pool.prefix_layout(model.policies, state.states, chunk)
+    size = pool.bytes_per_prefix(layout, model.policies, state.states)
+    linked = pool.all_append_only(model.policies)
+    config.counts(size, size if linked else nbytes(state))
+    if config.folder is not None:
+        check_limit(config.folder, size if linked else nbytes(state.states))
 
 
 class PrefixStore:

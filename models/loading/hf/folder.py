@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import UserError, nearest
-from jaxkv.files import reading
+from jaxkv.files import open_regular, reading
 
 # Everything jaxkv reads from a published model, and nothing else (no .bin, .gguf, .onnx).
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
@@ -53,10 +53,8 @@ def find(name: str | Path, names: Sequence[str] = ()) -> Path:
 @reading()
 def _is_gguf(path: Path) -> bool:
     """Whether a file claims to be GGUF, by its name or by its first bytes."""
-    if path.suffix.lower() == ".gguf":
-        return True
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    with open_regular(path) as file:
+        return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
 
 
 def _download(hub_id: str) -> Path:

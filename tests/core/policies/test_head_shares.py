@@ -160,7 +160,7 @@ def test_files_of_another_model(file):
     cases = {
         "its layers differ, 3 and not 4": {"layers": 4},
         "its KV heads differ, 2 and not 1": {"spec": Spec(1, 8, 1.0, SPEC.encoding)},
-        "its head dim differ, 8 and not 4": {"spec": Spec(2, 4, 1.0, rotary(4, 100.0))},
+        "its head dims differ, 8 and not 4": {"spec": Spec(2, 4, 1.0, rotary(4, 100.0))},
         "its rotary settings differ;": {"spec": Spec(2, 8, 1.0, rotary(8, 1e4))},
         "its weights differ, 0123 and not 4567": {"fingerprint": "4567"},
     }

@@ -116,7 +116,7 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
 @pytest.mark.parametrize(
     "name, words, message",
     [
-        ("streaming.tables", "--texts {text} {text}", "with names of their own, got text, text"),
+        ("streaming.tables", "--texts {text} other/text.md", "names of their own, got text, text"),
         ("streaming.stream_eval", "--texts {text}", "at least 2 files"),
         ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 300 --block 100 --chunk 30",
          "--block must be a multiple of --chunk"),
@@ -129,6 +129,10 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
          "streaming with --budget 64, which --every 50 exceeds; give a smaller --every"),
         ("tasks.__main__", "--policies windw", "got windw; did you mean 'window'?"),
         ("tasks.__main__", "--polices window", "did you mean --policies?"),
+        ("tasks.__main__", "--seed 1 --seed 2", "--seed is given twice; remove the duplicate"),
+        ("tasks.__main__", "--name=", "--name must name a record, got ''; give a name"),
+        ("tasks.__main__", f"{MODEL} --gates --ratios 0.5",
+         "--gates measures full attention alone, got --ratios; leave one out"),
         ("tasks.__main__", f"{MODEL} --policies h2o kvzip --query-aware",
          "kvzip score a context before its question is known, got --query-aware; leave one out"),
         ("tasks.__main__", f"{MODEL} --policies retrieval-calibrated",

@@ -13,7 +13,8 @@ from tests.models.cli.test_bad_input import refused
 from tests.tiny import write_sink_tokens
 
 BUDGET = 11000  # bytes: 41 tokens under streaming
-SIZES = ("--prompt-tokens", 64, "--score-tokens", 16, "--budget", BUDGET)
+PARTS = ("--prompt-tokens", 64, "--score-tokens", 16)
+SIZES = (*PARTS, "--budget", BUDGET)
 CHOSEN = ("--policy", "streaming", "--policy", "snapkv", "--policy", "topk")
 POLICIES = {"streaming:sinks=4,window=37", "snapkv:capacity=24,window=12",
             "topk:share=0.466,sinks=4,window=16"}  # fmt: skip
@@ -84,7 +85,8 @@ def test_ctrl_c_keeps_what_was_measured(run, model, text, monkeypatch):
 
 def test_bad_input(run, model, text, tmp_path, monkeypatch):
     def advise_with(*flags):
-        return run("advise", "--model", model, "--text", text, *SIZES, *flags)
+        sizes = PARTS if "--budget" in flags else SIZES
+        return run("advise", "--model", model, "--text", text, *sizes, *flags)
 
     short = advise_with("--max-tokens", 80)
     refused(short, "at least 81 tokens, got 80", "longer text", "--prompt-tokens")

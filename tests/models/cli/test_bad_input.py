@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ def refused(ran, *words: str) -> None:
 # tests of policies and of sampling have the rules of each field.
 FLAGS = {
     "unknown policy": ("--policy windw", "unknown policy", "'windw'", "did you mean 'window'"),
+    "a colon without fields": ("--policy streaming:", "streaming has no field ''", "sinks, window"),
     "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
     "value like a flag": ("--max-new-tokens -5x", "expected one argument", "write --flag=-1"),
     "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),
@@ -68,10 +70,54 @@ def test_flags(run, model, name):
     refused(run("generate", "Hi", "--model", model, *flags.split()), *words)
 
 
+# Commands that give a flag, a value or a field twice, and words of the error line.
+TWICE = {
+    "data --text a --text b --vocab-size 300 --out o": ("--text is given", "all values after one"),
+    "perplexity --text a --text b": ("--text is given",),
+    "generate Hi --seed 1 --seed=2": ("--seed is given",),
+    "generate Hi --stop a b --stop b": ("--stop has the value b",),
+    "compare --text a --policy full --policy full": ("--policy has the value full",),
+    "pretrain --preset tiny --data d --out o --set lr=1 --set lr=2": ("--set lr is given",),
+}
+
+
+@pytest.mark.parametrize("words", TWICE)
+def test_nothing_is_given_twice(run, words):
+    refused(run(*words.split()), *TWICE[words], "twice; remove the duplicate")
+
+
 def test_sampling_is_checked_before_a_model_is_opened(run):
     for command in (("generate", "Hi"), ("chat",)):
         ran = run(*command, "--model", "absent/model", "--temperature", "-1")
         refused(ran, "temperature must be 0 or more", "-1")
+
+
+# Commands that name a pipe without a writer, which would block; PIPE ends in .json.
+PIPES = (
+    "generate Hi --model PIPE",
+    "data --text PIPE --vocab-size 300 --out o",
+    "data --text TEXT --valid VALID --tokenizer PIPE --out o",
+    "serve --model nowhere/at/all --port 0 --chat-template PIPE",
+    "chat --model MODEL --session PIPE",
+)
+
+
+@pytest.mark.parametrize("words", PIPES)
+def test_pipes(run, model, text, tmp_path, words):
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    paths = {"PIPE": pipe, "TEXT": text, "VALID": tmp_path / "valid.txt", "MODEL": model}
+    shutil.copy(text, paths["VALID"])
+    ran = run(*(paths.get(word, word) for word in words.split()))
+    refused(ran, "not a regular file", str(pipe))
+
+
+def test_an_evicted_sink_warns(run, model):
+    warned = {
+        policy: run("generate", "Hi", "--model", model, "--sinks", "constant:.", "--policy", policy,
+                    "--max-new-tokens", 2).err.count(f"not all queries attend under {policy};")
+        for policy in ("window", "streaming:sinks=0,window=8", "streaming", "full")
+    }  # fmt: skip
+    assert list(warned.values()) == [1, 1, 0, 0]
 
 
 def test_filters_without_temperature_warn_once(run, model):
@@ -150,12 +196,16 @@ def test_prompts(run, model, stdin, tmp_path):
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 def test_texts(run, model, tmp_path, command):
-    def read(path):
-        return run(command, "--model", model, "--text", path)
+    def read(path, *flags):
+        return run(command, "--model", model, "--text", path, *flags)
 
     file = tmp_path / "text"
     refused(read(file), "no such text", str(file), "give the path")
     refused(read(tmp_path), "is a folder", "name a file in it")
+    file.write_text("a text " * 30)
+    long = read(file, "--max-tokens", 20, "--prompt-tokens", 20)
+    refused(long, "more --max-tokens, or lower --prompt-tokens")
+    assert "--score-tokens" not in long.err
     file.write_bytes(b"")
     refused(read(file), "is empty", "must contain some text")
     file.write_bytes(b"ab\xff")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 
 import jax
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxkv.models.training.recipes import PRESETS
 from tests.models.cli.test_bad_input import refused
 from tests.models.training_data import SMALL, VOCAB, write_texts
 
@@ -34,9 +36,15 @@ def folder(run, texts, tmp_path):
 
 
 def pretrain(run, folder, out, *settings, preset="tiny", flags=()):
-    chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    fields = {setting.partition("=")[0]: setting for setting in (*SMALL, *settings)}
+    chosen = [word for setting in fields.values() for word in ("--set", setting)]
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         return run("pretrain", "--preset", preset, "--data", folder, "--out", out, *flags, *chosen)
+
+
+def test_the_help_names_every_preset(run):
+    words = " ".join(run("pretrain", "--help").out.split())
+    assert not [name for name in PRESETS if not re.search(rf"recipe: [^(]*\b{name}\b", words)]
 
 
 def test_data_pretrain_and_generate(run, folder, tmp_path):
@@ -166,14 +174,15 @@ BAD_TEXTS = (  # a name, its contents, --column, and what the refusal says
     ("a.parquet", parquet(text=["a"], id=[1]), "id",
      ("column 'id' of", "must hold strings, got int", "--column")),
     ("a.parquet", parquet(text=["a"])[:-9], "text", ("a.parquet is not a whole Parquet file",)),
-    ("a.txt", b"text \xe9", "text", ("a.txt is not UTF-8 (byte 5)",)),
+    ("a.txt", b"text \xe9", None, ("a.txt is not UTF-8 (byte 5)",)),
     ("a.csv", b"text\n", "text", ("a.csv must end with .txt, .jsonl", "convert it, or rename it")),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "raw", "column", "words"), BAD_TEXTS)
 def test_bad_texts(data, tmp_path, name, raw, column, words):
-    refused(data("--column", column, **{name.replace(".", "_"): raw}), *words)
+    column = () if column is None else ("--column", column)
+    refused(data(*column, **{name.replace(".", "_"): raw}), *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -184,6 +193,12 @@ def test_bad_arguments(data, run, tmp_path, monkeypatch):
             ".txt, .jsonl, .jsonl.gz, .parquet", "name files, or another folder")  # fmt: skip
     arguments = ("data", "--text", tmp_path / "valid", *flags, "--valid-share")
     refused(run(*arguments, 1), "--valid-share must be above 0 and below 1", "got 1")
+    share = ("--valid-share", 0.1)
+    refused(data(*share, a_txt=b"text"), "--valid names", "got --valid-share 0.1 too", "leave one")
+    twice = run(*arguments[:-1], "--valid", tmp_path / "valid" / "0.txt")
+    refused(twice, "--text must name a file that --valid does not", "0.txt for both")
+    column = data("--column", "body", a_txt=b"text")
+    refused(column, "--column names a field", "'body'", "leave it out")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name in [name for name in sys.modules if name.startswith("pyarrow.")]:
         monkeypatch.delitem(sys.modules, name)

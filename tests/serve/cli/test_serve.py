@@ -36,7 +36,9 @@ def test_a_port_in_use(run):
     (["--served-model-name", ""], ["--served-model-name must be", "got ''"]),
     (["--served-model-name", "x" * 1001], ["--served-model-name must be", "1000 characters"]),
     (["--chat-template", "absent"], ["no such chat template absent"]),
+    (["--chat-template", "{bad}"], ["--chat-template {bad}: the chat", "Jinja", "leave it out"]),
     (["--mesh", "model=2"], ["--mesh"]),
+    (["--chunk", "5000"], ["--chunk", "from 1 to 4096", "'5000'"]),
     (["--max-batch", "0"], ["--max-batch", "at least 1"]),
     (["--memory", "lots"], ["--memory", "such as 512MiB", "lots"]),
     (["--per-key", "3"], ["--per-key", "--api-key-file"]),
@@ -59,7 +61,9 @@ def test_a_port_in_use(run):
 ])  # fmt: skip
 def test_flags(run, tmp_path, words, expected):
     names = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    names["bad"] = tmp_path / "bad"
     names["file"].write_text("x")
+    names["bad"].write_text("{% if")
     ran = run("serve", *NO_MODEL, "--port", "0", *(word.format(**names) for word in words))
     refused(ran, *(part.format(**names) for part in expected))
 
@@ -77,6 +81,16 @@ def test_flags(run, tmp_path, words, expected):
 def test_too_little_memory_says_how_much_is_needed(run, words, expected):
     """Before the weights of the default model are loaded."""
     refused(run("serve", "--port", "0", *words), *expected)
+
+
+def test_sizes_are_checked_before_programs_are_compiled(run, tmp_path):
+    small, folder = ("--prefix-host-memory", "1KiB"), ("--prefix-dir", tmp_path / "prefixes")
+    refused(run("serve", "--port", "0", *small), "host memory must hold one prefix", "got 1.0 KiB")
+    ran = run("serve", "--port", "0", *folder, "--prefix-dir-size", 1)
+    refused(ran, "a prefix folder must hold one prefix", "got 1 byte", "--prefix-dir-size")
+    ran = run("serve", "--port", "0", *small, "--policy", "retrieval", "--max-len", 64)
+    warning, _ = ran.err.splitlines()
+    assert "needs a prompt of at least 1025 tokens, got 64" in warning
 
 
 @pytest.mark.parametrize("words", [("--memory", "48MiB"), ("--fixed-batch",)])

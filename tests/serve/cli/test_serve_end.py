@@ -68,8 +68,9 @@ def fetch(request) -> tuple[int, bytes]:
 
 
 def launch(model: str, *words: str, before=()) -> subprocess.Popen:
+    port = () if "--port" in words else ("--port", "0")
     command = [*before, sys.executable, "-m", "jaxkv.cli", "serve", "--model", model,
-               "--port", "0", "--policy", POLICY, *words]  # fmt: skip
+               *port, "--policy", POLICY, *words]  # fmt: skip
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
