@@ -101,16 +101,19 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}{meant}")
 
     def _check_duplicates(self, words: Sequence[str], parsed: argparse.Namespace) -> None:
-        """Raise UserError for a flag, or a value of it, that is given twice.
+        """Raise UserError for a flag of several values, --policy, or a value that is given twice.
 
-        argparse would take the last value of a flag. Switches may be repeated.
+        argparse would drop the first values. Of other flags the last value counts, so that the
+        words of a script can be overridden.
         """
         counts = Counter(flag for _, flag in _flags_in(words))
         for action in self._actions:
             repeated = [flag for flag in action.option_strings if counts[flag] > 1]
-            if repeated and action.nargs != 0 and not isinstance(action, argparse._AppendAction):
-                several = ", or give all values after one" if action.nargs in ("+", "*") else ""
-                self.error(f"{repeated[0]} is given twice; remove the duplicate{several}")
+            several = action.nargs in ("+", "*")
+            collects = isinstance(action, argparse._AppendAction)
+            if repeated and not collects and (several or action.dest == "policy"):
+                remedy = ", or give all values after one" if several else ""
+                self.error(f"{repeated[0]} is given twice; remove the duplicate{remedy}")
             values = getattr(parsed, action.dest, None)
             if action.option_strings and isinstance(values, list):
                 for value, count in Counter(values).items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     for setting in args.settings:
         if setting.startswith("train="):
             raise UserError(f"train has a flag of its own, got --set {setting}; give --train PART")
-    fields = Counter(setting.partition("=")[0] for setting in args.settings)
-    for field, count in fields.items():
-        if count > 1:
-            raise UserError(f"--set {field} is given twice; remove the duplicate")
     with Progress("loading"):
         import jax
 

@@ -261,7 +261,7 @@ def _value(field: str, kind: Any, text: str) -> Any:
         check_choice(field, text, typing.get_args(kind))
         return text
     low = MIN_VALUES.get(field, 1 if kind is int else 1e-12)
-    high = MAX_VALUES.get(field, 2**31 - 1 if kind is int else 1e30)  # within int32 and float32
+    high = MAX_VALUES.get(field, 2**31 - 1 if kind is int else 1e38)  # within int32 and float32
     noun = "a whole number" if kind is int else "a number"
     try:
         value = kind(text)

@@ -73,11 +73,8 @@ def test_flags(run, model, name):
 # Commands that give a flag, a value or a field twice, and words of the error line.
 TWICE = {
     "data --text a --text b --vocab-size 300 --out o": ("--text is given", "all values after one"),
-    "perplexity --text a --text b": ("--text is given",),
-    "generate Hi --seed 1 --seed=2": ("--seed is given",),
     "generate Hi --stop a b --stop b": ("--stop has the value b",),
     "compare --text a --policy full --policy full": ("--policy has the value full",),
-    "pretrain --preset tiny --data d --out o --set lr=1 --set lr=2": ("--set lr is given",),
 }
 
 
