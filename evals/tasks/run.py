@@ -58,13 +58,11 @@ class Batch:
         """The COLUMNS of every prompt under a policy; `full` is the reference itself."""
         full = self.full
         counts = np.array(list(map(len, full.answers)))
+        stream = self.prefill(self.full_policy if policy == "full" else policy)
+        answer_heads = self.answer_heads(stream)
         if policy == "full":
-            stream = self.prefill(self.full_policy)
-            answer_heads = self.answer_heads(stream)
             kl, agreement, answers = np.zeros(len(counts)), np.ones(len(counts)), full.answers
         else:
-            stream = self.prefill(policy)
-            answer_heads = self.answer_heads(stream)
             kl, agreement = self.divergence(stream)
             if not np.isfinite(kl).all():
                 raise SystemExit(f"{policy} gives logits that are not finite; nothing is written")
