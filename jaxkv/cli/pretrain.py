@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.cli import flags
 from jaxkv.cli.interrupts import INTERRUPTED, on_interrupt
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from jaxkv.models.training.recipes import Recipe
 
 
+class _Settings(argparse.Action):
+    """Collects FIELD=VALUE. The last value of a field counts, as of a flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option_string: str | None = None,
+    ) -> None:
+        field = value.partition("=")[0]
+        earlier = getattr(namespace, self.dest)
+        others = [setting for setting in earlier if setting.partition("=")[0] != field]
+        setattr(namespace, self.dest, [*others, value])
+
+
 STARTS = (
     ("preset", str, None, None, "recipe: tiny, default, small, 160m, or backcopy for the data of "
      "models/training/letters.py (models/training/recipes.py describes all)"),
@@ -33,7 +49,7 @@ FLAGS = (
     ("set", str, [], "FIELD=VALUE", "change a field of the recipe, such as steps, lr or "
      "sink_variant=none|zero|token|two_tokens|logit; may be repeated "
      "(models/training/recipes.py lists all)",
-     {"action": "append", "dest": "settings"}),
+     {"action": _Settings, "dest": "settings"}),
     ("data", str, None, "DIR", "output folder of `jaxkv data`", {"required": True}),
     ("out", str, None, "DIR", "folder of this run, created if absent; the same command resumes the "
      "run", {"required": True}),

@@ -119,6 +119,13 @@ def test_bad_input(run, folder, texts, tmp_path):
 LINE = json.dumps({"id": 1, "text": "a text"}).encode() + b"\n"
 
 
+def test_the_last_setting_of_a_field_counts(run, tmp_path):
+    words = ("pretrain", "--preset", "tiny", "--data", tmp_path / "absent", "--out", tmp_path)
+    steps = ("--set", "steps=2", "--set", "steps=2")
+    refused(run(*words, *steps, "--set", "lr=x"), "lr must be a number", "got 'x'")
+    refused(run(*words, *steps, "--set", "lr=x", "--set", "lr=1"), "data must be a folder")
+
+
 @pytest.fixture
 def data(run, tmp_path):
     """Call `jaxkv data` with files of these contents."""
