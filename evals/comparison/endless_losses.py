@@ -19,10 +19,14 @@ from jaxkv.evals.lib.paired_losses import (
     record_header,
     texts_of,
 )
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming
+from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.tasks.budgets import MIN_CAPACITY, SINKS, WINDOW, repeated
+from jaxkv.evals.tasks.model_rows import calibration_of
 from jaxkv.models.loading.llm import Llm
+from jaxkv.state.memory import show
 
 BASE = "streaming"
 FLAGS = (
@@ -32,11 +36,18 @@ FLAGS = (
 )
 
 
-def policies(size: int, every: int) -> dict[str, str]:
-    """The policies under which a query sees `size` tokens at most, by name."""
+def policies(size: int, every: int, calibration: str | None) -> dict[str, str]:
+    """The policies under which a query sees `size` tokens at most, by name.
+
+    calibration: the name of the model's head shares; without it, no policy needs them.
+    """
     rest = size - every
     half = f"retrieval:capacity={rest},every={every},window={rest // 2}"
-    return repeated(size, every, WINDOW) | {"retrieval, half of it a window": half}
+    by_name = repeated(size, every, WINDOW) | {"retrieval, half of it a window": half}
+    if calibration is not None:
+        calibrated = f"{half},budgets=calibrated,calibration={calibration}"
+        by_name["retrieval, half of it a window, calibrated"] = calibrated
+    return by_name
 
 
 def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
@@ -46,9 +57,10 @@ def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
     """
     base = streaming(budget - SINKS)
     max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
-    for name in policies(budget, every):
+    calibration = calibration_of(llm)
+    for name in policies(budget, every, calibration):
         sizes = range(budget, every + MIN_CAPACITY - 1, -1)
-        strings = (policies(size, every)[name] for size in sizes)
+        strings = (policies(size, every, calibration)[name] for size in sizes)
         policy = next((x for x in strings if sequence_bytes(llm, x) <= max_bytes), None)
         if policy is None:
             raise UserError(
@@ -71,7 +83,28 @@ def measure(run: Run) -> dict[str, Any]:
     return record_header(llm, caches, by_text) | compared | {"budget": options.budget}
 
 
-MEASURE = Measure("endless_losses", measure, FLAGS, model=SMOLLM2, texts=1)
+NAME = "endless_losses"
+MEASURE = Measure(NAME, measure, FLAGS, model=SMOLLM2, texts=1)
+
+
+def losses_table() -> str:
+    """A row per policy."""
+    results = read(NAME)["results"]
+    first, last = results["tokens"]
+    caption = (
+        f"Nats per token, tokens {first:,} to {last:,} of {len(results['by_text'])} novels under "
+        "SmolLM2-135M; ± gives two standard errors over novels."
+    )
+    heads = ("policy", "loss minus streaming's", "of single novels", "state", "policy string")
+    return table(heads, (
+        (f"`{name}`", "0" if name == BASE else over_base(row),
+         " / ".join(f"{gap:+.2f}" for gap in row["loss_over_base_by_text"]),
+         show(row["state_bytes"]), f"`{results['cases'][name]['policy']}`")
+        for name, row in results["rows"].items()
+    ), caption)  # fmt: skip
+
+
+TABLES = {NAME: losses_table}
 
 if __name__ == "__main__":
     run(MEASURE)

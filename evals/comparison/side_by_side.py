@@ -28,6 +28,7 @@ from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.run import DEFAULT, Measure, Run, run
 from jaxkv.evals.magicpig import matched_budgets
 from jaxkv.evals.tasks import budgets
+from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement
 from jaxkv.models.tools.measurement import Stretches
@@ -173,19 +174,26 @@ def attended_after(llm: Llm, text: Stretches, setting: str) -> dict[str, dict[st
 def costs(
     llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
 ) -> dict[str, dict[str, Any]]:
-    """By policy: attended tokens and bytes after prefill, bytes during prefill, and the time of a
-    token and its ratio to full attention's, over `count` rounds."""
+    """By policy: attended tokens and bytes after prefill, bytes during prefill, the seconds of
+    compiling all programs of a prompt and an answer, and the time of a token and its ratio to full
+    attention's, over `count` rounds."""
     by_policy: dict[str, dict[str, Any]] = {}
     variants = {}
     for name, setting in chosen.items():
-        stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
-        stream.prefill([ids])
-        reading = stream.state_bytes
-        stream.finish_prefill()
+        stopwatch = Stopwatch()
+        jax.clear_caches()  # policies share programs
+        with stopwatch.running():
+            stream = models.Stream(llm, setting, tokens=len(ids) + WRITTEN)
+            stream.prefill([ids])
+            reading = stream.state_bytes
+            stream.finish_prefill()
         tokens = attended(stream)
         variants[name] = timing.decode_variant(stream, WRITTEN)
         by_policy[name] = {"reading_bytes": reading, "state_bytes": stream.state_bytes,
                            "tokens": tokens}  # fmt: skip
+        with stopwatch.running():
+            variants[name]()
+        by_policy[name]["compile_seconds"] = stopwatch.compile_seconds
     seconds = timing.time_rounds(variants, count, "time of a token")
     for name, policy_costs in by_policy.items():
         policy_costs["microseconds"] = spread(1e6 / WRITTEN * np.array(seconds[name]))

@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.tasks import score
-from jaxkv.evals.tasks.budgets import SINKS, WINDOW, repeated
+from jaxkv.evals.lib.table import table
+from jaxkv.evals.tasks import model_rows, score
+from jaxkv.evals.tasks.budgets import CALIBRATED, SINKS, WINDOW, repeated
 from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import prompts
 from jaxkv.evals.tasks.run import Batch
 from jaxkv.models.tools.passage import PASSAGE
 
 
-def policies(budget: int, every: int) -> dict[str, str]:
-    """The policies of one budget, by name."""
+def policies(budget: int, every: int, calibration: str | None) -> dict[str, str]:
+    """The policies of one budget, by name. calibration: the name of the model's head shares."""
     ends, half = f"sinks={SINKS},window={budget - budget // 2 - SINKS}", budget // 2
     by_name, rest = repeated(budget, every, WINDOW), budget - every
     return {
@@ -35,15 +37,22 @@ def policies(budget: int, every: int) -> dict[str, str]:
         "retrieval": by_name["retrieval"],
         "retrieval-half-window": f"retrieval:capacity={rest},every={every},window={rest // 2}",
         "retrieval-absolute": f"{by_name['retrieval']},positions=absolute",
+        CALIBRATED: f"retrieval:capacity={rest},every={every},window={rest // 2},"
+        f"budgets=calibrated,calibration={calibration}",
     }
 
 
 BUDGET, EVERY = 1024, 128
-NAMES = tuple(policies(BUDGET, EVERY))
+NAMES = tuple(policies(BUDGET, EVERY, None))
 FLAGS = (
     flag("--tasks", ("needle",), choices=list(TASKS)),
     flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
-    flag("--policies", NAMES, "by default all", choices=NAMES),
+    flag(
+        "--policies",
+        tuple(name for name in NAMES if name != CALIBRATED),
+        f"by default all but {CALIBRATED}",
+        choices=NAMES,
+    ),
     flag("--budget", BUDGET, "tokens that a query sees per KV head, at most", minimum=256),
     flag("--every", EVERY, "tokens between two compressions", minimum=1),
     flag("--samples", 20, "of a task and length", minimum=1),
@@ -55,7 +64,8 @@ FLAGS = (
 def measure(run: Run) -> dict[str, Any]:
     """The right answers of the policies, by task and length."""
     options, llm = run.options, run.llm
-    by_name = policies(options.budget, options.every)
+    model_rows.check(llm, options.policies)
+    by_name = policies(options.budget, options.every, model_rows.calibration_of(llm))
     by_name = {name: by_name[name] for name in options.policies}
     batches = -(-options.samples // options.batch)
     cases = batches * len(options.tasks) * len(options.lengths) * len(by_name)
@@ -96,8 +106,26 @@ def right_answers(batch: Batch, policy: str) -> np.ndarray:
     return np.array([score.match(text, prompt.answers) for text, prompt in pairs])
 
 
-MEASURE = Measure("endless_needle", measure, FLAGS, SMOLLM2, data=lambda _: [PASSAGE])
+NAME = "endless_needle"
+MEASURE = Measure(NAME, measure, FLAGS, SMOLLM2, data=lambda _: [PASSAGE])
 
+
+def answers_table() -> str:
+    """A row per policy, a column per task and length."""
+    results = read(NAME)["results"]
+    count = results["samples"]
+    columns = [(task, length) for task, lengths in results["tasks"].items() for length in lengths]
+    heads = ("policy", *(f"{task}, {int(length):,} tokens" for task, length in columns),
+             "policy string")  # fmt: skip
+    caption = f"Right answers of {count} under SmolLM2-135M."
+    return table(heads, (
+        (f"`{name}`", *(f"{count * results['tasks'][task][length][name]['score']:.0f}"
+                        for task, length in columns), f"`{results['policies'][name]}`")
+        for name in results["policies"]
+    ), caption)  # fmt: skip
+
+
+TABLES = {NAME: answers_table}
 
 if __name__ == "__main__":
     run(MEASURE)

@@ -35,7 +35,7 @@ ROWS = 256  # a multiple of the rows of a layer, so that few programs are compil
 NEWEST = 128  # tokens that KVzap's published code keeps; here at most a quarter of the budget
 
 
-def check(llm: Llm, policies: Sequence[str], query_aware: bool) -> None:
+def check(llm: Llm, policies: Sequence[str], query_aware: bool = False) -> None:
     """Raise UserError for rows that the model, or a question in the prefill, rules out."""
     scored = [name for name in policies if name in SCORED]
     if scored and query_aware:
