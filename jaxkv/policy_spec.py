@@ -231,6 +231,11 @@ def _parse_one(text: str) -> Policy:
     values: dict[str, object] = {}
     for part in fields.split(",") if colon else ():
         field, equals, value = (piece.strip() for piece in part.partition("="))
+        if not part.strip():
+            raise UserError(
+                f"a field must follow each : and , in {text!r}; remove the sign without one, or "
+                f"give one of {', '.join(field_names)}"
+            )
         if field == "storage" and field not in field_names:
             able = [name for name, kind in POLICIES.items() if "storage" in _names(kind)]
             raise UserError(

@@ -36,20 +36,6 @@ FLAGS = (
 )
 
 
-def policies(size: int, every: int, calibration: str | None) -> dict[str, str]:
-    """The policies under which a query sees `size` tokens at most, by name.
-
-    calibration: the name of the model's head shares; without it, no policy needs them.
-    """
-    rest = size - every
-    half = f"retrieval:capacity={rest},every={every},window={rest // 2}"
-    by_name = repeated(size, every, WINDOW) | {"retrieval, half of it a window": half}
-    if calibration is not None:
-        calibrated = f"{half},budgets=calibrated,calibration={calibration}"
-        by_name["retrieval, half of it a window, calibrated"] = calibrated
-    return by_name
-
-
 def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
     """All caches, within the bytes of streaming with this budget.
 
@@ -58,9 +44,9 @@ def cases(llm: Llm, budget: int, every: int) -> dict[str, Case]:
     base = streaming(budget - SINKS)
     max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
     calibration = calibration_of(llm)
-    for name in policies(budget, every, calibration):
+    for name in repeated(budget, every, WINDOW, calibration):
         sizes = range(budget, every + MIN_CAPACITY - 1, -1)
-        strings = (policies(size, every, calibration)[name] for size in sizes)
+        strings = (repeated(size, every, WINDOW, calibration)[name] for size in sizes)
         policy = next((x for x in strings if sequence_bytes(llm, x) <= max_bytes), None)
         if policy is None:
             raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxkv import models
 from jaxkv.cli.progress import show_progress
@@ -72,6 +73,8 @@ def prompt_of(rounds: int) -> int:
 
 def measure(run: Run) -> dict[str, Any]:
     """All measurements, by policy."""
+    jax.config.update("jax_enable_compilation_cache", False)  # of this process alone
+    reset_cache()  # the programs that loaded the model may have used it
     llm, quick = run.llm, run.options.quick
     ids = passage(llm, 3_000 if quick else 15_000)
     run.record.about["seeds"] = list(range(2 if quick else SEEDS))
@@ -175,8 +178,8 @@ def costs(
     llm: Llm, ids: Sequence[int], chosen: Mapping[str, str], count: int
 ) -> dict[str, dict[str, Any]]:
     """By policy: attended tokens and bytes after prefill, bytes during prefill, the seconds of
-    compiling all programs of a prompt and an answer, and the time of a token and its ratio to full
-    attention's, over `count` rounds."""
+    compiling the programs of a prefill, its end and an answer, and the time of a token and its
+    ratio to full attention's, over `count` rounds."""
     by_policy: dict[str, dict[str, Any]] = {}
     variants = {}
     for name, setting in chosen.items():

@@ -19,8 +19,17 @@ import jax
 import numpy as np
 
 from jaxkv import models
+from jaxkv.errors import UserError
 from jaxkv.evals.lib import memory_maps
-from jaxkv.evals.lib.record import ROOT, Record, make_parser, plain, read, run_command
+from jaxkv.evals.lib.record import (
+    RESULTS,
+    ROOT,
+    Record,
+    make_parser,
+    plain,
+    read,
+    run_command,
+)
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
@@ -77,6 +86,9 @@ def main() -> None:
     llms = {"default": models.load(), "stories260K": models.load(STORIES)}
     files = [path for llm in llms.values() for path in llm.files]
     record = Record("numerics", files, seeds=[3]) if options.write else None
+    if not options.write and not (RESULTS / "numerics.json").exists():
+        raise UserError("there are no recorded numbers to compare with; run it with --write first")
+    recorded = {} if options.write else read("numerics")["results"]
     results = {model: {} for model in llms}
     for model, llm in llms.items():
         for case in options.cases:
@@ -89,8 +101,9 @@ def main() -> None:
     counts = Counter[str]()
     for model, by_case in results.items():
         for case, numbers in by_case.items():
-            expected = read("numerics")["results"][model].get(case)
+            expected = recorded[model].get(case)
             if expected is None:
+                counts["not recorded"] += 1
                 print(f"not recorded: {model}, {case}")
                 continue
             for path, same in compare(numbers, expected):
@@ -98,7 +111,7 @@ def main() -> None:
                 if same == "different":
                     print(f"different: {model}, {case}, {path}")
     print(", ".join(f"{count} {same}" for same, count in sorted(counts.items())))
-    if counts["different"]:
+    if counts["different"] or counts["not recorded"]:
         raise SystemExit(1)
 
 

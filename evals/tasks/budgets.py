@@ -26,6 +26,8 @@ RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its m
 TUNED = ("magicpig", "topp")
 SCORED = ("kvzip", "kvzap")  # by scores of the context
 CALIBRATED = "retrieval-calibrated"
+HALF_WINDOW = "retrieval-half-window"  # half of the capacity, in endless text
+CALIBRATED_HALF_WINDOW = "retrieval-half-window-calibrated"
 QUERIES, QUERY_STRIDE = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "tova",
@@ -115,11 +117,14 @@ def at_budget(
     return specs
 
 
-def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
+def repeated(
+    budget: int, every: int, queries: int, calibration: str | None = None
+) -> dict[str, str]:
     """The string of every policy that compresses again and again, for endless text.
 
     budget: the most tokens that a query sees per KV head. every: tokens between two compressions,
     one under tova. queries: last ones by which snapkv and pyramidkv select, at most half of those.
+    calibration: the name of the model's head shares, for the policy with calibrated budgets.
 
     Raises UserError where `every` leaves fewer than MIN_CAPACITY tokens of the budget.
     """
@@ -131,6 +136,8 @@ def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
         )
     queries = min(queries, rest // 2)
     capacity = f"capacity={rest},every={every}"
+    half = f"retrieval:{capacity},window={rest // 2}"
+    calibrated = f"{half},budgets=calibrated,calibration={calibration}"
     return {
         "snapkv": f"snapkv:{capacity},window={queries}",
         "pyramidkv": f"pyramidkv:{capacity},window={queries}",
@@ -141,6 +148,8 @@ def repeated(budget: int, every: int, queries: int) -> dict[str, str]:
         "rkv": f"rkv:{capacity},window={min(RECENT, rest // 4)}",
         "vase": f"vase:{capacity},window={rest // 8},sinks={SINKS}",
         "triattention": f"triattention:{capacity}",
+        HALF_WINDOW: half,
+        **({CALIBRATED_HALF_WINDOW: calibrated} if calibration is not None else {}),
     }
 
 

@@ -17,17 +17,23 @@ from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.tasks import model_rows, score
-from jaxkv.evals.tasks.budgets import CALIBRATED, SINKS, WINDOW, repeated
+from jaxkv.evals.tasks.budgets import (
+    CALIBRATED_HALF_WINDOW,
+    HALF_WINDOW,
+    SINKS,
+    WINDOW,
+    repeated,
+)
 from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import prompts
 from jaxkv.evals.tasks.run import Batch
 from jaxkv.models.tools.passage import PASSAGE
 
 
-def policies(budget: int, every: int, calibration: str | None) -> dict[str, str]:
+def policies(budget: int, every: int, calibration: str) -> dict[str, str]:
     """The policies of one budget, by name. calibration: the name of the model's head shares."""
     ends, half = f"sinks={SINKS},window={budget - budget // 2 - SINKS}", budget // 2
-    by_name, rest = repeated(budget, every, WINDOW), budget - every
+    by_name = repeated(budget, every, WINDOW, calibration)
     return {
         "streaming": f"streaming:sinks={SINKS},window={budget - SINKS}",
         "reservoir": f"reservoir:{ends},sample={half}",
@@ -35,22 +41,21 @@ def policies(budget: int, every: int, calibration: str | None) -> dict[str, str]
         "keydiff": by_name["keydiff"],
         "keydiff-unrotated": f"{by_name['keydiff']},keys=unrotated",
         "retrieval": by_name["retrieval"],
-        "retrieval-half-window": f"retrieval:capacity={rest},every={every},window={rest // 2}",
         "retrieval-absolute": f"{by_name['retrieval']},positions=absolute",
-        CALIBRATED: f"retrieval:capacity={rest},every={every},window={rest // 2},"
-        f"budgets=calibrated,calibration={calibration}",
+        HALF_WINDOW: by_name[HALF_WINDOW],
+        CALIBRATED_HALF_WINDOW: by_name[CALIBRATED_HALF_WINDOW],
     }
 
 
 BUDGET, EVERY = 1024, 128
-NAMES = tuple(policies(BUDGET, EVERY, None))
+NAMES = tuple(policies(BUDGET, EVERY, "FILE"))
 FLAGS = (
     flag("--tasks", ("needle",), choices=list(TASKS)),
     flag("--lengths", (2048, 8192, 16384), "tokens of a text", minimum=1),
     flag(
         "--policies",
-        tuple(name for name in NAMES if name != CALIBRATED),
-        f"by default all but {CALIBRATED}",
+        tuple(name for name in NAMES if name != CALIBRATED_HALF_WINDOW),
+        f"by default all but {CALIBRATED_HALF_WINDOW}",
         choices=NAMES,
     ),
     flag("--budget", BUDGET, "tokens that a query sees per KV head, at most", minimum=256),
@@ -65,7 +70,7 @@ def measure(run: Run) -> dict[str, Any]:
     """The right answers of the policies, by task and length."""
     options, llm = run.options, run.llm
     model_rows.check(llm, options.policies)
-    by_name = policies(options.budget, options.every, model_rows.calibration_of(llm))
+    by_name = policies(options.budget, options.every, str(model_rows.calibration_of(llm)))
     by_name = {name: by_name[name] for name in options.policies}
     batches = -(-options.samples // options.batch)
     cases = batches * len(options.tasks) * len(options.lengths) * len(by_name)

@@ -17,7 +17,12 @@ import numpy as np
 from jaxkv.cache import per_head, per_layer
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.errors import UserError
-from jaxkv.evals.tasks.budgets import CALIBRATED, SCORED, budget_of
+from jaxkv.evals.tasks.budgets import (
+    CALIBRATED,
+    CALIBRATED_HALF_WINDOW,
+    SCORED,
+    budget_of,
+)
 from jaxkv.evals.tasks.prompts import around
 from jaxkv.models.generation.context_scores import context_scores, repeatable_tokens
 from jaxkv.models.generation.kvzap import FIT_TOKENS, KVzap, fit_kvzap, kvzap_scores
@@ -43,9 +48,10 @@ def check(llm: Llm, policies: Sequence[str], query_aware: bool = False) -> None:
             f"{' and '.join(scored)} score a context before its question is known, got "
             "--query-aware; leave one out"
         )
-    if CALIBRATED in policies and calibration_of(llm) is None:
+    calibrated = [name for name in policies if name in (CALIBRATED, CALIBRATED_HALF_WINDOW)]
+    if calibrated and calibration_of(llm) is None:
         raise UserError(
-            f"{CALIBRATED} needs head shares in the package, which has those of "
+            f"{' and '.join(calibrated)} needs head shares in the package, which has those of "
             f"{' and '.join(head_shares.shipped())}, got {llm.name}; name other --policies"
         )
 

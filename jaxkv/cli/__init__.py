@@ -61,7 +61,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _flags_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The words before --, each with its part before =, which is a flag if the word begins so."""
+    """The words before --, and of each the part before =: a flag, or a value."""
     return ((word, word.partition("=")[0]) for word in takewhile("--".__ne__, words))
 
 
@@ -101,18 +101,19 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}{meant}")
 
     def _check_duplicates(self, words: Sequence[str], parsed: argparse.Namespace) -> None:
-        """Raise UserError for a flag of several values, --policy, or a value that is given twice.
+        """Raise UserError where argparse would drop values.
 
-        argparse would drop the first values. Of other flags the last value counts, so that the
-        words of a script can be overridden.
+        Those are a flag of several values that is given twice, --policy given twice, and a value
+        twice among those of a flag. Of other flags the last value counts, so that the words of a
+        script can be overridden.
         """
         counts = Counter(flag for _, flag in _flags_in(words))
         for action in self._actions:
             repeated = [flag for flag in action.option_strings if counts[flag] > 1]
-            several = action.nargs in ("+", "*")
+            takes_many = action.nargs in ("+", "*")
             collects = isinstance(action, argparse._AppendAction)
-            if repeated and not collects and (several or action.dest == "policy"):
-                remedy = ", or give all values after one" if several else ""
+            if repeated and not collects and (takes_many or action.dest == "policy"):
+                remedy = ", or give all values after one" if takes_many else ""
                 self.error(f"{repeated[0]} is given twice; remove the duplicate{remedy}")
             values = getattr(parsed, action.dest, None)
             if action.option_strings and isinstance(values, list):

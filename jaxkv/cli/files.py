@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def read_text(path: str, noun: str, may_be_pipe: bool = True) -> str:
     """Read a UTF-8 file, or standard input where path is `-`. noun: its name in errors.
 
-    may_be_pipe: whether another file than a regular one is read, which may block.
+    may_be_pipe: read pipes and devices too, which may block.
     Raises UserError if it cannot be read, is not UTF-8 or is empty.
     """
     name = f"{noun} " + ("on standard input" if path == "-" else path or "''")

@@ -308,7 +308,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
 def warn_of_evicted_sink(
     policy: str, policies: Sequence[Policy], windows: Sequence[int | None]
 ) -> None:
-    """Warn where a policy reserves no place for the first token. windows: of the model's layers."""
+    """Warn for `window`, and for policies with sinks=0. windows: of the model's layers."""
     from jaxkv.policies import Window
 
     if any(

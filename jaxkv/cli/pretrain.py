@@ -33,8 +33,8 @@ class _Settings(argparse.Action):
     ) -> None:
         field = value.partition("=")[0]
         earlier = getattr(namespace, self.dest)
-        others = [setting for setting in earlier if setting.partition("=")[0] != field]
-        setattr(namespace, self.dest, [*others, value])
+        of_other_fields = [x for x in earlier if x.partition("=")[0] != field]
+        setattr(namespace, self.dest, [*of_other_fields, value])
 
 
 STARTS = (

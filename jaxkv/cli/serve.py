@@ -429,12 +429,12 @@ def server_config(
     )
 
 
-def read_keys(args: argparse.Namespace) -> ApiKeys:
+def read_keys(args: argparse.Namespace, may_be_pipe: bool = True) -> ApiKeys:
     """The API keys and admin keys of the files or the environment. Raises UserError."""
     from jaxkv.serve.http import ApiKeys, parse_api_keys
 
-    keys = _content("api-key-file", args.api_key_file, KEYS)
-    admin = _content("admin-key-file", args.admin_key_file, ADMIN_KEYS)
+    keys = _content("api-key-file", args.api_key_file, KEYS, may_be_pipe)
+    admin = _content("admin-key-file", args.admin_key_file, ADMIN_KEYS, may_be_pipe)
     if admin and not keys:
         raise UserError(
             "--admin-key-file needs API keys, because /metrics is open without any; give "
@@ -445,13 +445,15 @@ def read_keys(args: argparse.Namespace) -> ApiKeys:
     )
 
 
-def _content(flag: str, path: str | None, variable: str) -> tuple[str, str] | None:
+def _content(
+    flag: str, path: str | None, variable: str, may_be_pipe: bool
+) -> tuple[str, str] | None:
     """The text of a key file and its source; None without keys."""
     content = os.environ.get(variable)
     if path is not None and content is not None:
         raise UserError(f"keys are given twice, in --{flag} and {variable}; give them once")
     if path is not None:
-        return read_text(path, flag.replace("-", " ").replace("api", "API")), path
+        return read_text(path, flag.replace("-", " ").replace("api", "API"), may_be_pipe), path
     return None if content is None else (content, variable)
 
 
@@ -470,7 +472,7 @@ def reload_at_hangup(args: argparse.Namespace, keys: ApiKeys) -> Iterator[None]:
 
     def reload(*_: object) -> None:
         try:
-            fresh = read_keys(args)
+            fresh = read_keys(args, may_be_pipe=False)  # it would block the signal's handler
         except UserError as error:
             line = f"the API keys stay as they are: {error}"
         else:

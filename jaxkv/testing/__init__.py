@@ -23,7 +23,7 @@ import jax
 
 from jaxkv.arguments import check_is_policy
 from jaxkv.contract import Policy
-from jaxkv.errors import check_int
+from jaxkv.errors import UserError, check_int
 from jaxkv.testing.estimates import (
     estimates_are_unbiased,
     positions_may_wrap,
@@ -91,7 +91,7 @@ def check_policy(
     """Check every law that applies to a policy. Returns one result per check.
 
     capacity: the policy evicts none of its first `capacity` tokens, at most MAX_CHECKED; None finds
-    it out, up to 512.
+    it out, up to 512, or takes the prompt from which the policy compresses.
     cached_tokens: the meaning of the policy in plain Python, for law 15: from the number of a
     query's token to the numbers of all cached tokens, each of weight one and at its position in the
     text.
@@ -120,14 +120,21 @@ def check_unbiased(policy: Policy, tokens: int) -> None:
 def check_protected(policy: Policy, first: int, newest: int = 0) -> None:
     """Raise LawError unless adversarial keys leave the first and newest tokens (law 13).
 
-    first, newest: how many tokens must stay cached with the weight 1.
+    first, newest: how many tokens must stay cached with the weight 1, together fewer than the
+    check reads: three times what the policy caches without evicting one.
     """
     check_is_policy(policy)
     check_int("first", first, 0)
     check_int("newest", newest, 0)
+    subject = _subject_of(policy)
+    if first + newest >= subject.count:
+        raise UserError(
+            f"first and newest must leave other tokens of the {subject.count} that are read, got "
+            f"{first} and {newest}; give fewer"
+        )
     check = partial(protected_tokens_stay, first=first, newest=newest)
     law = 13, "the first and newest tokens stay cached", check
-    _raise_broken(policy, [check_law(law, _subject_of(policy))])
+    _raise_broken(policy, [check_law(law, subject)])
 
 
 def check_wrap(policy: Policy, capacity: int | None = None) -> None:
@@ -173,6 +180,11 @@ def _subject_of(
     policy: Policy, capacity: int | None = None, cached_tokens: CachedTokens | None = None
 ) -> Subject:
     of_one = make_subject(policy, 1)
+    if capacity is None and policy.grows and (policy.min_prompt or 0) > MAX_CHECKED:
+        raise UserError(
+            f"the laws are checked on prompts of up to {MAX_CHECKED} tokens, and the policy "
+            f"compresses from {policy.min_prompt}; check it with a smaller setting"
+        )
     capacity = find_capacity(of_one) if capacity is None else capacity
     evicts = 0 if policy.grows or capacity == MAX_CAPACITY else find_eviction(of_one)
     return make_subject(policy, capacity, cached_tokens, evicts)

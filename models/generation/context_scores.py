@@ -168,8 +168,7 @@ def _check(llm: Llm, size: int, front: int, longest: int) -> None:
     if size + longest > llm.config.context:
         raise UserError(
             f"a context and the repetition of a piece must fit the trained context of "
-            f"{llm.config.context} tokens, got {size} and {longest}; give a shorter "
-            "one, or fewer --max-tokens"
+            f"{llm.config.context} tokens, got {size} and {longest}; give a shorter one"
         )
 
 

@@ -202,7 +202,7 @@ def load_kvzap(path: str | Path, llm: Llm) -> KVzap:
 
 
 def _checked(llm: Llm, weights: KVzap) -> KVzap:
-    """The weights. Raises UserError where they are none, not finite, or of another model."""
+    """The weights. Raises UserError for another type or model, and for infinite numbers or NaN."""
     if not isinstance(weights, KVzap):
         raise UserError(
             f"weights must be a KVzap, got {weights!r:.60}; fit_kvzap and load_kvzap make one"

@@ -91,7 +91,7 @@ def make_engine(
     length = resolve_max_len(model.policies, max_len)
     warn_beyond_context(llm, model.policies, length)
     if length is not None:
-        warn_of_short_prompt(model.policies, length)
+        warn_of_short_prompt(model.policies, length, "max_len")
     return Engine(
         model,
         max_batch,

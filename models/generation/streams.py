@@ -153,8 +153,8 @@ class Stream:
                 width = bucket(min(chunk, longest - start), chunk)
                 tokens = np.zeros((batch, width), np.int32)
                 valid = np.zeros((batch, width), bool)
-                for entry, of_entry in enumerate(ids):
-                    part = of_entry[start : start + chunk]
+                for entry, entry_ids in enumerate(ids):
+                    part = entry_ids[start : start + chunk]
                     tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
                 decoding, self._usable = self.decoding, False  # its states are donated
                 weights = self.llm.weights
@@ -405,11 +405,15 @@ def widths(tokens: int, chunk: int) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
-def warn_of_short_prompt(policies: Sequence[Policy], tokens: int) -> None:
-    """Warn where no layer compresses or indexes a prompt of so many tokens; layers may differ."""
+def warn_of_short_prompt(policies: Sequence[Policy], tokens: int, noun: str = "prompt") -> None:
+    """Warn where no layer compresses or indexes a prompt of so many tokens; layers may differ.
+
+    noun: what has so many tokens.
+    """
     sizes = [policy.min_prompt for policy in policies if policy.min_prompt is not None]
     if sizes and tokens < min(sizes):
         warn(
-            f"{format_policy(policies)} needs a prompt of at least {min(sizes)} tokens, got "
-            f"{tokens}: all its tokens stay in the cache"
+            f"{format_policy(policies)} needs a prompt of at least {min(sizes)} tokens, got a "
+            f"{noun} of {tokens}: all its tokens stay in the cache; give a longer {noun}, or a "
+            "policy with a smaller budget"
         )

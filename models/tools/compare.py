@@ -57,7 +57,7 @@ def compare(
     """
     text = tokens
     if not isinstance(tokens, Stretches):
-        text = Stretches(np.asarray([tokens], np.int32), 0)
+        text = Stretches(np.asarray([llm.checked_ids(tokens)], np.int32), 0)
     windows = {policy: recompute.window_of(policy) for policy in policies}
     cached = [policy for policy, window in windows.items() if window is None]
     for policy in cached:

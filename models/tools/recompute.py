@@ -68,7 +68,7 @@ def losses(
 
     every: NaN for all but every so-many-th token beyond the first window, to save time.
     """
-    ids = np.asarray(tokens, np.int32)
+    ids = np.asarray(llm.checked_ids(tokens), np.int32)
     # The first W predictions see all tokens before them: one forward computes them all.
     window = min(window, len(ids) - 1)
     yield np.asarray(_losses(llm.config, llm.weights, ids[None, : window + 1]))[0]

@@ -88,7 +88,7 @@ def prepare(
         "end": end,
         "dtype": dtype,
         "removed": remove,
-        "column": column or text_files.COLUMN,
+        "column": text_files.COLUMN if column is None else column,
     }
     check_owner(out, run)
     column = text_files.column_of(files, column)
@@ -267,6 +267,8 @@ def published_tokenizer(name: Path | str) -> tuple[Coder, str]:
         try:
             open_regular(name).close()  # a pipe would block
             coder, end = Coder.from_file(str(name)), END
+        except OSError as error:
+            raise UserError(f"cannot read {name}: {error.strerror}; name another") from None
         except Exception as error:  # the package raises bare Exception for every bad file
             raise UserError(f"{name} is not a tokenizer.json: {error}; name another") from None
     else:

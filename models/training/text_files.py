@@ -111,7 +111,7 @@ def find(
 
 
 def share_of(valid: Sequence[Path], valid_share: float | None) -> float:
-    """The share of the valid split; UserError for one beside texts of that split."""
+    """The share of the valid split. Raises UserError where texts of that split are named too."""
     if valid and valid_share is not None:
         raise UserError(
             f"--valid names the valid split, got --valid-share {valid_share:g} too; leave one out"
@@ -120,7 +120,7 @@ def share_of(valid: Sequence[Path], valid_share: float | None) -> float:
 
 
 def column_of(files: Iterable[TextFile], column: str | None) -> str:
-    """The field or column with the text; UserError for one where no file has any."""
+    """The field or column with the text. Raises UserError where no file has fields."""
     if column is not None and all(file.kind == "text" for file in files):
         raise UserError(
             f"--column names a field of .jsonl or .parquet files, got {column!r} and only .txt "

@@ -111,6 +111,7 @@ REFUSED = {
     "balance:temperature=0.1": "has no field 'temperature'; there are .*, key_scale",
     "pyramidkv:layer=2": "pyramidkv has no field 'layer'",
     "window=64": "fields follow the name and a colon, as in window:window=64, got",
+    "streaming:sinks=4,": "a field must follow each : and , in 'streaming:sinks=4,'",
     "streaming:sinks": "fields are written field=value, got 'sinks'",
     "streaming:sinks=1,sinks=2": "sinks is given twice",
     "streaming:sinks=2.5": "sinks must be a whole number, got '2.5'",

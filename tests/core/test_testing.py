@@ -121,9 +121,11 @@ def test_sizes_that_no_check_suits_are_refused(unchecked, check, arguments, rule
         check(jaxkv.Window(6), **arguments)
 
 
-def test_a_capacity_that_is_too_large_to_check_is_refused():
-    with pytest.raises(UserError, match="capacity must be at most 2048, got 5001; use 2048"):
+def test_a_setting_that_is_too_large_to_check_is_refused():
+    with pytest.raises(UserError, match=r"up to 2048 tokens.*from 5001; check it with"):
         check_policy(jaxkv.KeyDiff(capacity=5000))
+    with pytest.raises(UserError, match=r"must leave other tokens of .*, got 3 and 1000000"):
+        check_protected(jaxkv.Window(6), first=3, newest=10**6)
 
 
 @pytest.mark.parametrize("name", ["init", "leaves", "frozen dataclass"])

@@ -80,7 +80,7 @@ def test_a_prompt_compressed_in_one_layer_gives_no_warning(tiny, recwarn):
     assert sizes == [52, 2] and not recwarn
     stream = Stream(tiny, "pyramidkv:capacity=64,window=8")
     stream.prefill([[3] * 10])
-    with pytest.warns(UserWarning, match="needs a prompt of at least 11 tokens, got 10"):
+    with pytest.warns(UserWarning, match="prompt of at least 11 tokens, got a prompt of 10"):
         stream.finish_prefill()
 
 

@@ -53,7 +53,7 @@ class DiskTier:
     like: the shapes of an entry's arrays.
     max_waiting: the number of entries that may wait, which is that of the store.
     get: an entry -> a copy of its arrays; None if the store no longer has it.
-    Raises UserError if the folder's limit is below one entry, or if another engine has it.
+    Raises UserError if another engine has the folder.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The fields of a request: a table with the type, range and default of each.
 
 Unknown fields and unsupported values are refused, because ignoring them would change the answer.
-Null in any field is accepted, and so are the values of other servers' fields that ask for nothing.
+Null is accepted in every field that may be absent, and so are the values of other servers' fields
+that ask for nothing.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def refused(ran, *words: str) -> None:
 # tests of policies and of sampling have the rules of each field.
 FLAGS = {
     "unknown policy": ("--policy windw", "unknown policy", "'windw'", "did you mean 'window'"),
-    "a colon without fields": ("--policy streaming:", "streaming has no field ''", "sinks, window"),
+    "a colon without fields": ("--policy streaming:", "a field must follow", "sinks, window"),
     "unknown field": ("--policy window:widow=3", "no field", "'widow'", "did you mean 'window'"),
     "value like a flag": ("--max-new-tokens -5x", "expected one argument", "write --flag=-1"),
     "no such layer": ("--policy 7=full;*=window", "layer 7", "layers 0 to 1"),

@@ -90,7 +90,7 @@ def test_sizes_are_checked_before_programs_are_compiled(run, tmp_path):
     refused(ran, "a prefix folder must hold one prefix", "got 1 byte", "--prefix-dir-size")
     ran = run("serve", "--port", "0", *small, "--policy", "retrieval", "--max-len", 64)
     warning, _ = ran.err.splitlines()
-    assert "needs a prompt of at least 1025 tokens, got 64" in warning
+    assert "needs a prompt of at least 1025 tokens, got a max_len of 64" in warning
 
 
 @pytest.mark.parametrize("words", [("--memory", "48MiB"), ("--fixed-batch",)])
@@ -214,12 +214,17 @@ def test_keys_that_stay_keep_their_prefixes(args, tmp_path, capfd):
 
 
 @SIGHUP
-@pytest.mark.parametrize("content", ["", "a b c\n", None])
+@pytest.mark.parametrize("content", ["", "a b c\n", None, "a pipe"])
 def test_invalid_files_change_nothing(args, tmp_path, capfd, content):
     keys = read_keys(args)
     with reload_at_hangup(args, keys):
         path = tmp_path / "keys"
-        path.unlink() if content is None else path.write_text(content)
+        if content in (None, "a pipe"):
+            path.unlink()
+        if content == "a pipe":
+            os.mkfifo(path)
+        elif content is not None:
+            path.write_text(content)
         os.kill(os.getpid(), signal.SIGHUP)
         eventually(lambda: "the API keys stay as they are" in capfd.readouterr().err)
     assert len(keys.tenants) == 3
