@@ -49,6 +49,11 @@ def _check_arrays(
     valid: Array,
     sink_logits: Array | np.ndarray | None,
 ) -> None:
+    by_name = {"q": q, "k": k, "v": v, "positions": positions, "valid": valid}
+    for name, array in by_name.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            kind = type(array).__name__
+            raise UserError(f"{name} must be an array, got a {kind}; convert it with jnp.asarray")
     if q.ndim != 4 or 0 in q.shape[:3] or q.shape[2] % spec.kv_heads:
         raise UserError(
             f"q must be [B,T,N,H] with N a multiple of the spec's kv_heads={spec.kv_heads}, and B, "

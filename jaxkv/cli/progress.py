@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 DELAY = 0.5  # seconds before the first display
 REDRAW, REPEAT = 0.2, 5.0  # seconds between redraws in a terminal, between lines elsewhere
+SILENCE = 15.0  # seconds without a line, after which one is printed elsewhere; then twice as many
 
 
 def say(text: str) -> None:
@@ -21,7 +22,8 @@ def say(text: str) -> None:
 class Progress:
     """One line that is redrawn in a terminal and erased at the end.
 
-    Elsewhere it prints a line every five seconds, and only if the total is known. steady: units
+    Elsewhere it prints a line every five seconds if the total is known, and one after 15, 45, 105
+    seconds and so on without a line: compiling reports nothing for minutes. steady: units
     take about equal times, so a rate and the time left are shown; else the count and the time.
     logged: elsewhere it also prints a line at the first report.
     """
@@ -40,17 +42,16 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._terminal = sys.stderr.isatty()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._redraw, daemon=True)
+        work = self._redraw if self._terminal else self._break_silence
+        self._thread = threading.Thread(target=work, daemon=True)
 
     def __enter__(self) -> Progress:
-        if self._terminal:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._terminal:
-            self._thread.join()
+        self._thread.join()
 
     def at(self, done: int, total: int | None = None) -> None:
         """Report how much is done."""
@@ -71,6 +72,13 @@ class Progress:
         while not self._over.wait(REDRAW):
             print(f"\r\x1b[K{self._line()}", end="", file=sys.stderr, flush=True)
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _break_silence(self) -> None:
+        seconds = SILENCE
+        while not self._over.wait(max(0.0, self._printed + seconds - time.monotonic())):
+            if time.monotonic() - self._printed >= seconds:
+                self._printed, seconds = time.monotonic(), 2 * seconds
+                print(self._line(), file=sys.stderr, flush=True)
 
     def _line(self) -> str:
         now = time.monotonic()

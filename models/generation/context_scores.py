@@ -166,9 +166,10 @@ def _check(llm: Llm, size: int, front: int, longest: int) -> None:
     if longest == 0:
         raise UserError(f"a context needs tokens to repeat, got {size - front}; give a longer one")
     if size + longest > llm.config.context:
+        limit = max(repeatable_tokens(llm, PIECE), llm.config.context - longest - front)
         raise UserError(
             f"a context and the repetition of a piece must fit the trained context of "
-            f"{llm.config.context} tokens, got {size} and {longest}; give a shorter one"
+            f"{llm.config.context} tokens, got {size} and {longest}; give at most {limit} tokens"
         )
 
 

@@ -170,15 +170,16 @@ def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) 
             raise _unlike(path, name, notes.get(name, ""), value)
 
 
-# The flag that gives a chat the model, policy or format of its session.
+# What gives a chat the model, policy or format of its session.
 FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights",
-         "budgets": "the file calibration= as it was"}  # fmt: skip
+         "budgets": "the file of calibration="}  # fmt: skip
 
 
 def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:
     return UserError(
         f"a session continues with its own {name}: {path} has {of_session}, this chat "
-        f"has {of_chat}; give {FLAGS.get(name, 'another session')}, or begin a new session"
+        f"has {of_chat}; take {FLAGS.get(name, 'another session')} from the session, or begin a "
+        "new session"
     )
 
 

@@ -71,6 +71,8 @@ BAD = {
         {"positions": jnp.zeros((1, 3))},
         "positions must be uint32, got float32",
     ),
+    "positions in a list": ({"positions": [[0, 1, 2]]}, "positions must be an array, got a list"),
+    "no valid": ({"valid": None}, "valid must be an array, got a NoneType; convert it"),
     "valid as floats": ({"valid": jnp.ones((1, 3))}, "valid must be bool, got float32"),
     "another state": ({"state": Other()}, "a Ring, got a Other; begin with policy.init"),
     "another size": (

@@ -70,7 +70,7 @@ def test_requests(llm, monkeypatch):
 def test_contexts_that_cannot_be_repeated(llm):
     with pytest.raises(UserError, match="needs tokens to repeat, got 0"):
         context_scores(llm, [0, 5], 2)
-    with pytest.raises(UserError, match="trained context of 512 tokens, got 300 and 338; give a"):
+    with pytest.raises(UserError, match="context of 512 tokens, got 300 and 338; give at most"):
         context_scores(llm, [5] * 300, 1)
     config = dataclasses.replace(llm.config, windows=(None, 24))
     with pytest.raises(UserError, match="sliding windows; use another model"):

@@ -226,6 +226,9 @@ def _max_new_tokens(values: Values, size: int, format: ResponseFormat, model: Se
     max_len = model.engine.max_len
     room = math.inf if max_len is None else max_len - size
     name = "max_completion_tokens" if values.get("max_completion_tokens") else "max_tokens"
+    if values["max_tokens"] not in (None, values[name]):
+        message = f"max_tokens must equal max_completion_tokens, got {values['max_tokens']} and "
+        raise APIError(400, message + f"{values[name]}; leave one out", param="max_tokens")
     param = "messages" if format.kind == "chat" else "prompt"
     requested = values[name]
     if requested == -1:  # as many as the server allows

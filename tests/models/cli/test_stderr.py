@@ -10,11 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from jaxkv.cli import COMMANDS
+from jaxkv.cli import COMMANDS, progress
 from jaxkv.errors import UserError
 from jaxkv.models.loading.compilation import VARIABLE
 from jaxkv.state import memory
@@ -149,3 +150,17 @@ def test_a_command_first_looks_at_the_memory_that_jax_reserves(
     monkeypatch.setattr(memory, "reserved", refuse)
     words = split(STARTS[name][0].partition(" < ")[0], folder, tmp_path)
     assert run(*words) == (2, "", "jaxkv: error: seen\n")
+
+
+def test_long_silence_is_broken(capsys, monkeypatch):
+    """Compiling reports nothing for minutes; a log has a line after ever longer times."""
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    lines: list[str] = []
+    with progress.Progress("compiling"):
+        while not lines:
+            time.sleep(0.01)
+            lines += capsys.readouterr().err.splitlines()
+    assert set(lines) == {"compiling ... 0 s"}
+    with progress.Progress("loading"):
+        pass
+    assert capsys.readouterr().err == ""

@@ -293,6 +293,13 @@ def test_no_limit_is_that_of_the_server(kind, limit, max_len, max_new_tokens):
         )
 
 
+def test_two_limits_of_an_answer_must_be_equal(served):
+    assert ask(served, "chat", max_tokens=3, max_completion_tokens=3).status == 200
+    assert ask(served, "chat", max_tokens=None, max_completion_tokens=3).status == 200
+    answer = ask(served, "chat", max_tokens=3, max_completion_tokens=4)
+    refused(answer, 400, ["max_tokens must equal max_completion_tokens, got 3 and 4", "leave one"])
+
+
 def test_an_answer_is_sent_back_with_empty_fields(served):
     empty = {"tool_calls": [], "annotations": [], "refusal": None, "reasoning_content": ""}
     with serving(FakeEngine(), language(TEMPLATE)) as served:
