@@ -172,14 +172,14 @@ def _compare(path: Path, notes: Mapping[str, Any], expected: Mapping[str, str]) 
 
 # What gives a chat the model, policy or format of its session.
 FLAGS = {"model": "--model", "policy": "--policy", "format": "--dtype and --weights",
-         "budgets": "the file of calibration="}  # fmt: skip
+         "budgets": "calibration= file"}  # fmt: skip
 
 
 def _unlike(path: Path, name: str, of_session: str, of_chat: str) -> UserError:
+    remedy = f"the session's {FLAGS[name]}" if name in FLAGS else "another session"
     return UserError(
         f"a session continues with its own {name}: {path} has {of_session}, this chat "
-        f"has {of_chat}; take {FLAGS.get(name, 'another session')} from the session, or begin a "
-        "new session"
+        f"has {of_chat}; give {remedy}, or begin a new session"
     )
 
 

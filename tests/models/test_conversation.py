@@ -165,7 +165,7 @@ def test_a_session_belongs_to_the_budgets_of_its_heads(llm, tmp_path):
     assert ask(session.load(path, models.Conversation(llm, policy)), "And?") == ask(talk, "And?")
     heads.write_text(head_shares.write(about._replace(shares=((0.7, 0.1), (0.1, 0.1)))))
     with pytest.raises(
-        UserError, match=r"its own budgets: .* give the file calibration= as it was"
+        UserError, match=r"its own budgets: .* give the session.s calibration= file"
     ):
         session.load(path, models.Conversation(llm, policy))
 

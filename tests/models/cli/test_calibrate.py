@@ -71,7 +71,7 @@ def test_wrong_head_shares(run, model, heads, tmp_path):
 def test_wrong_texts(run, model, text, tmp_path):
     words = ("calibrate", "--model", model)
     refused(run(*words, "--text", tmp_path / "no.txt"), "no such text")
-    refused(run(*words, "--max-tokens", 400), "trained context of 512 tokens", "give a shorter")
+    refused(run(*words, "--max-tokens", 400), "trained context of 512 tokens", "give at most 23")
     refused(run(*words, "--max-tokens", 31), "--max-tokens", "at least 32")
     refused(run(*words, "--out", tmp_path / "no" / "heads.json"), "--out needs a folder that")
     refused(run(*words, "--out", tmp_path / "a,b.json"), "no comma, ; or = in its name", "rename")
