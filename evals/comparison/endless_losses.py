@@ -19,14 +19,11 @@ from jaxkv.evals.lib.paired_losses import (
     record_header,
     texts_of,
 )
-from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming
-from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.tasks.budgets import MIN_CAPACITY, SINKS, WINDOW, repeated
 from jaxkv.evals.tasks.model_rows import calibration_of
 from jaxkv.models.loading.llm import Llm
-from jaxkv.state.memory import show
 
 BASE = "streaming"
 FLAGS = (
@@ -69,28 +66,7 @@ def measure(run: Run) -> dict[str, Any]:
     return record_header(llm, caches, by_text) | compared | {"budget": options.budget}
 
 
-NAME = "endless_losses"
-MEASURE = Measure(NAME, measure, FLAGS, model=SMOLLM2, texts=1)
-
-
-def losses_table() -> str:
-    """A row per policy."""
-    results = read(NAME)["results"]
-    first, last = results["tokens"]
-    caption = (
-        f"Nats per token, tokens {first:,} to {last:,} of {len(results['by_text'])} novels under "
-        "SmolLM2-135M; ± gives two standard errors over novels."
-    )
-    heads = ("policy", "loss minus streaming's", "of single novels", "state", "policy string")
-    return table(heads, (
-        (f"`{name}`", "0" if name == BASE else over_base(row),
-         " / ".join(f"{gap:+.2f}" for gap in row["loss_over_base_by_text"]),
-         show(row["state_bytes"]), f"`{results['cases'][name]['policy']}`")
-        for name, row in results["rows"].items()
-    ), caption)  # fmt: skip
-
-
-TABLES = {NAME: losses_table}
+MEASURE = Measure("endless_losses", measure, FLAGS, model=SMOLLM2, texts=1)
 
 if __name__ == "__main__":
     run(MEASURE)
