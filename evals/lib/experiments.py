@@ -35,8 +35,8 @@ from jaxkv.evals.magicpig import (
 from jaxkv.evals.prefix_caching import tables as prefix_tables
 from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
+from jaxkv.evals.tasks import endless_needle, ruler_tables, served
 from jaxkv.evals.tasks import report as task_report
-from jaxkv.evals.tasks import ruler_tables, served
 from jaxkv.evals.training import backcopy, emergence, mfu, sink_tables, sinks_in_front
 
 # Heading of a section of CLAIMS.md, its introduction, and its claims.
@@ -76,8 +76,8 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 EXPERIMENTS = (
     tables, questions, stream_eval, side_by_side_tables, which_cache, known_answers,
     recall, stream_losses, attention_error, sampled, single_layer, tree_slots, emergence,
-    task_report, ruler_tables, served, sink_tables, backcopy, sinks_in_front, report, mfu,
-    prefix_tables,
+    task_report, endless_needle, ruler_tables, served, sink_tables, backcopy, sinks_in_front,
+    report, mfu, prefix_tables,
     # Benchmarks.
     cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
     rates, servers, serving, startup,

@@ -16,6 +16,7 @@ from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
+from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.evals.tasks import model_rows, score
 from jaxkv.evals.tasks.budgets import (
     CALIBRATED_HALF_WINDOW,
@@ -131,6 +132,21 @@ def answers_table() -> str:
 
 
 TABLES = {NAME: answers_table}
+PAGE = "docs/results/tasks.md"
+STATEMENTS = (
+    Statement(PAGE, "In 8,192 tokens, of which a cache has an eighth, `retrieval` finds most "
+              "needles, and all with calibrated budgets", NAME,
+              [above("tasks/needle/8192/retrieval/score", 0.5),
+               within(f"tasks/needle/8192/{CALIBRATED_HALF_WINDOW}/score", 1)]),
+    *(Statement(page, "20,000 tokens it finds none, and few with calibrated budgets", NAME,
+                [within("tasks/needle/20000/retrieval/score", 0),
+                 above(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score"),
+                 below(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score", 0.5)])
+      for page in (PAGE, "docs/which_cache.md")),
+    Statement(PAGE, "`streaming` and `keydiff` find at most one needle of either length", NAME,
+              [below(f"tasks/needle/{length}/{name}/score", 0.13)
+               for length in ("8192", "20000") for name in ("streaming", "keydiff")]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(MEASURE)
