@@ -62,6 +62,8 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
     **dict.fromkeys(("needles", "ruler", "ruler_query_aware"), "tasks"),
     "ruler_served": "tasks.served",
+    "endless_needle": "tasks.endless_needle",
+    **{name: f"comparison.{name}" for name in ("side_by_side", "endless_losses")},
 }
 MISCOMPILES = "0.10.2"  # the version of jax
 BY_GPU = {"sink_tables": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
