@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import UNMEASURED, ranged, table
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, within
 from jaxkv.state.memory import show
 
@@ -52,7 +52,7 @@ def cost() -> str:
         (f"`{name}`", ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
          show(long["state_bytes"]),
          "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"),
-         f"{long['compile_seconds']:.1f}" if "compile_seconds" in long else UNMEASURED)
+         f"{long['compile_seconds']:.1f}")
         for name, row in results["rows"].items() for long in [row["long"]]
     ), caption)  # fmt: skip
 
