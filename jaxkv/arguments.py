@@ -27,15 +27,22 @@ def check(
     policy: object,
     spec: Spec,
     state: object,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    valid: Array,
-    sink_logits: Array | np.ndarray | None = None,
+    q: object,
+    k: object,
+    v: object,
+    positions: object,
+    valid: object,
+    sink_logits: object = None,
 ) -> None:
-    """Raise UserError where the arguments of `step` disagree."""
+    """Raise UserError where the arguments of `step` disagree, or are of another type."""
     check_is_policy(policy)
+    by_name = {"q": q, "k": k, "v": v, "positions": positions, "valid": valid}
+    if sink_logits is not None:
+        by_name["sink_logits"] = sink_logits
+    for name, array in by_name.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            kind = type(array).__name__
+            raise UserError(f"{name} must be an array, got a {kind}; convert it with jnp.asarray")
     _check_arrays(spec, q, k, v, positions, valid, sink_logits)
     _check_state(policy, spec, state, batch=q.shape[0], group=q.shape[2] // spec.kv_heads)
 
@@ -49,11 +56,6 @@ def _check_arrays(
     valid: Array,
     sink_logits: Array | np.ndarray | None,
 ) -> None:
-    by_name = {"q": q, "k": k, "v": v, "positions": positions, "valid": valid}
-    for name, array in by_name.items():
-        if not isinstance(array, jax.Array | np.ndarray):
-            kind = type(array).__name__
-            raise UserError(f"{name} must be an array, got a {kind}; convert it with jnp.asarray")
     if q.ndim != 4 or 0 in q.shape[:3] or q.shape[2] % spec.kv_heads:
         raise UserError(
             f"q must be [B,T,N,H] with N a multiple of the spec's kv_heads={spec.kv_heads}, and B, "

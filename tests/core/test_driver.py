@@ -83,6 +83,10 @@ BAD = {
         {"state": POLICY.init(SPEC, 2, jax.random.key(0))},
         "B=1, got B=2; begin with",
     ),
+    "sink logits in a list": (
+        {"sink_logits": [0.0] * 4},
+        "sink_logits must be an array, got a list",
+    ),
     "one sink logit per kv head": (
         {"sink_logits": jnp.zeros(2)},
         r"sink_logits must be \[N\] = \(4,\)",
