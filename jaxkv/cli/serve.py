@@ -226,8 +226,15 @@ def is_loopback(listener: socket.socket) -> bool:
 
 def names_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The names of --served-model-name; none without the flag."""
-    names = args.served_model_name
-    return () if names is None else tuple(check_name(name) for name in names.split(","))
+    if args.served_model_name is None:
+        return ()
+    names = tuple(map(check_name, args.served_model_name.split(",")))
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"--served-model-name must give each name once, got {args.served_model_name:.60}; "
+            "leave the second one out"
+        )
+    return names
 
 
 def read_template(args: argparse.Namespace) -> str | None:

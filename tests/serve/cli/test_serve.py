@@ -35,6 +35,7 @@ def test_a_port_in_use(run):
     (["--host", "a..b"], ["--host 'a..b' is unknown", "127.0.0.1"]),
     (["--served-model-name", ""], ["--served-model-name must be", "got ''"]),
     (["--served-model-name", "x" * 1001], ["--served-model-name must be", "1000 characters"]),
+    (["--served-model-name", "a,b,a"], ["must give each name once", "a,b,a", "leave the second"]),
     (["--chat-template", "absent"], ["no such chat template absent"]),
     (["--chat-template", "{bad}"], ["--chat-template {bad}: the chat", "Jinja", "leave it out"]),
     (["--mesh", "model=2"], ["--mesh"]),
