@@ -47,23 +47,39 @@ def in_two_passes(
     """Absorb a chunk, and compress each sequence when it has got `room` more tokens.
 
     A chunk has fewer tokens than fill a sequence twice. Tokens after the compression are absorbed
-    in a second pass, which is skipped where no sequence is full.
+    in a second pass, which is skipped where no sequence is full. Both passes are one scan, so that
+    a program has their operations once.
     """
     before = chunk.valid & (jnp.cumsum(chunk.valid, axis=1) <= room[:, None])
     full = jnp.sum(chunk.valid, axis=1) >= room
-    attended, state = absorb(state, chunk._replace(valid=before))
-    if chunk.valid.shape[1] == 1:
-        return attended, jax.lax.cond(
+
+    def compress_full(state: State, full: Bool[Array, " B"]) -> State:
+        return jax.lax.cond(
             jnp.any(full), lambda state: compress(state, full), lambda state: state, state
         )
 
-    def second_pass(attended: Partial, state: State) -> tuple[Partial, State]:
-        rest = chunk.valid & ~before
-        later, state = absorb(compress(state, full), chunk._replace(valid=rest))
-        out = jnp.where(rest[:, :, None, None], later.out, attended.out)
-        return Partial(out, jnp.where(rest[:, :, None], later.lse, attended.lse)), state
+    if chunk.valid.shape[1] == 1:
+        attended, state = absorb(state, chunk._replace(valid=before))
+        return attended, compress_full(state, full)
 
-    return jax.lax.cond(jnp.any(full), second_pass, lambda *unchanged: unchanged, attended, state)
+    def absorb_and_compress(state: State, masks: tuple[Array, Array]) -> tuple[State, Partial]:
+        valid, full = masks
+
+        def absorb_valid(state: State) -> tuple[Partial, State]:
+            return absorb(state, chunk._replace(valid=valid))
+
+        out, lse = jax.eval_shape(absorb_valid, state)[0]
+        nothing = Partial(jnp.zeros(out.shape, out.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype))
+        attended, state = jax.lax.cond(
+            jnp.any(valid), absorb_valid, lambda state: (nothing, state), state
+        )
+        return compress_full(state, full), attended
+
+    rest = chunk.valid & ~before
+    masks = jnp.stack([before, rest]), jnp.stack([full, jnp.zeros_like(full)])
+    state, (out, lse) = jax.lax.scan(absorb_and_compress, state, masks)
+    out = jnp.where(rest[:, :, None, None], out[1], out[0])
+    return Partial(out, jnp.where(rest[:, :, None], lse[1], lse[0])), state
 
 
 def find_sampled(sample: Sample, log_weight: Float32[Array, "B X C"], kv_heads: int) -> Sampled:
