@@ -149,7 +149,7 @@ REFUSED = {
     "pyramidkv:beta=0": "beta must be at least 1",
     "keydiff:keys=raw": "keys must be one of rotated, unrotated, got 'raw'",
     "snapkv:budgets=per_head": "budgets must be one of equal, adaptive, calibrated, got 'per_head'",
-    "retrieval:capacity=36": "capacity must be from 37 and .* got 36 and 512",
+    "retrieval:capacity=36": "from 37 beside sinks=4 and window=32, and .* got 36 and 512",
     "tova:capacity=0": "capacity must be from 1 and start from 1, .* got 0 and 512",
     "rkv:mix=2": "mix must be from 0 to 1 and threshold.* got 2.0 and 0.5; try mix=0.1",
     "rkv:capacity=8": "capacity must be more than window and .* got 8 and 8",

@@ -429,12 +429,18 @@ def check_every(policy: CompressionPolicy) -> None:
         )
 
 
-def check_capacity(capacity: int, minimum: int, start: int) -> None:
-    """Raise UserError for a capacity below `minimum` tokens, or impossible first slots."""
+def check_capacity(capacity: int, start: int, **ends: int) -> None:
+    """Raise UserError for a capacity that leaves no token beside the ends, or bad first slots.
+
+    ends: the fields of the policy that are part of its capacity, such as sinks and window.
+    """
+    minimum = sum(ends.values()) + 1
     if not (minimum <= capacity <= rows.MAX_SLOTS and 1 <= start <= rows.MAX_SLOTS):
+        named = " and ".join(f"{name}={size}" for name, size in ends.items())
+        beside = f" beside {named}," if ends else ""
         raise UserError(
-            f"capacity must be from {minimum} and start from 1, both {rows.MAX_SLOTS} at most, got "
-            f"{capacity} and {start}; try capacity=1024,start=512"
+            f"capacity must be from {minimum}{beside} and start from 1, both {rows.MAX_SLOTS} at "
+            f"most, got {capacity} and {start}; try capacity=1024,start=512"
         )
 
 

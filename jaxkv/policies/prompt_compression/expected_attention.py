@@ -91,7 +91,7 @@ class ExpectedAttention(CompressionPolicy):
                 "epsilon is added before scores are multiplied by the length of the value, got "
                 f"epsilon={self.epsilon:g},value_norm=false; leave one of them out"
             )
-        base.check_capacity(self.capacity, self.sinks + 1, self.start)
+        base.check_capacity(self.capacity, self.start, sinks=self.sinks)
         super().__post_init__()
 
     @property

@@ -70,7 +70,7 @@ class KeyDiff(CompressionPolicy):
     ends: ClassVar[ExactEnds] = ExactEnds(0, 0)
 
     def __post_init__(self) -> None:
-        base.check_capacity(self.capacity, 1, self.start)
+        base.check_capacity(self.capacity, self.start)
         check_choice("keys", self.keys, ("rotated", "unrotated"))
         super().__post_init__()
 

@@ -49,7 +49,7 @@ class Retrieval(CompressionPolicy):
 
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start)
-        base.check_capacity(self.capacity, self.sinks + self.window + 1, self.start)
+        base.check_capacity(self.capacity, self.start, sinks=self.sinks, window=self.window)
         super().__post_init__()
 
     @property

@@ -65,7 +65,7 @@ class Scored(CompressionPolicy):
                 f"sinks and window must be 0 or more, got {self.sinks} and {self.window}; try "
                 "sinks=4,window=0"
             )
-        base.check_capacity(self.capacity, self.sinks + self.window + 1, self.start)
+        base.check_capacity(self.capacity, self.start, sinks=self.sinks, window=self.window)
         super().__post_init__()
 
     @property

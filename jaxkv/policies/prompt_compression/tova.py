@@ -50,7 +50,7 @@ class TOVA(CompressionPolicy):
     heads_coupled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        base.check_capacity(self.capacity, 1, self.start)
+        base.check_capacity(self.capacity, self.start)
         super().__post_init__()
 
     def statistics(self, spec: Spec, batch: int) -> LastQueries:

@@ -81,7 +81,7 @@ class TriAttention(CompressionPolicy):
     )
 
     def __post_init__(self) -> None:
-        base.check_capacity(self.capacity, 1, self.start)
+        base.check_capacity(self.capacity, self.start)
         if not 1 <= self.furthest < 2**31:
             raise UserError(
                 f"furthest must be from 1 to 2^31 - 1, got {self.furthest}; try furthest=65536"
