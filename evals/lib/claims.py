@@ -60,9 +60,13 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **{f"rates_{platform}": "benchmarks.policy_rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
-    **dict.fromkeys(("needles", "ruler", "ruler_query_aware"), "tasks"),
+    **dict.fromkeys(("needles", "needles_1024", "needles_4096"), "tasks"),
+    **dict.fromkeys(("ruler", "ruler_query_aware"), "tasks"),
     "ruler_served": "tasks.served",
-    "endless_needle": "tasks.endless_needle",
+    **dict.fromkeys(
+        ("endless_needle", "endless_needle_half_window", "endless_needle_eighth"),
+        "tasks.endless_needle",
+    ),
     **{name: f"comparison.{name}" for name in ("side_by_side", "endless_losses")},
 }
 MISCOMPILES = "0.10.2"  # the version of jax

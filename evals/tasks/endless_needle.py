@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import table
+from jaxkv.evals.lib.table import UNMEASURED, table
 from jaxkv.evals.lib.verdict import Statement, above, below, within
 from jaxkv.evals.tasks import model_rows, score
 from jaxkv.evals.tasks.budgets import (
@@ -29,6 +29,7 @@ from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import prompts
 from jaxkv.evals.tasks.run import Batch
 from jaxkv.models.tools.passage import PASSAGE
+from jaxkv.policy_spec import parse_policy
 
 
 def policies(budget: int, every: int, calibration: str) -> dict[str, str]:
@@ -116,24 +117,48 @@ NAME = "endless_needle"
 MEASURE = Measure(NAME, measure, FLAGS, SMOLLM2, data=lambda _: [PASSAGE])
 
 
+# The records of the table; the later ones have other budgets or policies.
+RECORDS = (NAME, f"{NAME}_half_window", f"{NAME}_eighth")
+
+
 def answers_table() -> str:
-    """A row per policy, a column per task and length."""
-    results = read(NAME)["results"]
-    count = results["samples"]
-    columns = [(task, length) for task, lengths in results["tasks"].items() for length in lengths]
-    heads = ("policy", *(f"{task}, {int(length):,} tokens" for task, length in columns),
-             "policy string")  # fmt: skip
+    """A row per policy, a column per length and budget."""
+    records = [read(name)["results"] for name in RECORDS]
+    (count,) = {results["samples"] for results in records}
+    right: dict[str, dict[tuple[int, int], str]] = {}  # by policy, then length and budget
+    for results in records:
+        budget = seen_tokens(next(iter(results["policies"].values())))
+        for length, by_name in results["tasks"]["needle"].items():
+            for name, row in by_name.items():
+                cell = f"{count * row['score']:.0f}"
+                right.setdefault(name, {})[int(length), budget] = cell
+    columns = sorted({column for row in right.values() for column in row})
+    heads = ("policy", *(f"{length:,} tokens, {budget:,} cached" for length, budget in columns))
     caption = f"Right answers of {count} under SmolLM2-135M."
     return table(heads, (
-        (f"`{name}`", *(f"{count * results['tasks'][task][length][name]['score']:.0f}"
-                        for task, length in columns), f"`{results['policies'][name]}`")
-        for name in results["policies"]
+        (f"`{name}`", *(row.get(column, UNMEASURED) for column in columns))
+        for name, row in right.items()
     ), caption)  # fmt: skip
+
+
+def seen_tokens(text: str) -> int:
+    """The most tokens per KV head that a query sees under a policy string of `policies`."""
+    policy = parse_policy(text)
+    ends = policy.sinks + policy.window if text.startswith("streaming") else policy.capacity
+    return ends + (getattr(policy, "every", None) or 0)
 
 
 TABLES = {NAME: answers_table}
 PAGE = "docs/results/tasks.md"
 STATEMENTS = (
+    *(Statement(page, says, f"{NAME}_eighth",
+                [within(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score", 1)])
+      for page, says in ((PAGE, "With an eighth of these, too, it finds all"),
+                         ("docs/which_cache.md", "With an eighth of these, too, it finds all"))),
+    Statement(PAGE, "With half of its capacity as window and without calibrated budgets it finds "
+              "few", f"{NAME}_half_window",
+              [above(f"tasks/needle/8192/{HALF_WINDOW}/score"),
+               below(f"tasks/needle/8192/{HALF_WINDOW}/score", 0.5)]),
     Statement(PAGE, "In 8,192 tokens, of which a cache has an eighth, `retrieval` finds most "
               "needles, and all with calibrated budgets", NAME,
               [above("tasks/needle/8192/retrieval/score", 0.5),
