@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import mean
 
 from jaxkv.evals.lib.record import RESULTS, read
-from jaxkv.evals.lib.table import UNMEASURED, table
-from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
+from jaxkv.evals.lib.table import table
+from jaxkv.evals.lib.verdict import (
+    Comparison,
+    Derived,
+    Results,
+    Statement,
+    above,
+    below,
+    claim,
+    within,
+)
 from jaxkv.evals.tasks.budgets import CALIBRATED, NAMES, SCORED
 from jaxkv.evals.tasks.score import GATE, wilson
 from jaxkv.state.memory import show
@@ -18,9 +27,12 @@ SPARSE = NAMES[NAMES.index("topk") :]  # they cache every token
 UNEQUAL = ("retrieval", CALIBRATED, *SCORED)  # their KV heads have unequal budgets
 SAMPLED = tuple(name for name in NAMES if name not in (*SPARSE, *UNEQUAL, "keydiff"))
 LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of a record
-MEASURED = ("1024", "2048", "4096")  # lengths of the record `needles`
-NEEDLES = "needles"  # the record of caches that evict or compress, with more samples
-QUARTER = "0.25"  # of the context
+MEASURED = ("1024", "2048", "4096")  # lengths of the records of needles
+# Of caches that evict or compress, with more samples. A later record replaces rows of earlier ones.
+NEEDLES = ("needles", "needles_4096")
+RECORD_OF = {"1024": "needles", "2048": "needles", "4096": "needles_4096"}
+MISSING = "–"  # in a cell of several numbers, one that is not measured
+QUARTER, EIGHTH = "0.25", "0.125"  # of the context
 LOSS = 0.1  # of all answers: a smaller loss counts as none
 
 
@@ -79,12 +91,29 @@ def length_table(results: Results, length: str) -> str:
     return table(heads, lines, caption)
 
 
+def needle_results() -> Results:
+    """The results of NEEDLES as those of one record; a later record replaces rows of earlier ones.
+
+    Raises ValueError where they have different numbers of samples.
+    """
+    merged, *others = (read(name, RESULTS)["results"] for name in NEEDLES)
+    for results in others:
+        if results["samples"] != merged["samples"]:
+            raise ValueError("the records of needles must have equal numbers of samples")
+        for task, length, case in cases(results):
+            of_merged = merged["tasks"][task][length]
+            of_merged["full"] = case["full"]
+            for share, rows in case["ratios"].items():
+                of_merged["ratios"][share] |= rows
+    return merged
+
+
 def needles(field: str) -> str:
     """A row per policy: a share by task and budget, a number for each length.
 
     field: `score`, as right answers, or `answer_heads`, in per cent.
     """
-    results = read(NEEDLES, RESULTS)["results"]
+    results = needle_results()
     tasks = {task: [*by_length.values()] for task, by_length in results["tasks"].items()}
     lengths = " / ".join(f"{int(length):,}" for length in next(iter(results["tasks"].values())))
     first = next(iter(tasks.values()))[0]["ratios"]
@@ -92,20 +121,27 @@ def needles(field: str) -> str:
     heads = ("policy", *(f"{ANSWERS[task]}, {100 * float(s):g} %" for task, s in columns))
     count = results["samples"]
     scale = count if field == "score" else 100
-    numbers = lambda shares: " / ".join(f"{scale * share:.0f}" for share in shares)
-    full = [[x["full"].get(field, 1) for x in tasks[task]] for task, _ in columns]
-    lines = [("`full`", *map(numbers, full))]
-    for name in dict.fromkeys((*first[QUARTER], *UNEQUAL)):
-        cells = ([x["ratios"][share].get(name) for x in tasks[t]] for t, share in columns)
-        lines.append((f"`{name}`", *(
-            numbers(row[field] for row in rows) if all(row and field in row for row in rows)
-            else UNMEASURED for rows in cells
-        )))  # fmt: skip
+    numbers = lambda shares: " / ".join(
+        MISSING if share is None else f"{scale * share:.0f}" for share in shares
+    )
+    lines = []
+    if field == "score":
+        lines.append(("`full`", *(numbers(x["full"]["score"] for x in tasks[task])
+                                  for task, _ in columns)))  # fmt: skip
+    measured = (x["ratios"][QUARTER] for by_length in tasks.values() for x in by_length)
+    for name in dict.fromkeys(name for row in measured for name in row):
+        rows = {(task, share): [x["ratios"][share].get(name, {}).get(field) for x in tasks[task]]
+                for task, share in columns}  # fmt: skip
+        if any(value is not None for row in rows.values() for value in row):
+            lines.append((f"`{name}`", *map(numbers, rows.values())))
     counted = {
         "score": f"Right answers of {count}",
         "answer_heads": "KV heads of all layers that cache the whole answer, in per cent,",
     }
-    caption = f"{counted[field]} in contexts of {lengths} tokens, by the share cached."
+    caption = (
+        f"{counted[field]} in contexts of {lengths} tokens, by the share cached; {MISSING} is not "
+        "measured."
+    )
     return table(heads, lines, caption)
 
 
@@ -175,10 +211,39 @@ def retrieval_lead(results: Results) -> dict[str, float]:
     """The needles that retrieval finds with an eighth, minus four times those of any other."""
     return {
         length: row["retrieval"]["score"]
-        - 4 * max(row[x]["score"] for x in row if x != "retrieval")
+        - 4 * max(row[x]["score"] for x in ("streaming", "snapkv", "keydiff"))
         for length, case in results["tasks"]["needle"].items()
-        for row in [case["ratios"]["0.125"]]
+        for row in [case["ratios"][EIGHTH]]
     }
+
+
+def on_needles(
+    page: str, says: str, compare: Callable[[str], Sequence[Comparison]], *lengths: str
+) -> Iterator[Statement]:
+    """A sentence about the records of needles: a statement for each length of context.
+
+    compare: the comparisons of one length. lengths: without any, all that are measured.
+    """
+    for length in lengths or MEASURED:
+        yield Statement(page, says, RECORD_OF[length], compare(length))
+
+
+def of_needles(
+    task: str, length: str, share: str, policy: str = "retrieval", field: str = "score"
+) -> str:
+    """The path of a figure in a record of needles."""
+    return f"tasks/{task}/{length}/ratios/{share}/{policy}/{field}"
+
+
+def bars(length: str) -> list[Comparison]:
+    """Which bars of `retrieval` are met at a length, and which are missed."""
+    return [
+        below(of_needles(task, length, share), bar)
+        if (task, length, share) in MISSED
+        else within(of_needles(task, length, share), 1, by=1 - bar)
+        for share, bar in BAR.items()
+        for task in ANSWERS
+    ]
 
 
 def kl_over_window(*policies: str) -> Derived:
@@ -232,12 +297,12 @@ CLAIMS = (
 
 TABLES = {
     "task_gates": gates,
-    NEEDLES: partial(needles, "score"),
+    "needles": partial(needles, "score"),
     "answer_heads": partial(needles, "answer_heads"),
 } | {name: partial(policies_table, name) for name in (*LENGTHS, "tasks_query_aware")}
 PAGE = "docs/results/tasks.md"
-BAR = {QUARTER: 0.95, "0.125": 0.8}  # of `retrieval`, by share of the context
-MISSED = (("passkey", "2048", QUARTER), ("passkey", "4096", QUARTER), ("needle", "1024", "0.125"))
+BAR = {QUARTER: 0.95, EIGHTH: 0.8}  # of `retrieval`, by share of the context
+MISSED = (("passkey", "2048", QUARTER), ("passkey", "4096", QUARTER), ("needle", "1024", EIGHTH))
 OTHER_TASKS = ("variable-tracking", "common-words", "frequent-words")
 STATEMENTS = (
     Statement(PAGE, "full attention solves needles and pass keys, and none of the other three "
@@ -266,35 +331,41 @@ STATEMENTS = (
               "window do, but at most a third of their answers is right", "tasks_query_aware",
               [below(kl_over_window("snapkv", "pyramidkv")),
                below(scores(["snapkv", "pyramidkv"]), 0.34)]),
-    Statement(PAGE, "With a quarter of the tokens, `retrieval` finds every needle", NEEDLES,
-              [within(f"tasks/needle/{length}/ratios/{QUARTER}/retrieval/score", 1)
-               for length in MEASURED]),
-    Statement(PAGE, "in 1,024 and 2,048 tokens it gives as many pass keys as full attention, or "
-              "one less", NEEDLES,
-              [within(f"tasks/passkey/{length}/ratios/{QUARTER}/retrieval/score",
-                      f"tasks/passkey/{length}/full/score", by=0.05) for length in MEASURED[:2]]),
-    Statement(PAGE, "In 4,096 tokens it gives every pass key with an eighth, and fewer with a "
-              "quarter", NEEDLES, [within("tasks/passkey/4096/ratios/0.125/retrieval/score", 1),
-                        below(f"tasks/passkey/4096/ratios/{QUARTER}/retrieval/score", 1)]),
-    Statement(PAGE, "With an eighth it misses some needles, and still finds over four times as "
-              "many as any other of them", NEEDLES,
-              [below(f"tasks/needle/{length}/ratios/0.125/retrieval/score", 1)
-               for length in MEASURED] + [above(retrieval_lead)]),
-    Statement(PAGE, "It misses the bar with a quarter for pass keys in 2,048 and 4,096 tokens, and "
-              "with an eighth for needles in 1,024 tokens", NEEDLES,
-              [below(f"tasks/{task}/{length}/ratios/{share}/retrieval/score", BAR[share])
-               for task, length, share in MISSED] +
-              [within(f"tasks/{task}/{length}/ratios/{share}/retrieval/score", 1, by=1 - bar)
-               for share, bar in BAR.items() for task in ANSWERS for length in MEASURED
-               if (task, length, share) not in MISSED]),
-    *(Statement(page, says, NEEDLES,
-                [within(f"tasks/needle/{length}/ratios/{QUARTER}/retrieval/score", 1)
-                 for length in MEASURED])
-      for page, says in (
+    *on_needles(PAGE, "With a quarter of the tokens, `retrieval` finds every needle",
+                lambda length: [within(of_needles("needle", length, QUARTER), 1)]),
+    *on_needles(PAGE, "in 1,024 and 2,048 tokens it gives as many pass keys as full attention, or "
+                "one less",
+                lambda length: [within(of_needles("passkey", length, QUARTER),
+                                       f"tasks/passkey/{length}/full/score", by=0.05)],
+                *MEASURED[:2]),
+    *on_needles(PAGE, "In 4,096 tokens it gives every pass key with an eighth, and fewer with a "
+                "quarter",
+                lambda length: [within(of_needles("passkey", length, EIGHTH), 1),
+                                below(of_needles("passkey", length, QUARTER), 1)], "4096"),
+    *on_needles(PAGE, "With an eighth it misses some needles, and still finds over four times as "
+                "many as `streaming`, `snapkv` and `keydiff`",
+                lambda length: [below(of_needles("needle", length, EIGHTH), 1),
+                                above(retrieval_lead)]),
+    *on_needles(PAGE, "It misses the bar with a quarter for pass keys in 2,048 and 4,096 tokens, "
+                "and with an eighth for needles in 1,024 tokens", bars),
+    *on_needles(PAGE, "With calibrated budgets it meets all of these bars in 4,096 tokens",
+                lambda length: [within(of_needles(task, length, share, CALIBRATED), 1, by=1 - bar)
+                                for share, bar in BAR.items() for task in ANSWERS], "4096"),
+    *on_needles(PAGE, "In 4,096 tokens, with a quarter, `retrieval` has the pass key in more heads "
+                "than with calibrated budgets, and gives fewer",
+                lambda length: [above(of_needles("passkey", length, QUARTER, field="answer_heads"),
+                                      of_needles("passkey", length, QUARTER, CALIBRATED,
+                                                 "answer_heads")),
+                                below(of_needles("passkey", length, QUARTER),
+                                      of_needles("passkey", length, QUARTER, CALIBRATED))],
+                "4096"),
+    *(statement for page, says in (
           ("README.md", "with a quarter of 1,024 tokens cached, finds every needle"),
           ("docs/which_cache.md",
            "From a quarter of 1,024 or 2,048 tokens, `retrieval` answers all needles"),
-      )),
+      ) for statement in on_needles(
+          page, says, lambda length: [within(of_needles("needle", length, QUARTER), 1)],
+          *MEASURED[:2])),
     Statement("README.md", "finds half the needles", "tasks",
               [within(f"tasks/needle/1024/ratios/{QUARTER}/keydiff/score", 0.5)]),
     Statement("README.md", "with a quarter cached, they find at most a fifth of the needles and "
