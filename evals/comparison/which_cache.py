@@ -8,6 +8,7 @@ from jaxkv.evals.comparison.side_by_side_tables import over
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, ranged, table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below
+from jaxkv.evals.tasks.report import needle_results
 from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -24,9 +25,7 @@ def answers() -> str:
 
 def recall_loss_cost() -> str:
     """A row per policy: recall, losses, bytes and time, at equal budgets of tokens."""
-    tasks, needles, beside = (
-        read(name)["results"] for name in ("tasks", "needles", "side_by_side")
-    )
+    tasks, beside = (read(name)["results"] for name in ("tasks", "side_by_side"))
     caption = (
         f"Right answers of {tasks['samples']} with a quarter of {int(LENGTH):,} tokens cached or "
         f"attended (SmolLM2-135M). Losses in nats per token and costs with {beside['budget']} "
@@ -36,7 +35,7 @@ def recall_loss_cost() -> str:
              "endless text: loss minus streaming's", "memory during prefill",
              "memory during decode", "time per token over full's")  # fmt: skip
     rows = (
-        (f"`{name}`", *recall((tasks, needles), name),
+        (f"`{name}`", *recall((tasks, needle_results()), name),
          *loss_and_cost(beside["rows"].get(name), name))
         for name in POLICIES
     )  # fmt: skip
