@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,8 +133,9 @@ def measure_task(
 ) -> dict[str, Any]:  # fmt: skip
     """One task at one length: full attention, then each policy at each ratio.
 
-    RULER's contexts are shorter than their length, so budgets are shares of their mean; and where
-    full attention fails, no policy is measured. plan: by size of a context; gets what is missing.
+    RULER's contexts are shorter than their length, so budgets are shares of their mean. Where full
+    attention fails one of RULER's tasks, no policy is measured, and reading stops as soon as that
+    is certain. plan: by size of a context; gets what is missing.
     """
     samples = prompts(llm, task, length, options.samples, options.seed, options.query_aware)
     if not samples:
@@ -144,16 +145,19 @@ def measure_task(
     size = round(context_tokens) if is_ruler else length
     asked = "query-aware" if options.query_aware else "question after prefill"
     measured = partial(
-        measure_policies, llm, samples, task, slots_of(length), options, parts,
+        measure_policies, llm, task, slots_of(length), options, parts,
         f"{llm.name}, {task}, {length}, {asked}, seed {options.seed}",
     )  # fmt: skip
     by_ratio: SpecsByRatio = {} if is_ruler else plan[size]
-    columns = measured(["full", *strings(by_ratio)])  # policies share the reading of a batch
+    if is_ruler and not options.gates:
+        samples = within_reach(samples, options.batch, partial(measured, ["full"]))
+    # Policies share the reading of a batch.
+    columns = measured(["full", *strings(by_ratio)], samples)
     full = columns.pop("full")
     scored = score.passes(float(full["score"].mean()))
     if is_ruler and scored:
         by_ratio = plan[size] = plan.get(size) or budgets_of(llm, options, size)
-        columns = measured(strings(by_ratio))
+        columns = measured(strings(by_ratio), samples)
     depths = [] if is_ruler else [depth_of(i) for i in range(len(samples))]
     return {
         "context_tokens": context_tokens,
@@ -174,9 +178,23 @@ def measure_task(
     }
 
 
+def within_reach(
+    samples: list[TaskPrompt], batch: int, measured: Callable[[list[TaskPrompt]], Any]
+) -> list[TaskPrompt]:
+    """All samples, or the first batches after which full attention can no longer pass the gate.
+
+    measured: the COLUMNS of full attention for the first samples.
+    """
+    for count in range(batch, len(samples), batch):
+        right = measured(samples[:count])["full"]["score"].sum()
+        if not score.passes((right + len(samples) - count) / len(samples)):
+            return samples[:count]
+    return samples
+
+
 def measure_policies(
-    llm: Llm, samples: Sequence[TaskPrompt], task: str, slots: int, options: argparse.Namespace,
-    parts: Parts, title: str, policies: Iterable[str],
+    llm: Llm, task: str, slots: int, options: argparse.Namespace, parts: Parts, title: str,
+    policies: Iterable[str], samples: Sequence[TaskPrompt],
 ) -> dict[str, dict[str, np.ndarray]]:  # fmt: skip
     """By policy, the COLUMNS of all prompts; one batch of them is in memory at a time."""
     tokens, match = answer_of(task)

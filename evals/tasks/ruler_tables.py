@@ -31,7 +31,11 @@ def gates() -> str:
         for task, by_length in tasks_of(RECORD).items()
     ] or [("all", *[UNMEASURED] * len(LENGTHS))]
     heads = ("task", *(f"{int(length):,} tokens" for length in LENGTHS))
-    return table(heads, rows, "Score of full attention; in parentheses, the number of samples.")
+    caption = (
+        "Score of full attention; in parentheses, the samples: fewer where the first ones show "
+        "that the task is not solved."
+    )
+    return table(heads, rows, caption)
 
 
 def full_score(case: Results | None) -> str:

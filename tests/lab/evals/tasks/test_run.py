@@ -199,6 +199,18 @@ SMALL = [budgets.settings(size, x, 320, budgets.Tuned(8, 20, 0.9))
 SMALL.append(budgets.repeated(16 + budgets.MIN_CAPACITY, 16, budgets.WINDOW))
 
 
+@pytest.mark.parametrize(
+    ("right", "read"),
+    [("111111111111", 12), ("111111111110", 12), ("110111101111", 8), ("001111111111", 4)],
+)
+def test_reading_stops_where_the_gate_is_out_of_reach(right, read):
+    scores = np.array([*map(float, right)])
+    measured = lambda samples: {"full": {"score": scores[: len(samples)]}}
+    samples = tasks.within_reach([*range(12)], 4, measured)
+    assert len(samples) == read
+    assert score.passes(scores.mean()) == score.passes(scores[:read].mean())
+
+
 @pytest.mark.parametrize("by_name", SMALL, ids=lambda by_name: by_name["snapkv"])
 def test_small_budgets_suit_every_policy(by_name):
     assert by_name.keys() <= {*budgets.NAMES, budgets.HALF_WINDOW}
