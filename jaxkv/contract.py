@@ -15,6 +15,7 @@ Methods that grow or that compress a finished prompt override the defaults of `P
     policy.reserve(spec, state, tokens)    -> state with room for `tokens` tokens in all
     policy.finish_prefill(spec, state)     -> state after compressing or indexing the prompt
     policy.for_layer(layer, num_layers)    -> the policy of one layer, where budgets differ
+    policy.program                         -> the policy that layers with equal programs share
 
 `update` attends to the cache and to the chunk, causally, and absorbs the chunk. It is the only way
 in: a prompt chunk and a single token take the same call. Per-token semantics define the result:
@@ -41,7 +42,8 @@ Law 15 needs the argument `cached_tokens`. tests/core/laws checks every policy o
  6 The KV heads are independent, so a step can be sharded over them, unless they share a budget or
    an array.
  7 Taking, putting, saving and moving sequences to the host is exact.
- 8 Equal settings share compiled programs: another token of the same shapes compiles nothing.
+ 8 Equal settings share compiled programs: another token of the same shapes compiles nothing. After
+   `init`, `program` gives the same bits as the policy itself.
  9 An empty state gives output 0 and log-sum-exp -inf, and never NaN.
 10 The bytes of the arrays equal `bytes_per_sequence`, and `bytes_after_prefill` later.
 11 `leaves` describes every array: axis letters, shared leaves, append-only leaves, pages.
@@ -245,6 +247,15 @@ class Policy:
 
     def for_layer(self, layer: int, num_layers: int) -> Policy:
         """The policy of one of `num_layers` layers."""
+        return self
+
+    @property
+    def program(self) -> Policy:
+        """The policy to compile after `init`, with the same results: layers of one share programs.
+
+        It lacks what `init` puts into a state, such as the budgets of the layer's KV heads, so its
+        own `init` gives the shapes alone.
+        """
         return self
 
 

@@ -89,7 +89,7 @@ def budgets_identity(policies: Sequence[Policy]) -> str:
 
     Empty without such budgets. A stored cache belongs to these budgets, and the file may change.
     """
-    budgets = [getattr(policy, "head_budgets", ()) for policy in policies]
+    budgets = [getattr(policy, "layer_budgets", None) for policy in policies]
     return f"{zlib.crc32(repr(budgets).encode()):08x}" if any(budgets) else ""
 
 

@@ -7,11 +7,13 @@ rows of other heads are masked: K times the products, with the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import rows
 from jaxkv.attention import slot_attention
@@ -19,7 +21,7 @@ from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.rows import Rows, Storage
-from jaxkv.typing import Array, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
 class PerLayerTokens(NamedTuple):
@@ -78,6 +80,71 @@ def attend(
 
     q = spec.encoding.rotate(chunk.q, chunk.positions)
     return slot_attention(q, tokens.k, tokens.v, bias, spec.scale, spec.softcap)
+
+
+def keep_best(
+    tokens: PerHeadTokens,
+    score: Float32[Array, "B K S"],
+    valid: Bool[Array, "B K S"],
+    best_of: Callable[[Array, Array, Array], Int32[Array, "B R"]],
+) -> tuple[PerLayerTokens, Float32[Array, "B 1 R"]]:
+    """The valid tokens with the highest scores, head by head, and their log weights.
+
+    best_of: chooses places in the slots of all heads, from the scores, the order of each head's
+    places by score, and `valid`.
+    """
+    batch, kv_heads, size = score.shape
+    score = jnp.where(valid, score, -jnp.inf)
+    order = jnp.argsort(-score, axis=2, stable=True)
+    best = best_of(score, order, valid)
+    filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1, mode="fill", fill_value=False)
+    place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
+    taken = per_head.pick(flat(tokens), jnp.minimum(place, kv_heads * size - 1))
+    weight = jnp.where(place < kv_heads * size, np.float32(0), -jnp.inf)
+    return taken, weight
+
+
+def best_of_layer(
+    score: Float32[Array, "B K S"],
+    order: Int32[Array, "B K S"],
+    valid: Bool[Array, "B K S"],
+    budget: int,
+    minimum: int,
+) -> Int32[Array, "B R"]:
+    """The highest scores of all KV heads together, `budget` a head (AdaKV, arXiv 2407.11550).
+
+    minimum: tokens that each head has at least. order: each head's places, the highest score first.
+    Returns places in the slots of all heads, head by head.
+    """
+    rank = jnp.argsort(order, axis=2)
+    score = jnp.where(valid & (rank < minimum), jnp.inf, score)
+    _, best = jax.lax.top_k(
+        score.reshape(score.shape[0], -1), score.shape[1] * min(budget, score.shape[2])
+    )
+    return best
+
+
+def best_of_heads(
+    score: Float32[Array, "B K S"],
+    order: Int32[Array, "B K S"],
+    valid: Bool[Array, "B K S"],
+    budgets: Int32[Array, "#B K"],
+    total: int,
+) -> Int32[Array, "B R"]:
+    """The highest scores of each KV head, as many as its budget; `total` of all KV heads.
+
+    Returns places in the slots of all heads, head by head, and one beyond them for each row that
+    no head needs, because there are fewer tokens.
+    """
+    batch, kv_heads, size = order.shape
+    budgets = jnp.minimum(budgets, size)
+    end = jnp.cumsum(budgets, axis=1)
+    row = jnp.arange(min(total, kv_heads * size), dtype=jnp.int32)[None]
+    head = jnp.sum(row[..., None] >= end[:, None], axis=2, dtype=jnp.int32)
+    first = jnp.take_along_axis(end - budgets, jnp.minimum(head, kv_heads - 1), axis=1)
+    place = jnp.broadcast_to(head * size + row - first, (batch, row.shape[1]))
+    best = jnp.take_along_axis(order.reshape(batch, -1), place, axis=1, mode="clip")
+    return jnp.where(head < kv_heads, best.astype(jnp.int32) + head * size, kv_heads * size)
 
 
 def cached(tokens: PerLayerTokens, log_weight: Float32[Array, "B 1 R"], kv_heads: int) -> Cached:

@@ -204,6 +204,12 @@ def equal_settings_compile_once(subject: Subject) -> Checks:
     recompilations = counts[2] - counts[0]
     yield f"three tokens compile {recompilations + 1} times", not recompilations
     yield "equal settings compile twice", counts[5] == counts[2]
+    if policy.program != policy:
+        shared = dataclasses.replace(subject, policy=policy.program, runs={})
+        size = subject.sizes[-1]
+        run = shared.read_tokens(subject.tokens, size, subject.init())
+        equal = same_bits(run[:2], subject.read(size)[:2])
+        yield "`program` gives other bits than the policy itself", equal
 
 
 def an_empty_state_gives_nothing(subject: Subject) -> Checks:

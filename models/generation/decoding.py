@@ -46,6 +46,11 @@ class Static(NamedTuple):
     mesh: Mesh | None
 
     @property
+    def programs(self) -> tuple[Policy, ...]:
+        """The policy of each layer in its compiled programs, which layers share."""
+        return tuple(policy.program for policy in self.policies)
+
+    @property
     def of_model(self) -> Static:
         """The static arguments of programs without a cache, so that all policies share them."""
         return self._replace(policies=())
@@ -55,7 +60,7 @@ def _run_decoder(
     static: Static, weights: Weights, tokens: Array, positions: Array, valid: Array, states: tuple
 ) -> tuple[Decoder, Array, tuple[State, ...]]:
     decoder = Decoder(static.config, weights, static.mesh)
-    hidden, states = decoder(tokens, positions, valid, static.policies, states)
+    hidden, states = decoder(tokens, positions, valid, static.programs, states)
     return decoder, hidden, states
 
 
@@ -84,10 +89,10 @@ def run_layers(
     """The output of the last layer and the new states; the old states are donated.
 
     Each layer is a call of its own, so the program of a chunk is compiled once for all layers with
-    one policy, and not once per layer.
+    one policy (`Policy.program`), and not once per layer.
     """
     x, new = embed(static.of_model, weights, tokens), []
-    for layer, (policy, state) in enumerate(zip(static.policies, states, strict=True)):
+    for layer, (policy, state) in enumerate(zip(static.programs, states, strict=True)):
         x, state = run_donated(
             static.config,
             policy,
@@ -113,7 +118,7 @@ def prefill_programs(
     shape = partial(jax.ShapeDtypeStruct, (batch, width))
     tokens, valid, positions = shape(jnp.int32), shape(jnp.bool_), shape(jnp.uint32)
     x = jax.ShapeDtypeStruct((batch, width, static.config.width), dtype)
-    first = {policy: layer for layer, policy in reversed(list(enumerate(static.policies)))}
+    first = {policy: layer for layer, policy in reversed(list(enumerate(static.programs)))}
     layers = [
         (
             run_donated,
@@ -251,9 +256,18 @@ def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
     return jax.vmap(lambda marks, ids, real: marks.at[ids].max(real))(seen, tokens, valid)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
 def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> State:
-    """Initial states of one layer, each from its own rng, so sequences are independent."""
+    """Initial states of one layer, each from its own rng, so sequences are independent.
+
+    Where a layer has facts of its own, it would need a program of its own: 0.4 s of compilation for
+    each, and 0.1 s for its operations one by one.
+    """
+    init = _init_layer if policy.program == policy else _init_layer.__wrapped__
+    return init(policy, spec, mesh, rng)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> State:
     single = jax.vmap(lambda sequence_rng: policy.init(spec, 1, sequence_rng))(rng)
     state = jax.tree.map(lambda leaf: leaf[:, 0], single)
     if mesh is None:

@@ -63,14 +63,14 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
     before = int(leader.lengths[0])
     for layer in range(llm.config.layers):
         for stream, of_stream in zip(streams, states, strict=True):
-            policy = stream.policies[layer]
+            policy = stream.static.programs[layer]
             if policy.grows:
                 of_stream[layer] = policy.reserve(llm.spec, of_stream[layer], tokens=before + size)
         of_layer = layer_weights(llm.weights, layer)
         for number, part in enumerate(parts):
             x[number], states[0][layer], seen = run_recorded(
                 llm.config,
-                leader.policies[layer],
+                leader.static.programs[layer],
                 of_layer,
                 x[number],
                 states[0][layer],
@@ -78,10 +78,10 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
                 valid[:, part],
             )
             for stream, of_stream in zip(streams[1:], states[1:], strict=True):
-                policy = stream.policies[layer]
+                policy = stream.static.programs[layer]
                 of_stream[layer] = absorb(policy, llm.spec, of_stream[layer], seen)
         for stream, of_stream in zip(streams, states, strict=True):
-            policy = stream.policies[layer]
+            policy = stream.static.programs[layer]
             if policy.min_prompt is not None:
                 of_stream[layer] = finish_prefill_layer(policy, llm.spec, None, of_stream[layer])
         jax.block_until_ready(x)
@@ -108,11 +108,11 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         listed = set()
         for layer, of_layer in enumerate(zip(*states, strict=True)):
             weights = layer_weights(llm.weights, layer)
-            static = llm.config, leader.policies[layer]
+            static = llm.config, leader.static.programs[layer]
             arrays = weights, x, of_layer[0], *places
             seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
             for number, stream in enumerate(streams):
-                policy = stream.policies[layer]
+                policy = stream.static.programs[layer]
                 if (number, policy) in listed:
                     continue
                 listed.add((number, policy))
@@ -121,9 +121,9 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
                 else:
                     yield absorb, (policy, llm.spec, of_layer[number], seen)
     for stream, of_stream in zip(streams, states, strict=True):
-        for policy in dict.fromkeys(stream.policies):
+        for policy in dict.fromkeys(stream.static.programs):
             if policy.min_prompt is not None:
-                state = of_stream[stream.policies.index(policy)]
+                state = of_stream[stream.static.programs.index(policy)]
                 yield finish_prefill_layer, (policy, llm.spec, None, state)
 
 

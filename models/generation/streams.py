@@ -197,7 +197,7 @@ class Stream:
                 layer: lambda state, policy=policy: finish_prefill_layer(
                     policy, **fixed, state=state
                 )
-                for layer, policy in enumerate(self.policies)
+                for layer, policy in enumerate(self.static.programs)
                 if policy.min_prompt is not None
             }
         )
@@ -327,7 +327,7 @@ class Stream:
         states, sizes = list(self.decoding.states), {}
         added_bytes = peak_bytes = added_host_bytes = 0
         for layer, make_state in make.items():
-            policy = self.policies[layer]
+            policy = self.static.programs[layer]
             if policy not in sizes:  # layers of one policy have one size
                 later = jax.eval_shape(make_state, states[layer])
                 host = host_bytes(policy, later)

@@ -61,6 +61,14 @@ class MixesSequences(Broken):
         return super().update(spec, state, chunk._replace(q=chunk.q[::-1]))
 
 
+class OtherProgram(Broken):
+    """The program of a layer is that of another policy."""
+
+    @property
+    def program(self):
+        return MixesSequences()
+
+
 class TooFewBytes(Broken):
     def bytes_per_sequence(self, spec, tokens=0):
         return (self.sinks + self.window) * 2 * spec.kv_heads * spec.head_dim * 4
@@ -250,7 +258,7 @@ BROKEN = [
     (IgnoresSoftcap(), 4, "a softcap"), (IgnoresPenalty(), 4, "under ALiBi"),
     (SeesEvicted(), 5, "chunks of 5"), (SwapsHeads(), 6, "KV head 0"),
     (Unequal(), 8, "hash alike"), (NotEmpty(), 9, "empty state"),
-    (TooFewBytes(), 10,
+    (OtherProgram(), 8, "`program` gives other bits"), (TooFewBytes(), 10,
      r"bytes_per_sequence\(spec, 0\) must be 1572, as the arrays have; got 1536"),
     (WrongPositions(), 4, r"after 1 tokens `cached` must give positions \[0\], got \[1\]"),
     (QueryLetter(), 11, "leaf .k: T and N are axes of queries"),

@@ -11,14 +11,13 @@ tokens beyond `capacity` are cached, in a prompt and in an answer alike (repeate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv import contract, draws, rows
 from jaxkv.attention import chunked_scan, merge
@@ -29,7 +28,7 @@ from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec, State, prefill_finished
 from jaxkv.errors import UserError, check_choice
 from jaxkv.policies.prompt_compression import head_shares, repeated
-from jaxkv.policies.prompt_compression.head_shares import SAFEGUARD
+from jaxkv.policies.prompt_compression.head_shares import SAFEGUARD, LayerBudgets
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
@@ -49,6 +48,7 @@ class CompressedState(NamedTuple):
     sample, log_weight: the compressed prompt; no slots before the end of prefill. X is K, or 1
     where KV heads have unequal budgets and the rows of all are together. statistics: what the
     method gathers of all tokens for its score; empty after prefill. rng: seeds of the draws.
+    head_budgets: of the KV heads, where a calibration fixes them.
 
     With `every` all sizes are constant, and dense has the ends and up to `every` tokens between.
     """
@@ -58,6 +58,7 @@ class CompressedState(NamedTuple):
     log_weight: Float32[Array, "B X C"]
     statistics: State
     rng: UInt32[Array, "B K 2"]
+    head_budgets: Int32[Array, "B K"] | tuple[()] = ()
 
     @property
     def prompt_slots(self) -> int:
@@ -136,7 +137,7 @@ class CompressionPolicy(Policy):
     """A policy that compresses a prompt: a frozen dataclass with these fields, and `ends`.
 
     It defines `choose`; or `score` and the fields capacity, every, positions, budgets, calibration
-    and head_budgets, which `for_layer` sets. A score may need statistics of all tokens:
+    and layer_budgets, which `for_layer` sets. A score may need statistics of all tokens:
     `statistics`, their leaves and `observe`.
     """
 
@@ -147,7 +148,7 @@ class CompressionPolicy(Policy):
     budget_rules: ClassVar[tuple[str, ...]] = get_args(Budgets)
     budgets: ClassVar[Budgets] = "equal"
     calibration: ClassVar[str | None] = None
-    head_budgets: ClassVar[tuple[int, ...]] = ()
+    layer_budgets: ClassVar[LayerBudgets | None] = None
     every: ClassVar[int | None] = None
     positions: ClassVar[Positions] = None
     statistics_leaves: State = ()
@@ -160,12 +161,6 @@ class CompressionPolicy(Policy):
             raise UserError(
                 "budgets=calibrated and calibration=FILE belong together, got "
                 f"budgets={self.budgets},calibration={calibration}; give both or neither"
-            )
-        fixed = self.budgets not in ("equal", "adaptive")
-        if min(self.head_budgets, default=0) < 0 or (self.head_budgets and not fixed):
-            raise UserError(
-                "head_budgets are 0 or more tokens of each KV head, for fixed budgets, got "
-                f"{self.head_budgets} with budgets={self.budgets}; leave them out"
             )
         check_every(self)
         sinks = self.ends.sinks
@@ -206,14 +201,28 @@ class CompressionPolicy(Policy):
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Int32[Array, " B"]
     ) -> Chosen:
         """Select the tokens that represent the first `count` between the ends of the prompt."""
-        return self.keep_best(tokens, count, self.prompt_score(spec, state))
+        return self.keep_best(state, tokens, count, self.prompt_score(spec, state))
 
     def keep_best(
-        self, tokens: PerHeadTokens, count: Int32[Array, "B ..."], score: Float32[Array, "B K S"]
+        self,
+        state: CompressedState,
+        tokens: PerHeadTokens,
+        count: Int32[Array, "B ..."],
+        score: Float32[Array, "B K S"],
     ) -> Chosen:
         """The highest scores of the first `count` [B,#K] tokens within the KV heads' budgets."""
-        budget = self.head_budgets or self.budget
-        return keep_best(tokens, count, score, budget, self.budgets == "adaptive")
+        if self.budgets == "equal":
+            return keep_best(tokens, count, score, self.budget)
+        valid = jnp.broadcast_to(_first(count, score.shape[2]), score.shape)
+        if self.layer_budgets is None:
+            minimum = self.budget // SAFEGUARD
+            best = partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum)
+        else:
+            heads = state.head_budgets
+            if self.budgets != "calibrated":
+                heads = jnp.asarray([self.layer_budgets.heads], jnp.int32)
+            best = partial(per_layer.best_of_heads, budgets=heads, total=self.layer_budgets.total)
+        return per_layer.keep_best(tokens, score, valid, best)
 
     def prompt_score(self, spec: Spec, state: CompressedState) -> Float32[Array, "B K C"]:
         """The score of the tokens between the ends of a prompt."""
@@ -228,6 +237,8 @@ class CompressionPolicy(Policy):
         like = ring.DENSE_LEAVES if self.every is None else ring.LEAVES
         exact = ring.leaves(self.storage, self.ends.sinks, like)
         leaves = LEAVES._replace(dense=exact, statistics=self.scorer.statistics_leaves)
+        if self.budgets == "calibrated":
+            leaves = leaves._replace(head_budgets=Leaf("B K"))
         if self.rows_of_layer:
             sample, weight = per_layer.leaves(self.storage), Leaf("B I R")
             return leaves._replace(sample=sample, log_weight=weight)
@@ -248,7 +259,7 @@ class CompressionPolicy(Policy):
 
     @property
     def min_prompt(self) -> int | None:
-        smallest = min(self.head_budgets, default=self.budget)
+        smallest = self.budget if self.layer_budgets is None else self.layer_budgets.smallest
         return self.ends.max_tokens + smallest + 1 if self.every is None else None
 
     @property
@@ -264,16 +275,27 @@ class CompressionPolicy(Policy):
     def for_layer(self, layer: int, num_layers: int) -> CompressionPolicy:
         if self.calibration is None:
             return self
-        budgets = head_shares.budgets(self.calibration, layer, num_layers, self.budget)
-        return replace(self, head_budgets=budgets)
+        budgets = head_shares.budgets(self.calibration, num_layers, self.budget)
+        return replace(self, layer_budgets=budgets[layer])
+
+    @property
+    def program(self) -> CompressionPolicy:
+        if self.calibration is None or self.layer_budgets is None:
+            return self
+        return replace(self, layer_budgets=replace(self.layer_budgets, heads=()))
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
+        layer_budgets, head_budgets = self.layer_budgets, ()
         if self.budgets not in ("equal", "adaptive"):
-            check_head_budgets(spec, self.budgets, self.head_budgets)
-        slots, size, heads = self.start, 0, spec.kv_heads if self.rows_of_layer else 1
+            check_head_budgets(spec, self.budgets, layer_budgets)
+        if self.budgets == "calibrated":
+            heads = jnp.asarray(layer_budgets.heads or (0,), jnp.int32)
+            head_budgets = jnp.broadcast_to(heads, (batch, spec.kv_heads))
+        slots, size = self.start, 0
         if self.every is not None:
             slots = self.ends.max_tokens + self.every
-            size = sum(self.head_budgets) or heads * self.budget
+            size = self.budget * (spec.kv_heads if self.rows_of_layer else 1)
+            size = size if layer_budgets is None else layer_budgets.total
         storage = per_layer if self.rows_of_layer else per_head
         sample = storage.init(spec, batch, size, self.storage)
         return CompressedState(
@@ -282,6 +304,7 @@ class CompressionPolicy(Policy):
             jnp.full(sample.positions.shape, -jnp.inf, jnp.float32),
             self.scorer.statistics(spec, batch),
             draws.seeds(rng, spec, batch),
+            head_budgets,
         )
 
     def bytes_per_sequence(self, spec: Spec, tokens: int = 0) -> int:
@@ -372,7 +395,7 @@ class CompressionPolicy(Policy):
         """Compress the sample and the tokens between the ends, in the sequences that are full."""
         exact, sample, ends, heads = state.dense, state.sample, self.ends, state.dense.k.shape[1]
         sampled = repeated.find_sampled(sample, state.log_weight, heads)
-        largest = max(self.head_budgets, default=self.budget)
+        largest = self.budget if self.layer_budgets is None else self.layer_budgets.largest
         if self.budgets == "adaptive":  # a head has at most what the safeguards of the others leave
             largest += (self.budget - self.budget // SAFEGUARD) * (heads - 1)
         size = exact.positions.shape[1] + largest
@@ -386,7 +409,7 @@ class CompressionPolicy(Policy):
         )
         score = self.scorer.score(spec, scored)
         tokens = jax.tree.map(lambda leaf: leaf[:, :, scored.slots], stored)
-        new = self.keep_best(tokens, scored.num_between, score)
+        new = self.keep_best(state, tokens, scored.num_between, score)
         column = lambda leaf: full.reshape(-1, *[1] * (leaf.ndim - 1))
         sample, log_weight = jax.tree.map(
             lambda new, old: jnp.where(column(old), new, old), new, (sample, state.log_weight)
@@ -455,13 +478,14 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
-def check_head_budgets(spec: Spec, budgets: str, head_budgets: Sequence[int]) -> None:
-    """Raise UserError unless every KV head has a fixed budget."""
-    if len(head_budgets) != spec.kv_heads:
+def check_head_budgets(spec: Spec, budgets: str, layer_budgets: LayerBudgets | None) -> None:
+    """Raise UserError unless every KV head has a fixed budget, or the state has them."""
+    heads = () if layer_budgets is None else layer_budgets.heads
+    if layer_budgets is None or (heads and len(heads) != spec.kv_heads):
         source = "call for_layer(layer, num_layers) with calibration= of this model"
         raise UserError(
             f"budgets={budgets} needs a budget for each of {spec.kv_heads} KV heads, got "
-            f"{len(head_budgets)}; "
+            f"{len(heads)}; "
             f"{source if budgets == 'calibrated' else 'use those of `global_budgets`'}"
         )
 
@@ -529,16 +553,12 @@ def keep_best(
     tokens: PerHeadTokens,
     count: Int32[Array, "B ..."],
     score: Float32[Array, "B K S"],
-    budget: int | Sequence[int],
-    adaptive: bool = False,
+    budget: int,
 ) -> Chosen:
-    """The highest scores of the first `count` [B,#K] tokens, in the order of the text.
+    """The highest `budget` scores of each KV head, in the order of the text.
 
-    budget: the number of tokens of each KV head, or a number for each. adaptive: all KV heads
-    together have as many tokens.
+    count: only the first [B,#K] tokens are scored.
     """
-    if adaptive or not isinstance(budget, int):
-        return _keep_best_of_layer(tokens, count, score, budget)
     size = tokens.positions.shape[2]
     budget = min(size, budget)
     valid = _first(count, size)
@@ -546,48 +566,6 @@ def keep_best(
     taken = jnp.sort(jnp.where(jnp.take_along_axis(valid, best, 2), best, size), axis=2)
     taken = jnp.minimum(taken, size - 1).astype(jnp.int32)
     return weighted_sample(per_head.pick(tokens, taken), jnp.minimum(count, budget), 0.0)
-
-
-def _keep_best_of_layer(
-    tokens: PerHeadTokens,
-    count: Int32[Array, "B ..."],
-    score: Float32[Array, "B K S"],
-    budget: int | Sequence[int],
-) -> Chosen:
-    """The highest scores of each KV head, head by head, where the heads have unequal budgets."""
-    batch, kv_heads, size = score.shape
-    valid = jnp.broadcast_to(_first(count, size), score.shape)
-    score = jnp.where(valid, score, -jnp.inf)
-    order = jnp.argsort(-score, axis=2, stable=True)
-    if isinstance(budget, int):
-        best = _best_of_layer(score, order, valid, min(size, budget))
-    else:
-        budgets = np.minimum(budget, size)
-        head = np.repeat(np.arange(kv_heads), budgets)
-        rank = np.concatenate([np.arange(number) for number in budgets])
-        best = order[:, head, rank].astype(jnp.int32) + np.int32(head * size)[None]
-    filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1)
-    place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
-    taken = per_head.pick(per_layer.flat(tokens), jnp.minimum(place, kv_heads * size - 1))
-    weight = jnp.where(place < kv_heads * size, np.float32(0), -jnp.inf)
-    return taken, weight
-
-
-def _best_of_layer(
-    score: Float32[Array, "B K S"],
-    order: Int32[Array, "B K S"],
-    valid: Bool[Array, "B K S"],
-    budget: int,
-) -> Int32[Array, "B R"]:
-    """The highest scores of all KV heads together, `budget` a head (AdaKV, arXiv 2407.11550).
-
-    Each head has at least one part in SAFEGUARD of an equal share. order: each head's places, the
-    highest score first. Returns places in the slots of all heads, head by head.
-    """
-    rank = jnp.argsort(order, axis=2)
-    score = jnp.where(valid & (rank < budget // SAFEGUARD), jnp.inf, score)
-    _, best = jax.lax.top_k(score.reshape(score.shape[0], -1), score.shape[1] * budget)
-    return best
 
 
 def resize(tokens: PerHeadTokens | PerLayerTokens, size: int) -> PerHeadTokens | PerLayerTokens:

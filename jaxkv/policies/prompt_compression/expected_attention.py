@@ -21,6 +21,7 @@ from jaxkv.policies.prompt_compression.base import (
     Positions,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
@@ -73,7 +74,7 @@ class ExpectedAttention(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens of a prompt that later queries are expected to attend to"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"

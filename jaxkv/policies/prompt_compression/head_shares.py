@@ -8,6 +8,8 @@ programs have fixed shapes.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +18,12 @@ import numpy as np
 from jaxkv.contract import Spec
 from jaxkv.errors import UserError, is_whole
 from jaxkv.rotary import Rotary
+from jaxkv.typing import Float, Integer
 
 FORMAT = "jaxkv head shares 1"
 FOLDER = Path(__file__).with_name("calibrated")  # files in the package, found by name
 SAFEGUARD = 5  # unequal budgets leave a fifth of an equal share to every KV head (AdaKV)
+SIZES = 8  # of layers; each has programs of its own
 MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 
 
@@ -37,6 +41,25 @@ class HeadShares(NamedTuple):
     encoding: Rotary
     text: dict[str, Any]
     shares: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class LayerBudgets:
+    """The tokens of the KV heads of one layer, which are fixed.
+
+    heads: of each KV head; none in the policy of a compiled program, which has them as an array.
+    total: of all KV heads. largest, smallest: no KV head has more, or fewer.
+    """
+
+    heads: tuple[int, ...]
+    total: int
+    largest: int
+    smallest: int
+
+    @classmethod
+    def of(cls, heads: Sequence[int]) -> LayerBudgets:
+        """Those of a layer that shares its programs with no other."""
+        return cls(tuple(heads), sum(heads), max(heads), min(heads))
 
 
 def write(head_shares: HeadShares) -> str:
@@ -131,11 +154,13 @@ def check_model(name: str, spec: Spec, layers: int, fingerprint: str) -> None:
             )
 
 
-def budgets(name: str, layer: int, num_layers: int, budget: int) -> tuple[int, ...]:
-    """The tokens of each KV head of one layer.
+def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
+    """The budgets of all layers.
 
     All heads of all layers share `budget` tokens per head, in proportion to their shares above a
-    floor of budget / SAFEGUARD. Raises UserError for head shares of another number of layers.
+    floor of budget / SAFEGUARD. Layers of about the same total get its mean, so that a model has at
+    most SIZES totals and not more programs; that leaves less than one token of each layer unused.
+    Raises UserError for head shares of another number of layers.
     """
     shares = np.array(read(name).shares, np.float64)
     if len(shares) != num_layers:
@@ -144,9 +169,32 @@ def budgets(name: str, layer: int, num_layers: int, budget: int) -> tuple[int, .
             "`jaxkv calibrate` on this model"
         )
     floor = max(1, budget // SAFEGUARD)
-    rest = (budget - floor) * shares.size
-    exact = (rest * shares / shares.sum()).ravel()
-    extra = np.floor(exact).astype(np.int64)
-    largest_first = np.argsort(extra - exact, kind="stable")  # largest remainder first
-    extra[largest_first[: rest - extra.sum()]] += 1
-    return tuple(int(tokens) for tokens in floor + extra.reshape(shares.shape)[layer])
+    rest = (budget - floor) * shares.size  # tokens above the floor
+    above = rest * shares.sum(axis=1) / shares.sum()
+    logs = np.log(floor * shares.shape[1] + above)
+    steps = SIZES * (logs - logs.min()) / max(np.ptp(logs), 1e-9)
+    sizes = np.minimum(steps.astype(int), SIZES - 1)
+    tokens = np.zeros(shares.shape, np.int64)
+    for size in set(sizes):
+        mean = int(above[sizes == size].mean() + 1e-6)
+        for layer in np.flatnonzero(sizes == size):
+            tokens[layer] = floor + apportion(mean, shares[layer])
+    by_size = {size: tokens[sizes == size] for size in sizes}
+    return [
+        LayerBudgets(
+            tuple(map(int, heads)),
+            int(heads.sum()),
+            int(by_size[size].max()),
+            int(by_size[size].min()),
+        )
+        for heads, size in zip(tokens, sizes, strict=True)
+    ]
+
+
+def apportion(tokens: int, shares: Float[np.ndarray, " K"]) -> Integer[np.ndarray, " K"]:
+    """Whole numbers in proportion to shares, which add up to `tokens`: largest remainder first."""
+    shares = shares if shares.sum() > 0 else np.ones_like(shares)
+    exact = tokens * shares / shares.sum()
+    numbers = np.floor(exact).astype(np.int64)
+    numbers[np.argsort(numbers - exact, kind="stable")[: tokens - numbers.sum()]] += 1
+    return numbers

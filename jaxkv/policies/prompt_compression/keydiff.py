@@ -19,6 +19,7 @@ from jaxkv.policies.prompt_compression.base import (
     Positions,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Rows, Storage
 from jaxkv.typing import Array, Float32, UInt32
 
@@ -63,7 +64,7 @@ class KeyDiff(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens of a prompt whose keys are least alike"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364"

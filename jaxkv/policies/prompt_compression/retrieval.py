@@ -12,6 +12,7 @@ from jaxkv.policies.prompt_compression.base import (
     ExactEnds,
     Positions,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.policies.prompt_compression.keydiff import KeyDiff
 from jaxkv.rows import Storage
 
@@ -42,7 +43,7 @@ class Retrieval(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "a prompt's ends, and the tokens with the least alike keys of a layer"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364, with the budgets of AdaKV, 2407.11550"

@@ -19,6 +19,7 @@ from jaxkv.policies.prompt_compression.base import (
     Positions,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.policies.prompt_compression.snapkv import LastQueries
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32
@@ -59,7 +60,7 @@ class RKV(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the newest tokens, and attended ones whose keys repeat no others"
     source: ClassVar[str] = "R-KV, arXiv 2505.24133"

@@ -21,6 +21,7 @@ from jaxkv.policies.prompt_compression.base import (
     ExactEnds,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float32
 
@@ -66,11 +67,22 @@ class Scored(CompressionPolicy):
                 "sinks=4,window=0"
             )
         base.check_capacity(self.capacity, self.start, sinks=self.sinks, window=self.window)
+        if min(self.head_budgets, default=0) < 0 or (
+            self.head_budgets and self.budgets != "global"
+        ):
+            raise UserError(
+                "head_budgets are 0 or more tokens of each KV head, for budgets=global, got "
+                f"{self.head_budgets} with budgets={self.budgets}; leave them out"
+            )
         super().__post_init__()
 
     @property
     def ends(self) -> ExactEnds:
         return ExactEnds(self.sinks, self.window)
+
+    @property
+    def layer_budgets(self) -> LayerBudgets | None:
+        return LayerBudgets.of(self.head_budgets) if self.head_budgets else None
 
     def statistics(self, spec: Spec, batch: int) -> Float32[Array, "B K S"]:
         """The scores that are set: NaN for each slot; none where a function computes them."""
@@ -105,7 +117,7 @@ class Scored(CompressionPolicy):
         score = self.prompt_score(spec, state)
         scored = jnp.arange(score.shape[2])[None, None] < count[:, None, None]
         unknown = jnp.any(jnp.isnan(score) & scored, axis=(1, 2))[:, None, None]
-        chosen, weight = self.keep_best(tokens, count, jnp.where(unknown, 0.0, score))
+        chosen, weight = self.keep_best(state, tokens, count, jnp.where(unknown, 0.0, score))
         return chosen, jnp.where(unknown, jnp.nan, weight)
 
 

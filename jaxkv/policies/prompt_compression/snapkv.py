@@ -20,6 +20,7 @@ from jaxkv.policies.prompt_compression.base import (
     Positions,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -61,7 +62,7 @@ class SnapKV(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens of a prompt that its last queries attend to"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"

@@ -19,6 +19,7 @@ from jaxkv.policies.prompt_compression.base import (
     Positions,
     ScoredTokens,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Float, Float32, Int32
 
@@ -71,7 +72,7 @@ class TriAttention(CompressionPolicy):
     positions: Positions = None
     start: int = 512
     storage: Storage = "float"
-    head_budgets: tuple[int, ...] = field(default=(), repr=False)  # set by `for_layer`
+    layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
     summary: ClassVar[str] = "the tokens that the mean query of a head would attend to later"
     source: ClassVar[str] = "TriAttention, arXiv 2604.04921"

@@ -40,9 +40,9 @@ class Model:
     identity: str = ""
 
     def layers(self, states: Sequence[State]) -> list[tuple[int, Policy, State]]:
-        """The number, policy and state of each layer."""
+        """The number, compiled policy and state of each layer."""
         pairs = zip(self.policies, states, strict=True)
-        return [(number, policy, state) for number, (policy, state) in enumerate(pairs)]
+        return [(number, policy.program, state) for number, (policy, state) in enumerate(pairs)]
 
 
 def deduplicate_shared(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, ...]:

@@ -33,6 +33,7 @@ from jaxkv.policies import (
     VAttention,
     Window,
 )
+from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rotary import Alibi, NoPosition, Rotary, rotary
 from jaxkv.testing.subject import Subject, draw_tokens
 from tests.core import oracle
@@ -199,7 +200,7 @@ CASES = [
          rule=oracle.repeated_of_layer(capacity=15, every=4, sinks=2, size=3),
          capacity=18, exact=2, relative=True, chunks=FEW),
     Case("retrieval-calibrated", policy=Retrieval(capacity=12, sinks=2, window=3, start=16,
-         budgets="calibrated", calibration="a file", head_budgets=(4, 10)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 10))),
          rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_heads(
               (4, 10))), capacity=9, exact=2, chunks=FEW, longest=36),
     # New tables are made after 35 tokens, and after 75. Codes of rotated keys depend on the first
@@ -243,7 +244,8 @@ VARIANTS = [
          rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
               capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
     Case("retrieval-calibrated-int8", policy=Retrieval(capacity=12, sinks=2, window=3, start=16,
-         budgets="calibrated", calibration="a file", head_budgets=(4, 10), storage="int8"),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 10)),
+         storage="int8"),
          rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_heads(
               (4, 10))), capacity=9, exact=2, chunks=FEW, longest=36),
     Case("retrieval-equal", policy=Retrieval(capacity=9, sinks=2, window=3, start=16,
@@ -283,12 +285,12 @@ VARIANTS = [
               capacity=9, furthest=65536, theta=ROTATIONS[YARN])),
          capacity=9, chunks=FEW, longest=36, encoding=YARN),
     Case("rkv-calibrated", policy=RKV(capacity=9, window=3, kernel=3, every=None, start=16,
-         budgets="calibrated", calibration="a file", head_budgets=(4, 8)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 8))),
          rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=of_heads(functools.partial(
               oracle.attended_without_like, size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED),
               (7, 11))), capacity=7, chunks=FEW, longest=36),
     Case("triattention-calibrated", policy=TriAttention(capacity=9, every=None, start=16,
-         budgets="calibrated", calibration="a file", head_budgets=(5, 13)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((5, 13))),
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=of_heads(functools.partial(
               oracle.attended_by_centres, furthest=65536, theta=THETA), (5, 13))),
          capacity=5, chunks=FEW, longest=36),
@@ -298,7 +300,7 @@ VARIANTS = [
               score=oracle.score_without_like(size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED,
                    relative=True)), capacity=12, relative=True, chunks=FEW),
     Case("rkv-every-calibrated", policy=RKV(capacity=9, window=3, kernel=3, every=4,
-         budgets="calibrated", calibration="a file", head_budgets=(4, 8)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 8))),
          rule=oracle.repeated_of_heads(9, (4, 8), every=4, sinks=0, size=3,
               score=oracle.score_without_like(size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED,
                    relative=True)), capacity=8, relative=True, chunks=FEW),
@@ -308,7 +310,7 @@ VARIANTS = [
               score=oracle.score_by_centres(furthest=20, theta=THETA, relative=True)),
          capacity=12, relative=True, chunks=FEW),
     Case("triattention-every-calibrated", policy=TriAttention(capacity=9, furthest=20, every=4,
-         budgets="calibrated", calibration="a file", head_budgets=(5, 13)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((5, 13))),
          rule=oracle.repeated_of_heads(9, (5, 13), every=4, sinks=0, size=0,
               score=oracle.score_by_centres(furthest=20, theta=THETA, relative=True)),
          capacity=8, relative=True, chunks=FEW),
@@ -341,7 +343,7 @@ VARIANTS = [
          rule=oracle.repeated_of_layer(capacity=15, every=1, sinks=2, size=3),
          capacity=15, exact=2, chunks=FEW),
     Case("retrieval-calibrated-every", policy=Retrieval(capacity=12, sinks=2, window=3, every=4,
-         budgets="calibrated", calibration="a file", head_budgets=(4, 10)),
+         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 10))),
          rule=oracle.repeated_of_heads(12, (4, 10), every=4, sinks=2, size=3),
          capacity=11, exact=2, relative=True, chunks=FEW),
     Case("retrieval-every-alibi", policy=Retrieval(capacity=15, sinks=2, window=3, every=6),

@@ -13,7 +13,7 @@ from jaxkv import UserError, by_layer, format_policy
 from jaxkv.contract import Chunk, Spec
 from jaxkv.policies import Retrieval
 from jaxkv.policies.prompt_compression import head_shares
-from jaxkv.policies.prompt_compression.head_shares import FOLDER, HeadShares
+from jaxkv.policies.prompt_compression.head_shares import FOLDER, HeadShares, LayerBudgets
 from jaxkv.policy_spec import budgets_identity
 from jaxkv.rotary import rotary
 
@@ -41,17 +41,48 @@ def test_files_in_the_package(path):
 
 
 def test_budgets_follow_the_shares_above_a_floor(file):
-    layers = [head_shares.budgets(str(file), layer, 3, 100) for layer in range(3)]
+    layers = [layer.heads for layer in head_shares.budgets(str(file), 3, 100)]
     assert layers == [(20 + 48, 20), (20 + 288, 20 + 48), (20, 20 + 96)]
     for budget in range(1, 50):
-        tokens = [n for layer in range(3) for n in head_shares.budgets(str(file), layer, 3, budget)]
-        assert sum(tokens) == 6 * budget and min(tokens) >= max(1, budget // 5)
+        layers = head_shares.budgets(str(file), 3, budget)
+        tokens = [number for layer in layers for number in layer.heads]
+        assert 0 <= 6 * budget - sum(tokens) < 3 and min(tokens) >= max(1, budget // 5)
+
+
+def test_layers_of_about_the_same_total_get_its_mean(file):
+    shares = [[0.01 * (1 + layer % 10), 0.02 if layer < 15 else 0.3] for layer in range(30)]
+    file.write_text(head_shares.write(ABOUT._replace(shares=shares)))
+    layers = head_shares.budgets(str(file), 30, 500)
+    before = 100 + 400 * 60 * np.array(shares) / np.sum(shares)
+    totals = sorted({layer.total for layer in layers})
+    assert 3 <= len(totals) <= head_shares.SIZES
+    assert 0 <= 500 * 60 - sum(layer.total for layer in layers) < 30
+    step = (before.sum(1).max() / before.sum(1).min()) ** (1 / head_shares.SIZES)
+    for layer, exact in zip(layers, before, strict=True):
+        same = [other for other in layers if other.total == layer.total]
+        assert sum(layer.heads) == layer.total
+        assert layer.largest == max(max(other.heads) for other in same)
+        assert layer.smallest == min(min(other.heads) for other in same)
+        assert 1 / step < layer.total / exact.sum() < step
+        rest = np.array(layer.heads) - 100  # in the proportion of the layer's own shares
+        np.testing.assert_allclose(
+            rest / rest.sum(), (exact - 100) / (exact - 100).sum(), atol=0.01
+        )
+
+
+def test_layers_of_a_total_share_programs(file):
+    file.write_text(head_shares.write(ABOUT._replace(shares=[[0.1, 0.2], [0.2, 0.1], [0.1, 0.3]])))
+    layers = by_layer(f"retrieval:budgets=calibrated,calibration={file}", 3)
+    first, second, third = (layer.program for layer in layers)
+    assert len(set(layers)) == 3 and first == second != third
+    streaming = by_layer("streaming", 2)
+    assert all(layer.program is layer for layer in streaming)
 
 
 def test_one_string_names_all_layers(file):
     text = f"retrieval:capacity=15,sinks=2,window=3,budgets=calibrated,calibration={file}"
     layers = by_layer(text, 3)
-    assert [policy.head_budgets for policy in layers] == [(7, 2), (31, 7), (2, 11)]
+    assert [policy.layer_budgets.heads for policy in layers] == [(6, 2), (30, 7), (2, 11)]
     assert [policy.min_prompt for policy in layers] == [5 + 2 + 1, 5 + 7 + 1, 5 + 2 + 1]
     assert by_layer(format_policy(layers), 3) == layers
     assert by_layer(f"1=full;*={text}", 3)[2] == layers[2]
@@ -69,7 +100,7 @@ def test_a_stored_cache_belongs_to_the_budgets_of_its_file(file):
 
 def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
     """Law 6 for budgets that are fixed: rows lie together, but heads do not compete."""
-    policy = Retrieval(12, 2, 3, "calibrated", "a file", head_budgets=(4, 10))
+    policy = Retrieval(12, 2, 3, "calibrated", "a file", layer_budgets=LayerBudgets.of((4, 10)))
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 40, n, 8)).astype("f4") for n in (4, 2, 2))
 
