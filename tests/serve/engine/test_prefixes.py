@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import UserError
+from jaxkv.policies.prompt_compression import head_shares
+from jaxkv.policies.prompt_compression.head_shares import HeadShares
 from jaxkv.rotary import rotary
 from jaxkv.serve.engine import Engine, PrefixConfig, Request
 from jaxkv.serve.engine.store import model_root
@@ -16,6 +18,7 @@ from tests.seldom import seldom
 from tests.serve.engine.plain import (
     CHUNK,
     HEAD_DIM,
+    KV_HEADS,
     SPEC,
     VOCAB,
     Recorder,
@@ -27,11 +30,14 @@ from tests.serve.engine.plain import (
 
 STREAMING = "streaming:sinks=2,window=14"
 RETRIEVAL = "retrieval:capacity=12,sinks=2,window=4,every=7"
+# Two layers with equal budgets for their heads in another order, so that they share programs.
+CALIBRATED = "retrieval:capacity=12,sinks=2,window=4,budgets=calibrated,calibration=heads.json"
+HEADS = HeadShares("plain", "", KV_HEADS, HEAD_DIM, SPEC.encoding, {}, ((0.1, 0.4), (0.4, 0.1)))
 SHARED = tuple(np.random.default_rng(1).integers(0, VOCAB, 200).tolist())
 APPEND_ONLY = ("full", "balance:sinks=2,window=4,rounds=1", "uniform:sinks=2,window=4,rounds=1",
              "snapkv:capacity=8,window=4", "pyramidkv:capacity=8,window=4",
              "expected-attention:capacity=8,sinks=2,future=16", "keydiff:capacity=8",
-             "retrieval:capacity=8,sinks=2,window=4",
+             "retrieval:capacity=8,sinks=2,window=4", CALIBRATED,
              "magicpig:K=4,L=6,sinks=2,window=4", "topk:sinks=2,window=4", "topp:sinks=2,window=4",
              "oracle:sinks=2,window=4", "quest:sinks=2,window=4,page=4",
              "loki:sinks=2,window=4",
@@ -43,7 +49,8 @@ EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,position
               "balance-stream:sinks=2,window=6,levels=2,block=4",
               "balance-stream:sinks=2,window=6,levels=1,block=4",
               "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,storage=int8",
-              RETRIEVAL, "keydiff:capacity=8,every=1,positions=absolute,storage=int8",
+              RETRIEVAL, f"{CALIBRATED},every=7",
+              "keydiff:capacity=8,every=1,positions=absolute,storage=int8",
               "snapkv:capacity=8,window=4,every=5", "pyramidkv:capacity=8,window=4,every=5",
               "expected-attention:capacity=8,sinks=2,future=16,every=5",
               "tova:capacity=8", "rkv:capacity=8,window=4,every=5",
@@ -56,6 +63,12 @@ OFTEN = {
     RETRIEVAL,
     "0=full;*=streaming:sinks=2,window=14",
 }
+
+
+@pytest.fixture(autouse=True)
+def calibration(tmp_path, monkeypatch):
+    (tmp_path / "heads.json").write_text(head_shares.write(HEADS))
+    monkeypatch.chdir(tmp_path)
 
 
 def branches(lengths=(10, 16, 31, 33, 48, 130)):
