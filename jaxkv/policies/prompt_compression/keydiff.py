@@ -43,10 +43,10 @@ class KeyDiff(CompressionPolicy):
     keys: rotated, as in the paper, or unrotated, as they were before their rotation. budgets: equal
     for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer together
     (AdaKV, arXiv 2407.11550); calibrated for as many in all heads of the model together, of which
-    each head has a fixed number. calibration: for budgets=calibrated, the file that `jaxkv
-    calibrate` wrote, or the name of one in the package. Then a head compresses each prompt that is
-    longer than its number. start: slots before the prompt, doubled as they fill. storage: as in
-    streaming.
+    each head has a fixed number, and each layer one of eight sums. calibration: for
+    budgets=calibrated, the file that `jaxkv calibrate` wrote, or the name of one in the package.
+    Then a head compresses each prompt that is longer than its number. start: slots before the
+    prompt, doubled as they fill. storage: as in streaming.
 
     every: compress whenever so many tokens beyond `capacity` are cached, in prompts and answers
     alike, so that endless text fits a constant memory. A query sees at most `capacity` + `every`
