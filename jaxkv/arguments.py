@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,26 +37,31 @@ def check(
 ) -> None:
     """Raise UserError where the arguments of `step` disagree, or are of another type."""
     check_is_policy(policy)
-    by_name = {"q": q, "k": k, "v": v, "positions": positions, "valid": valid}
+    arrays = {"q": q, "k": k, "v": v, "positions": positions, "valid": valid}
     if sink_logits is not None:
-        by_name["sink_logits"] = sink_logits
-    for name, array in by_name.items():
+        arrays["sink_logits"] = sink_logits
+    for name, array in arrays.items():
         if not isinstance(array, jax.Array | np.ndarray):
             kind = type(array).__name__
             raise UserError(f"{name} must be an array, got a {kind}; convert it with jnp.asarray")
-    _check_arrays(spec, q, k, v, positions, valid, sink_logits)
+    _check_arrays(spec, arrays)
     _check_state(policy, spec, state, batch=q.shape[0], group=q.shape[2] // spec.kv_heads)
 
 
-def _check_arrays(
-    spec: Spec,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    valid: Array,
-    sink_logits: Array | np.ndarray | None,
-) -> None:
+# Each axis of the arguments of `step`, by letter, and the kind of their numbers.
+_AXES = {
+    "q": "BTNH",
+    "k": "BTKH",
+    "v": "BTKH",
+    "positions": "BT",
+    "valid": "BT",
+    "sink_logits": "N",
+}
+_DTYPES = {"positions": "uint32", "valid": "bool"}
+
+
+def _check_arrays(spec: Spec, arrays: Mapping[str, Array | np.ndarray]) -> None:
+    q = arrays["q"]
     if q.ndim != 4 or 0 in q.shape[:3] or q.shape[2] % spec.kv_heads:
         raise UserError(
             f"q must be [B,T,N,H] with N a multiple of the spec's kv_heads={spec.kv_heads}, and B, "
@@ -69,16 +75,8 @@ def _check_arrays(
             f"Spec(group={group})"
         )
     sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
-    arrays = [
-        ("q", "BTNH", q),
-        ("k", "BTKH", k),
-        ("v", "BTKH", v),
-        ("positions", "BT", positions),
-        ("valid", "BT", valid),
-    ]
-    if sink_logits is not None:
-        arrays.append(("sink_logits", "N", sink_logits))
-    for name, letters, array in arrays:
+    for name, array in arrays.items():
+        letters = _AXES[name]
         shape = tuple(sizes[letter] for letter in letters)
         if letters[-1] == "H" and array.ndim == 4 and array.shape[3] != spec.head_dim:
             raise UserError(
@@ -90,12 +88,12 @@ def _check_arrays(
                 f"{name} must be [{','.join(letters)}] = {shape} beside q {q.shape} and the spec's "
                 f"kv_heads={spec.kv_heads}, got {array.shape}; reshape it"
             )
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise UserError(f"{name} must be floating point, got {array.dtype}; convert it")
-    for name, kind, array in (("positions", "uint32", positions), ("valid", "bool", valid)):
-        if array.dtype != kind:
-            raise UserError(f"{name} must be {kind}, got {array.dtype}; convert it")
+    for name in ("q", "k", "v"):
+        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+            raise UserError(f"{name} must be floating point, got {arrays[name].dtype}; convert it")
+    for name, kind in _DTYPES.items():
+        if arrays[name].dtype != kind:
+            raise UserError(f"{name} must be {kind}, got {arrays[name].dtype}; convert it")
 
 
 def _check_state(policy: Policy, spec: Spec, state: State, batch: int, group: int) -> None:

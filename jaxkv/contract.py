@@ -253,8 +253,8 @@ class Policy:
     def program(self) -> Policy:
         """The policy to compile after `init`, with the same results: layers of one share programs.
 
-        It lacks what `init` puts into a state, such as the budgets of the layer's KV heads, so its
-        own `init` gives the shapes alone.
+        It lacks what `init` puts into a state, such as the budgets of the layer's KV heads. So its
+        own `init` gives the shapes alone, and a cache that begins there ends in NaN.
         """
         return self
 

@@ -214,15 +214,16 @@ class CompressionPolicy(Policy):
         if self.budgets == "equal":
             return keep_best(tokens, count, score, self.budget)
         valid = jnp.broadcast_to(_first(count, score.shape[2]), score.shape)
+        keep = partial(per_layer.keep_best, tokens, score, valid)
         if self.layer_budgets is None:
             minimum = self.budget // SAFEGUARD
-            best = partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum)
-        else:
-            heads = state.head_budgets
-            if self.budgets != "calibrated":
-                heads = jnp.asarray([self.layer_budgets.heads], jnp.int32)
-            best = partial(per_layer.best_of_heads, budgets=heads, total=self.layer_budgets.total)
-        return per_layer.keep_best(tokens, score, valid, best)
+            return keep(partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum))
+        heads, total = state.head_budgets, self.layer_budgets.total
+        if self.budgets != "calibrated":
+            heads = jnp.asarray([self.layer_budgets.heads], jnp.int32)
+        chosen, weight = keep(partial(per_layer.best_of_heads, budgets=heads, total=total))
+        unknown = jnp.any(heads < 0, axis=1)[:, None, None]
+        return chosen, jnp.where(unknown, jnp.nan, weight)
 
     def prompt_score(self, spec: Spec, state: CompressedState) -> Float32[Array, "B K C"]:
         """The score of the tokens between the ends of a prompt."""
@@ -289,7 +290,8 @@ class CompressionPolicy(Policy):
         if self.budgets not in ("equal", "adaptive"):
             check_head_budgets(spec, self.budgets, layer_budgets)
         if self.budgets == "calibrated":
-            heads = jnp.asarray(layer_budgets.heads or (0,), jnp.int32)
+            # `program` does not know them: -1 gives NaN, as compiled code cannot raise.
+            heads = jnp.asarray(layer_budgets.heads or (-1,), jnp.int32)
             head_budgets = jnp.broadcast_to(heads, (batch, spec.kv_heads))
         slots, size = self.start, 0
         if self.every is not None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv import UserError, by_layer, format_policy
 from jaxkv.contract import Chunk, Spec
 from jaxkv.policies import Retrieval
@@ -77,6 +78,20 @@ def test_layers_of_a_total_share_programs(file):
     assert len(set(layers)) == 3 and first == second != third
     streaming = by_layer("streaming", 2)
     assert all(layer.program is layer for layer in streaming)
+
+
+def test_a_state_without_its_budgets_gives_nan(file):
+    """`init` of `program` gives shapes alone; a compiled call cannot refuse its state."""
+    text = f"retrieval:capacity=8,sinks=1,window=2,budgets=calibrated,calibration={file}"
+    policy = by_layer(text, 3)[0]
+    q, k, v = (np.ones((1, 40, n, 8), "f4") for n in (4, 2, 2))
+    tokens = q, k, v, np.arange(40, dtype=np.uint32)[None], np.ones((1, 40), bool)
+    for init, finite in ((policy.init, True), (policy.program.init, False)):
+        state = policy.reserve(SPEC, init(SPEC, 1, jax.random.key(0)), 40)
+        _, state = jaxkv.step(policy, SPEC, state, *tokens)
+        state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 1)
+        out, _ = jaxkv.step(policy, SPEC, state, *(array[:, -1:] for array in tokens))
+        assert np.isnan(out).any() != finite  # of a head, so of the output of the layer
 
 
 def test_one_string_names_all_layers(file):
