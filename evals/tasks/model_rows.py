@@ -23,8 +23,11 @@ from jaxkv.evals.tasks.budgets import (
     SCORED,
     budget_of,
 )
-from jaxkv.evals.tasks.prompts import around
-from jaxkv.models.generation.context_scores import context_scores, repeatable_tokens
+from jaxkv.models.generation.context_scores import (
+    around_context,
+    context_scores,
+    repeatable_tokens,
+)
 from jaxkv.models.generation.kvzap import FIT_TOKENS, KVzap, fit_kvzap, kvzap_scores
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
@@ -87,7 +90,7 @@ def scores(llm: Llm, method: str, context: tuple[int, ...]) -> Float32[np.ndarra
     """The scores of the tokens of a context. method: of SCORED."""
     if method == "kvzap":
         return kvzap_scores(llm, kvzap(llm), context)
-    front = llm.tokenizer.encode(around(llm)[0], bos=False)
+    front, _ = around_context(llm)
     return context_scores(llm, context, len(front))
 
 

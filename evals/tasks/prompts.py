@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkv.errors import UserError
 from jaxkv.evals.tasks import ruler, score
 from jaxkv.evals.tasks.generators import TASKS, samples
+from jaxkv.models.generation.context_scores import around_message
 from jaxkv.models.loading.llm import Llm
 
-MARK = "\ue000message\ue001"  # private-use characters, which templates copy unchanged
 ROOM = 256  # tokens of a question and an answer, at most
 
 
@@ -40,10 +39,10 @@ def prompts(
     """
     if not beyond:
         check(llm, length)
-    before, after = around(llm)
+    before, after = around_message(llm)
     # All is one text, so the parts after the first go on.
     encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)
-    front = llm.tokenizer.encode(before, bos=False)
+    front = [*llm.tokenizer.sinks, *llm.tokenizer.encode(before, bos=False)]
     encoded = []
     if task in ruler.NAMES:
         drawn = ruler.samples(llm, task, length, count, seed)
@@ -89,15 +88,4 @@ def check(llm: Llm, length: int) -> None:
             f"context has {llm.config.context} tokens and {ROOM} are for question and answer, got "
             f"{length}; give a smaller one"
         )
-    around(llm)
-
-
-def around(llm: Llm) -> tuple[str, str]:
-    """What the chat template puts before and after the user's only message."""
-    parts: Sequence[str] = llm.chat.render([{"role": "user", "content": MARK}]).split(MARK)
-    if len(parts) != 2:
-        raise UserError(
-            f"the chat template of {llm.name} must show a message once, got {len(parts) - 1} times;"
-            " use another model"
-        )
-    return parts[0], parts[1]
+    around_message(llm)

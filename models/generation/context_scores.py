@@ -23,7 +23,7 @@ from jaxkv.models.generation.decoding import Static, embed
 from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import Weights, layer_weights, rms_norm
+from jaxkv.models.network.decoder import Weights, layer_weights, rms_norm, sink_logits
 from jaxkv.policies import Full
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -56,13 +56,23 @@ def around_context(llm: Llm) -> tuple[list[int], list[int]]:
     encode = llm.tokenizer.encode
     if llm.chat.template is None:
         return encode("", bos=True), encode("\n", bos=False, start=False)
-    before, *between, after = llm.chat.render([{"role": "user", "content": MARK}]).split(MARK)
-    if between:
-        raise UserError(
-            f"the chat template of {llm.name} must show a message once; use another model"
-        )
+    before, after = around_message(llm)
     front = [*llm.tokenizer.sinks, *encode(before, bos=False)]
     return front, encode(after, bos=False, start=False)
+
+
+def around_message(llm: Llm) -> tuple[str, str]:
+    """What the chat template writes before and after the only message of a user.
+
+    Raises UserError for a template that does not show the message once, as it is.
+    """
+    parts: list[str] = llm.chat.render([{"role": "user", "content": MARK}]).split(MARK)
+    if len(parts) != 2:
+        raise UserError(
+            f"the chat template of {llm.name} must show a message once, got {len(parts) - 1} "
+            "times; use another model"
+        )
+    return parts[0], parts[1]
 
 
 def repeatable_tokens(llm: Llm, max_tokens: int) -> int:
@@ -133,6 +143,7 @@ def scores_by_layer(
     done, total = 0, (len(ids) + sum(len(tokens) for _, tokens in pieces)) * llm.config.layers
     for layer in range(llm.config.layers):
         weights = layer_weights(llm.weights, layer)
+        sinks = sink_logits(llm.config, weights)
         scores = np.zeros((llm.config.kv_heads, len(ids)), np.float32)
         hidden = hidden_states(llm.config.norm_eps, weights["attn_norm"], text.x)[: len(ids)]
         state = policy.init(llm.spec, 1, jax.random.key(0))
@@ -141,7 +152,8 @@ def scores_by_layer(
         for (piece, tokens), repeat in zip(pieces, repeats, strict=True):
             copied = jax.tree.map(jnp.copy, state)
             _, asked = run_layer_on(llm.config, policy, weights, repeat, copied)
-            attended = piece_scores(llm.spec, *sizes, context, asked, np.int32(piece.start))
+            place = np.int32(piece.start)
+            attended = piece_scores(llm.spec, *sizes, context, asked, place, sinks)
             scores[:, piece] = np.asarray(attended)[:, : piece.stop - piece.start]
             done += len(tokens)
             if progress is not None:
@@ -212,6 +224,7 @@ def piece_scores(
     context: AttentionInputs,
     repeat: AttentionInputs,
     start: Int32[Array, ""],
+    sink_logits: Float[Array | np.ndarray, " N"] | None,
 ) -> Float32[Array, "K P"]:
     """The largest attention of each key of a piece from the queries of its repetition.
 
@@ -229,12 +242,18 @@ def piece_scores(
     causal = jnp.tril(jnp.ones((count, count), bool)) & repeat.valid[0][None]
     visible = jnp.concatenate([jnp.broadcast_to(written, (count, len(written))), causal], axis=1)
 
-    def of_head(pair: tuple[Array, Array]) -> Float32[Array, " P"]:
-        q, k = (x.astype(jnp.float32) for x in pair)  # [T,G,H], [S,H]
+    if sink_logits is None:
+        sink_logits = np.full(queries.shape[1], -np.inf, np.float32)
+
+    def of_head(head: tuple[Array, Array, Array]) -> Float32[Array, " P"]:
+        q, k, sink = (x.astype(jnp.float32) for x in head)  # [T,G,H], [S,H], [G]
         logits = jnp.einsum("tgh,sh->gts", q, k) * jnp.float32(spec.scale)
-        shares = jax.nn.softmax(jnp.where(visible[None], logits, -jnp.inf), axis=-1)
+        logits = jnp.where(visible[None], logits, -jnp.inf)
+        sink = jnp.broadcast_to(sink[:, None, None], (*logits.shape[:2], 1))
+        shares = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1), axis=-1)
         shares = jnp.where(repeat.valid[0][None, :, None], shares, 0.0)
         return jnp.max(shares, axis=(0, 1))[sinks : sinks + size]
 
     queries = queries.reshape(count, kv_heads, -1, queries.shape[-1]).transpose(1, 0, 2, 3)
-    return jax.lax.map(of_head, (queries, keys.transpose(1, 0, 2)))
+    sink_logits = jnp.reshape(sink_logits, (kv_heads, -1))
+    return jax.lax.map(of_head, (queries, keys.transpose(1, 0, 2), sink_logits))

@@ -72,13 +72,14 @@ def layer(
         q = rms_norm(q, weights["q_norm"], config.norm_eps)
         k = rms_norm(k, weights["k_norm"], config.norm_eps)
     spec = spec_of(config, str(x.dtype))
-    out, result = attention(spec, q, k, v, _sink_logits(config, weights))
+    out, result = attention(spec, q, k, v, sink_logits(config, weights))
     x = x + project(out.astype(x.dtype).reshape(*x.shape[:2], -1), "o")
     h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
     return x + project(jax.nn.silu(project(h, "gate")) * project(h, "up"), "down"), result
 
 
-def _sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
+def sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
+    """The sink logits of a layer, one per query head; None for a model without them."""
     if config.sink_logit == "none":
         return None
     return weights["sink_logits"] if config.learned_sinks else np.zeros(config.heads, "f4")

@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}<a>"
 
 
 def oracle(llm, ids, front):
-    """Attention to sinks, piece and repetition: full attention, divided by the sum of these."""
+    """Attention to sinks, piece and repetition: full attention, without that to other keys."""
     expected = np.zeros((llm.config.layers, llm.config.kv_heads, len(ids)))
     for piece, tokens in repetitions(llm, ids, front):
         inputs = np.array([[*ids, *tokens]], np.int32)
@@ -31,8 +31,9 @@ def oracle(llm, ids, front):
         counted = np.zeros(inputs.shape[1], bool)
         counted[: min(front, SINKS)] = counted[piece] = counted[len(ids) :] = True
         for layer, attention in enumerate(layers):
-            attention = np.asarray(attention[0], np.float64)[:, len(ids) :] * counted
-            attention /= attention.sum(axis=2, keepdims=True)
+            attention = np.asarray(attention[0], np.float64)[:, len(ids) :]
+            others = attention[:, :, ~counted].sum(axis=2, keepdims=True)
+            attention = attention * counted / (1 - others)  # a sink logit has the rest
             largest = attention.max(axis=1).reshape(llm.config.kv_heads, -1, inputs.shape[1])
             expected[layer, :, piece] = largest.max(axis=1)[:, piece]
     return expected
@@ -43,8 +44,15 @@ def test_scores_are_the_largest_attention_from_the_repetition(llm, monkeypatch, 
     monkeypatch.setattr(f"{SCORES}.PIECE", piece)
     monkeypatch.setattr(f"{SCORES}.CHUNK", chunk)
     done = []
-    for chat in (llm.chat, Chat(TEMPLATE)):
-        reader = dataclasses.replace(llm, chat=chat)
+    heads = llm.config.heads
+    drawn = np.random.default_rng(0).normal(2, 1, (llm.config.layers, heads)).astype("f4")
+    learned = dataclasses.replace(
+        llm,
+        config=dataclasses.replace(llm.config, sink_logit="learned"),
+        weights=llm.weights | {f"layers.{i}.sink_logits": row for i, row in enumerate(drawn)},
+    )
+    for model, chat in ((llm, llm.chat), (llm, Chat(TEMPLATE)), (learned, llm.chat)):
+        reader = dataclasses.replace(model, chat=chat)
         front, _ = around_context(reader)
         ids = front + llm.tokenizer.encode(TEXT, bos=False)
         scores = context_scores(reader, ids, len(front), lambda *counts: done.append(counts))
@@ -75,6 +83,16 @@ def test_contexts_that_cannot_be_repeated(llm):
     config = dataclasses.replace(llm.config, windows=(None, 24))
     with pytest.raises(UserError, match="sliding windows; use another model"):
         context_scores(dataclasses.replace(llm, config=config), [5] * 30, 1)
+
+
+@pytest.mark.parametrize(
+    "template, times",
+    [("{{ messages[0].content | upper }}", 0), (TEMPLATE + TEMPLATE, 2), ("none", 0)],
+)
+def test_a_template_that_does_not_show_the_message_once(llm, template, times):
+    reader = dataclasses.replace(llm, chat=Chat(template))
+    with pytest.raises(UserError, match=f"must show a message once, got {times} times; use ano"):
+        around_context(reader)
 
 
 def test_shares_are_mean_scores(llm):

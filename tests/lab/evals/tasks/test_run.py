@@ -11,8 +11,9 @@ from jaxkv.evals.lib.run import run
 from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks import __main__ as tasks
 from jaxkv.evals.tasks import budgets, model_rows, score
-from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, around, prompts
+from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, prompts
 from jaxkv.evals.tasks.run import COLUMNS, Batch
+from jaxkv.models.generation.context_scores import around_context
 from jaxkv.models.generation.kvzap import kvzap_stream
 from jaxkv.models.generation.kvzip import kvzip_stream
 from jaxkv.models.network import uncached
@@ -120,7 +121,7 @@ def test_a_scored_context_is_that_of_a_stream_under_global_budgets(llm, batch, m
     policy = replace(model_rows.policy_of(text), budgets="global")
     joint = batch.prefill(text)
     joint_size = joint.state_bytes - model_rows.empty_bytes(joint)
-    front = len(llm.tokenizer.encode(around(llm)[0], bos=False))
+    front = len(around_context(llm)[0])
     for prompt, answer in zip(batch.prompts, batch.greedy(joint), strict=True):
         if method == "kvzip":
             stream = kvzip_stream(llm, prompt.context, front, policy)
