@@ -48,7 +48,7 @@ SCORED = 64  # tokens after the short prompt; few, because a compressed prompt c
 EVERY = 16  # tokens of endless text between two compressions, within BUDGET
 BLOCK = 512  # losses of endless text whose mean is one sample of the interval
 SEEDS = 5
-DRAWING = ("reservoir", "stratified", "balance-stream", "balance", *matched_budgets.DRAWING)
+DRAWING = ("reservoir", "stratified", "balance-stream", "balance", "vase", *matched_budgets.DRAWING)
 WRITTEN = 32  # timed tokens
 # Recorded loss of full attention after the short prompt, by number of stretches; its tolerance.
 FULL_LOSS, TOLERANCE = {7: 3.6520, 39: 3.6586}, 0.001

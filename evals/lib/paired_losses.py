@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.parts import Parts, named
 from jaxkv.evals.lib.record import Record, standard_error
 from jaxkv.evals.lib.run import Run, flag
 from jaxkv.evals.lib.text import beginnings
@@ -80,7 +80,9 @@ def part_of(
     """The losses of one case on one text, and the commit that measured them."""
     ids = ids if case.tokens is None else ids[: case.tokens + 1]
     hash_ = zlib.crc32(np.asarray(ids, np.int32).tobytes())
-    key = f"{llm.name}, {text}, {hash_:x}, {case.policy}, {case.prefix!r}, every {case.every}"
+    cached = recompute.window_of(case.policy) is None
+    policy = named(case.policy, llm.policies(case.policy) if cached else ())
+    key = f"{llm.name}, {text}, {hash_:x}, {policy}, {case.prefix!r}, every {case.every}"
     return parts.part(key, lambda: losses_of(llm, ids, case)), parts.commit_of[key]
 
 

@@ -8,14 +8,25 @@ from __future__ import annotations
 import io
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxkv import files
+from jaxkv.contract import Policy
 from jaxkv.evals.lib import memory_maps
 from jaxkv.evals.lib.record import TRIALS, Record
+from jaxkv.policy_spec import budgets_identity
+
+
+def named(policy: str, policies: Sequence[Policy]) -> str:
+    """A policy in the name of a part: its string, and the budgets that it has from a file.
+
+    policies: of the layers.
+    """
+    identity = budgets_identity(policies)
+    return f"{policy} with budgets {identity}" if identity else policy
 
 
 class Parts:

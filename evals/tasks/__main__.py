@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.parts import Parts, named
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.tasks import budgets, model_rows, ruler, score
 from jaxkv.evals.tasks.budgets import CALIBRATED, NAMES, RATIOS, SCORED
@@ -204,7 +204,8 @@ def measure_policies(
         seeds = [options.seed + start + i for i in range(len(of_batch))]
         batch = Batch(llm, of_batch, tokens, slots, seeds, match)
         for policy, of_policy in computed.items():
-            name = f"{title}, {start}+{len(seeds)}, {policy}"
+            text = named(policy, llm.policies(model_rows.policy_of(policy)))
+            name = f"{title}, {start}+{len(seeds)}, {text}"
             of_policy.append(parts.part(name, partial(batch.result, policy)))
     return {
         policy: dict(zip(COLUMNS, np.concatenate(of_policy).T, strict=True))

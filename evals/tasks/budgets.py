@@ -18,7 +18,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools.passage import passage
 
 SINKS = 4
-WINDOW = 32  # last queries by which snapkv and pyramidkv select
+WINDOW = 32  # last queries by which snapkv and pyramidkv select, and the window of retrieval
 RECENT = 8  # last queries by which rkv selects
 PAGE = 4  # of quest
 MIN_CAPACITY = 14  # under which vase has no room for its sinks and window

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.parts import Parts, named
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import UNMEASURED, table
@@ -90,7 +90,8 @@ def measure(run: Run) -> dict[str, Any]:
                     batch = Batch(llm, part, TASKS[task].tokens, options.budget, seeds)
                     key = f"{llm.name}, {task}, {length}, seed {options.seed}, {start}+{len(part)}"
                     answers = lambda b=batch, p=policy: right_answers(b, p)
-                    right.append(parts.part(f"{key}, {policy}", answers))
+                    key = f"{key}, {named(policy, llm.policies(policy))}"
+                    right.append(parts.part(key, answers))
                 depths = [depth_of(i) for i in range(len(asked))]
                 entry = score.summary(np.concatenate(right), depths)
                 tasks[task][str(length)][name] = entry

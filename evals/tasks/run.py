@@ -130,7 +130,7 @@ class Batch:
         contexts = [prompt.context for prompt in self.prompts]
         lengths = np.array(list(map(len, contexts)))
         stream.reserve(lengths)
-        states, policies = stream.decoding.states, stream.policies
+        states, policies = stream.decoding.states, stream.static.programs
         if policy == self.full_policy:
             states = self.recorded[0]
         elif all(layer_policy.min_prompt is not None for layer_policy in policies):
@@ -157,7 +157,7 @@ class Batch:
         stream = models.Stream(self.llm, self.full_policy, batch=len(self.prompts))
         contexts = [prompt.context for prompt in self.prompts]
         start = np.zeros(len(contexts), int)
-        return self.read(stream.policies, stream.decoding.states, start, contexts)[1:]
+        return self.read(stream.static.programs, stream.decoding.states, start, contexts)[1:]
 
     def follow(
         self, stream: models.Stream, answers: Sequence[Sequence[int]]
@@ -165,7 +165,8 @@ class Batch:
         """The hidden states that predict these answers, token by token, after the prompts."""
         rest = [prompt.rest for prompt in self.prompts]
         ids = [[*r, *answer[:-1]] for r, answer in zip(rest, answers, strict=True)]
-        hidden, _, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, ids)
+        states = stream.decoding.states
+        hidden, _, _ = self.read(stream.static.programs, states, stream.lengths, ids)
         first = np.array(list(map(len, rest)))[:, None] - 1
         place = np.minimum(first + np.arange(self.tokens), hidden.shape[1] - 1)
         return jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
@@ -173,7 +174,8 @@ class Batch:
     def greedy(self, stream: models.Stream) -> list[list[int]]:
         """The greedy answers after the prompts, each with the token that ends it."""
         rest = [prompt.rest for prompt in self.prompts]
-        hidden, states, _ = self.read(stream.policies, stream.decoding.states, stream.lengths, rest)
+        states = stream.decoding.states
+        hidden, states, _ = self.read(stream.static.programs, states, stream.lengths, rest)
         counts = np.array(list(map(len, rest)))
         last = jnp.take_along_axis(hidden, jnp.asarray(counts - 1)[:, None, None], axis=1)
         stream.lengths = stream.lengths + counts

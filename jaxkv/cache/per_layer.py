@@ -1,6 +1,7 @@
 """Tokens chosen for all KV heads of a layer together: one array of rows, each of one KV head.
 
-KV heads may have different numbers of tokens without a slot that stays empty. Attention reads every
+KV heads may have different numbers of tokens without slots that stay empty. Rows stay empty only
+where a head has fewer tokens than a budget that is fixed. Attention reads every
 row once, as it would with equal heads. Each query is multiplied with the rows of all heads, and the
 rows of other heads are masked: K times the products, with the same bytes.
 """

@@ -32,8 +32,12 @@ def check_name(out: Path) -> None:
     """Raise UserError for the name of a file that a policy string could not give."""
     from jaxkv.policies.prompt_compression import head_shares
 
-    if set(",;=") & set(str(out)):
-        raise UserError(f"--out must have no comma, ; or = in its name, got {out}; rename it")
+    name = str(out)
+    if set(",;=") & set(name) or name != name.strip() or name == "none":
+        raise UserError(
+            "--out must be a name that a policy string can have, without comma, ; or =, spaces "
+            f"around it, and other than none, got {name!r}; rename it"
+        )
     if str(out) in head_shares.shipped():
         raise UserError(
             f"{out} is the name of head shares in the package, which policies would read; write "
@@ -66,5 +70,5 @@ def run(args: argparse.Namespace) -> int:
         strongest = calibrate.strongest(result, STRONGEST)
         heads = ", ".join(f"{head} ({times:.1f})" for head, times in strongest)
         print(f"wrote {out}; use it as retrieval:budgets=calibrated,calibration={out}")
-        print(f"KV heads with the largest budgets (layer.head, multiple of the mean): {heads}")
+        print(f"KV heads with the largest shares (layer.head, multiple of the mean): {heads}")
     return 0

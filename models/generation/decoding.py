@@ -259,8 +259,8 @@ def _mark(seen: Array, tokens: Array, valid: Array) -> Array:
 def init_layer(policy: Policy, spec: Spec, mesh: Mesh | None, rng: Array) -> State:
     """Initial states of one layer, each from its own rng, so sequences are independent.
 
-    Where a layer has facts of its own, it would need a program of its own: 0.4 s of compilation for
-    each, and 0.1 s for its operations one by one.
+    A layer whose policy differs from its `program` is initialised operation by operation: to
+    compile a program for each such layer takes longer.
     """
     init = _init_layer if policy.program == policy else _init_layer.__wrapped__
     return init(policy, spec, mesh, rng)

@@ -328,7 +328,7 @@ class Stream:
         added_bytes = peak_bytes = added_host_bytes = 0
         for layer, make_state in make.items():
             policy = self.static.programs[layer]
-            if policy not in sizes:  # layers of one policy have one size
+            if policy not in sizes:  # layers of one program have one size
                 later = jax.eval_shape(make_state, states[layer])
                 host = host_bytes(policy, later)
                 sizes[policy] = _nbytes([later]) - host, host

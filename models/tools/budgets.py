@@ -30,7 +30,7 @@ from jaxkv.state.batch import nbytes
 
 BUDGET = 256  # most slots of the streaming cache whose bytes are the default budget
 MIN_SLOTS = 16  # slots of the smallest cache, without tokens after the prompt
-WINDOW = 32  # last queries by which snapkv and pyramidkv select
+WINDOW = 32  # last queries by which snapkv and pyramidkv select, and the window of retrieval
 # At 256 slots the evicting ones have their default fields. -int8 stores more tokens in as many
 # bytes. The third group caches every token.
 SHAPES = {
@@ -231,7 +231,7 @@ def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
     empty = 0
     if isinstance(policy, CompressionPolicy):
         sample = jax.eval_shape(partial(exact.cached, spec), after).log_weight.shape[2]
-        dense = min(max(policy.ends.max_tokens, 1), prompt)
+        dense = min(policy.ends.max_tokens, prompt)
         exact_tokens, sampled = _compressed(policy.ends, prompt, sample - dense)
         empty = (dense - exact_tokens) * exact_bytes + (sample - dense - sampled) * sampled_bytes
     return nbytes(after) - empty + scored * exact_bytes
@@ -260,6 +260,8 @@ def slots_of(llm: Llm, policies: Sequence[Policy]) -> int:
 
 
 def _slots(policy: Policy, spec: Spec) -> int:
+    if isinstance(policy, CompressionPolicy):  # on average over KV heads with unequal budgets
+        return policy.ends.max_tokens + policy.budget + policy.every
     state = jax.eval_shape(lambda: policy.init(spec, 1, jax.random.key(0)))
     cached = jax.eval_shape(lambda state: policy.cached(spec, state), state)
     return jnp.shape(cached.positions)[2]

@@ -36,6 +36,11 @@ def calibrate(
     front, _ = around_context(llm)
     tokens = repeatable_tokens(llm, TOKENS) if tokens is None else tokens
     check_int("tokens", tokens)
+    if tokens < MIN_TOKENS:
+        raise UserError(
+            f"head shares need at least {MIN_TOKENS} tokens, which the model repeats, got {tokens} "
+            f"with a trained context of {llm.config.context}; give more, or another model"
+        )
     ids = llm.tokenizer.encode(text, bos=False, start=False)[:tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(

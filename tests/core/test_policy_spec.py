@@ -156,6 +156,8 @@ REFUSED = {
     "vase:large=nan": "large must be from 0 to 1, got nan; try large=0.25",
     "vase:large=inf": "large must be from 0 to 1, got inf",
     "vase:large=0": "must be at least sinks and at most capacity - window, got 0, 4 and 960",
+    "vase:capacity=12,window=4": "got 3, 4 and 8; raise capacity, or lower sinks",
+    "vase:sinks=-1": "sinks must be 0 or more, got -1; try sinks=4",
     "triattention:furthest=0": "furthest must be from 1 to 2.31 - 1, got 0",
     "tova:start=64": "start=64 belongs to a cache that grows, and with every=1",
     "keydiff:capacity=0": "capacity must be from 1 and start from 1, .* got 0 and 512",

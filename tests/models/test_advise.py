@@ -118,6 +118,24 @@ def test_bytes_are_those_of_cached_tokens(llm, policy):
     assert 1 <= ratio < 1.3
 
 
+@pytest.mark.parametrize("policy", ["keydiff:capacity=12", "snapkv:capacity=12,window=5"])
+def test_every_cached_token_counts(llm, policy):
+    """Sampled tokens have a position and a log weight in each head, exact ones share a position."""
+    (policy_of_layer,) = set(llm.policies(policy))
+    heads, row = llm.spec.kv_heads, 2 * llm.spec.head_dim * 4
+    window = getattr(policy_of_layer, "window", 0)
+    tokens = (12 - window) * heads * (row + 8) + (window + 4) * (heads * row + 4)
+    fixed = 8 * heads + 4  # seeds and a count
+    assert budgets.bytes_of(llm, policy, 43, 4) == llm.config.layers * (tokens + fixed)
+
+
+@pytest.mark.parametrize("fields", ["", ",budgets=equal", ",budgets=adaptive"])
+def test_slots_of_a_cache_that_compresses_again_and_again(llm, fields):
+    """On average over KV heads: those of a layer may share its budget."""
+    policies = llm.policies(f"retrieval:capacity=24,sinks=2,window=8,every=4{fields}")
+    assert budgets.slots_of(llm, policies) == 24 + 4
+
+
 def test_the_default_budget(llm):
     streaming = budgets.bytes_of(llm, "streaming:sinks=4,window=124", 448, 64)
     assert budgets.budget_of(llm, [], 448, 64) == streaming

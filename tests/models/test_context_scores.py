@@ -87,7 +87,10 @@ def test_contexts_that_cannot_be_repeated(llm):
 
 @pytest.mark.parametrize(
     "template, times",
-    [("{{ messages[0].content | upper }}", 0), (TEMPLATE + TEMPLATE, 2), ("none", 0)],
+    [
+        ("{{ messages[0].content | upper }}", 0),
+        (TEMPLATE + TEMPLATE, 2),
+    ],
 )
 def test_a_template_that_does_not_show_the_message_once(llm, template, times):
     reader = dataclasses.replace(llm, chat=Chat(template))

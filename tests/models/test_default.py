@@ -31,6 +31,11 @@ def test_the_default_model_matches_its_record():
     assert {k: preset[k] for k in recipe} == recipe
 
 
+def test_the_calibrated_budgets_in_the_package_are_those_of_this_model():
+    policies = models.load().policies("retrieval:budgets=calibrated,calibration=default")
+    assert len({policy.layer_budgets for policy in policies}) > 1
+
+
 def test_the_model_card_matches_the_record():
     card = (DEFAULT / default_model.CARD).read_text("utf-8")
     assert card == default_model.card(read("default_model"))

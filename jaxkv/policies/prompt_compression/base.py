@@ -220,7 +220,7 @@ class CompressionPolicy(Policy):
             return keep(partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum))
         heads, total = state.head_budgets, self.layer_budgets.total
         if self.budgets != "calibrated":
-            heads = jnp.asarray([self.layer_budgets.heads], jnp.int32)
+            heads = jnp.asarray([self.layer_budgets.by_head], jnp.int32)
         chosen, weight = keep(partial(per_layer.best_of_heads, budgets=heads, total=total))
         unknown = jnp.any(heads < 0, axis=1)[:, None, None]
         return chosen, jnp.where(unknown, jnp.nan, weight)
@@ -283,7 +283,7 @@ class CompressionPolicy(Policy):
     def program(self) -> CompressionPolicy:
         if self.calibration is None or self.layer_budgets is None:
             return self
-        return replace(self, layer_budgets=replace(self.layer_budgets, heads=()))
+        return replace(self, layer_budgets=replace(self.layer_budgets, by_head=()))
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
         layer_budgets, head_budgets = self.layer_budgets, ()
@@ -291,7 +291,7 @@ class CompressionPolicy(Policy):
             check_head_budgets(spec, self.budgets, layer_budgets)
         if self.budgets == "calibrated":
             # `program` does not know them: -1 gives NaN, as compiled code cannot raise.
-            heads = jnp.asarray(layer_budgets.heads or (-1,), jnp.int32)
+            heads = jnp.asarray(layer_budgets.by_head or (-1,), jnp.int32)
             head_budgets = jnp.broadcast_to(heads, (batch, spec.kv_heads))
         slots, size = self.start, 0
         if self.every is not None:
@@ -482,7 +482,7 @@ def check_rounds(rounds: int) -> None:
 
 def check_head_budgets(spec: Spec, budgets: str, layer_budgets: LayerBudgets | None) -> None:
     """Raise UserError unless every KV head has a fixed budget, or the state has them."""
-    heads = () if layer_budgets is None else layer_budgets.heads
+    heads = () if layer_budgets is None else layer_budgets.by_head
     if layer_budgets is None or (heads and len(heads) != spec.kv_heads):
         source = "call for_layer(layer, num_layers) with calibration= of this model"
         raise UserError(

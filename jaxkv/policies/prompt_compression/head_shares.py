@@ -23,7 +23,7 @@ from jaxkv.typing import Float, Integer
 FORMAT = "jaxkv head shares 1"
 FOLDER = Path(__file__).with_name("calibrated")  # files in the package, found by name
 SAFEGUARD = 5  # unequal budgets leave a fifth of an equal share to every KV head (AdaKV)
-SIZES = 8  # of layers; each has programs of its own
+MAX_GROUPS = 8  # of layers with one total; each compiles programs of its own
 MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 
 
@@ -47,19 +47,19 @@ class HeadShares(NamedTuple):
 class LayerBudgets:
     """The tokens of the KV heads of one layer, which are fixed.
 
-    heads: of each KV head; none in the policy of a compiled program, which has them as an array.
+    by_head: of each KV head; none in the policy of a compiled program, which has them as an array.
     total: of all KV heads. largest, smallest: no KV head has more, or fewer.
     """
 
-    heads: tuple[int, ...]
+    by_head: tuple[int, ...]
     total: int
     largest: int
     smallest: int
 
     @classmethod
-    def of(cls, heads: Sequence[int]) -> LayerBudgets:
+    def of(cls, by_head: Sequence[int]) -> LayerBudgets:
         """Those of a layer that shares its programs with no other."""
-        return cls(tuple(heads), sum(heads), max(heads), min(heads))
+        return cls(tuple(by_head), sum(by_head), max(by_head), min(by_head))
 
 
 def write(head_shares: HeadShares) -> str:
@@ -158,8 +158,9 @@ def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
     """The budgets of all layers.
 
     All heads of all layers share `budget` tokens per head, in proportion to their shares above a
-    floor of budget / SAFEGUARD. Layers of about the same total get its mean, so that a model has at
-    most SIZES totals and not more programs; that leaves less than one token of each layer unused.
+    floor of budget / SAFEGUARD. Layers are grouped by total, in MAX_GROUPS equal steps of its
+    logarithm from the smallest to the largest. Each layer gets the mean of its group, so that a
+    group shares programs. Rounding leaves less than one token of each layer unused.
     Raises UserError for head shares of another number of layers.
     """
     shares = np.array(read(name).shares, np.float64)
@@ -172,22 +173,22 @@ def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
     rest = (budget - floor) * shares.size  # tokens above the floor
     above = rest * shares.sum(axis=1) / shares.sum()
     logs = np.log(floor * shares.shape[1] + above)
-    steps = SIZES * (logs - logs.min()) / max(np.ptp(logs), 1e-9)
-    sizes = np.minimum(steps.astype(int), SIZES - 1)
+    steps = MAX_GROUPS * (logs - logs.min()) / max(np.ptp(logs), 1e-9)
+    groups = np.minimum(steps.astype(int), MAX_GROUPS - 1)
     tokens = np.zeros(shares.shape, np.int64)
-    for size in set(sizes):
-        mean = int(above[sizes == size].mean() + 1e-6)
-        for layer in np.flatnonzero(sizes == size):
+    for group in set(groups):
+        mean = int(above[groups == group].mean() + 1e-6)
+        for layer in np.flatnonzero(groups == group):
             tokens[layer] = floor + apportion(mean, shares[layer])
-    by_size = {size: tokens[sizes == size] for size in sizes}
+    by_group = {group: tokens[groups == group] for group in groups}
     return [
         LayerBudgets(
             tuple(map(int, heads)),
             int(heads.sum()),
-            int(by_size[size].max()),
-            int(by_size[size].min()),
+            int(by_group[group].max()),
+            int(by_group[group].min()),
         )
-        for heads, size in zip(tokens, sizes, strict=True)
+        for heads, group in zip(tokens, groups, strict=True)
     ]
 
 

@@ -51,9 +51,10 @@ class KeyDiff(CompressionPolicy):
     every: compress whenever so many tokens beyond `capacity` are cached, in prompts and answers
     alike, so that endless text fits a constant memory. A query sees at most `capacity` + `every`
     tokens, with unequal budgets on average over the heads. The mean key is then that of all tokens
-    so far. positions: with `every`, relative (the default) counts positions within the cache, as in
-    streaming, and absolute in the text. A head with more tokens than an equal share gives its
-    furthest ones the same relative position.
+    so far; in the paper it is that of the cached tokens and the newest block. positions: with
+    `every`, relative (the default) counts positions within the cache, as in streaming, and absolute
+    in the text. A head with more tokens than an equal share gives its furthest ones the same
+    relative position.
     """
 
     capacity: int = 1024

@@ -66,10 +66,13 @@ class VaSE(CompressionPolicy):
         snapkv.check_kernel(self.kernel)
         if not 0 <= self.large <= 1:
             raise UserError(f"large must be from 0 to 1, got {self.large}; try large=0.25")
-        if not 0 <= self.sinks <= self.num_large <= self.budget:
+        if self.sinks < 0:
+            raise UserError(f"sinks must be 0 or more, got {self.sinks}; try sinks=4")
+        if not self.sinks <= self.num_large <= self.budget:
             raise UserError(
                 "large x capacity must be at least sinks and at most capacity - window, got "
-                f"{self.num_large}, {self.sinks} and {self.budget}; try large=0.25,sinks=4"
+                f"{self.num_large}, {self.sinks} and {self.budget}; raise capacity, or lower "
+                f"{'sinks' if self.num_large < self.sinks else 'large or window'}"
             )
         super().__post_init__()
 

@@ -23,8 +23,8 @@ class Model:
     (x, state).
     head: (weights, x, indices [B,P] int32) -> float32 logits [B,P,V] of the next tokens after the
     tokens at those indices.
-    layer_weights: (weights, number of the layer) -> weights of this layer; layers with one policy
-    have equal shapes.
+    layer_weights: (weights, number of the layer) -> weights of this layer; layers with one
+    program (`Policy.program`) have equal shapes.
     policies: one per layer. vocab: V. identity: names the weights and their dtype, so that a prefix
     cache of another model never matches.
     """
@@ -76,7 +76,7 @@ def forward(
     """All layers in one program; returns the logits after the tokens at `indices`, and states."""
     layer = jax.jit(model.layer, static_argnums=0)  # traces equal layers once
     x, new = model.embed(weights, tokens), []
-    states = deduplicate_shared(model.policies, states)
+    states = deduplicate_shared([policy.program for policy in model.policies], states)
     for number, policy, state in model.layers(states):
         x, state = layer(policy, model.layer_weights(weights, number), x, state, positions, valid)
         new.append(state)

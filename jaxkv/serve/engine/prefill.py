@@ -1,7 +1,7 @@
 """The prefill of one prompt: a prompt is prefilled alone, in chunks of a few fixed widths.
 
 So its state depends on nothing but its own tokens. A chunk passes through one program per layer,
-which all layers of one policy share.
+which all layers of one program share.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def end_chunk(
 
 
 class ChunkPrograms(NamedTuple):
-    """The programs of prefill for one width of chunk. layers: by policy. ends: by `scored`."""
+    """The programs of prefill for one width of chunk.
+
+    layers: by `Policy.program`. ends: by `scored`.
+    """
 
     begin: Callable | Future
     layers: dict[Policy, Callable | Future]
@@ -115,7 +118,7 @@ class ChunkPrograms(NamedTuple):
 def submit_prefill(
     model: Model, submit: Callable[..., Future], state: PrefillState, width: int
 ) -> ChunkPrograms:
-    """Start to compile the prefill of a chunk: once for all layers with one policy.
+    """Start to compile the prefill of a chunk: once for all layers with one program.
 
     submit: starts to compile a function for arguments. state: the shapes of a state.
     """

@@ -42,11 +42,11 @@ def test_files_in_the_package(path):
 
 
 def test_budgets_follow_the_shares_above_a_floor(file):
-    layers = [layer.heads for layer in head_shares.budgets(str(file), 3, 100)]
+    layers = [layer.by_head for layer in head_shares.budgets(str(file), 3, 100)]
     assert layers == [(20 + 48, 20), (20 + 288, 20 + 48), (20, 20 + 96)]
     for budget in range(1, 50):
         layers = head_shares.budgets(str(file), 3, budget)
-        tokens = [number for layer in layers for number in layer.heads]
+        tokens = [number for layer in layers for number in layer.by_head]
         assert 0 <= 6 * budget - sum(tokens) < 3 and min(tokens) >= max(1, budget // 5)
 
 
@@ -56,16 +56,16 @@ def test_layers_of_about_the_same_total_get_its_mean(file):
     layers = head_shares.budgets(str(file), 30, 500)
     before = 100 + 400 * 60 * np.array(shares) / np.sum(shares)
     totals = sorted({layer.total for layer in layers})
-    assert 3 <= len(totals) <= head_shares.SIZES
+    assert 3 <= len(totals) <= head_shares.MAX_GROUPS
     assert 0 <= 500 * 60 - sum(layer.total for layer in layers) < 30
-    step = (before.sum(1).max() / before.sum(1).min()) ** (1 / head_shares.SIZES)
+    step = (before.sum(1).max() / before.sum(1).min()) ** (1 / head_shares.MAX_GROUPS)
     for layer, exact in zip(layers, before, strict=True):
         same = [other for other in layers if other.total == layer.total]
-        assert sum(layer.heads) == layer.total
-        assert layer.largest == max(max(other.heads) for other in same)
-        assert layer.smallest == min(min(other.heads) for other in same)
+        assert sum(layer.by_head) == layer.total
+        assert layer.largest == max(max(other.by_head) for other in same)
+        assert layer.smallest == min(min(other.by_head) for other in same)
         assert 1 / step < layer.total / exact.sum() < step
-        rest = np.array(layer.heads) - 100  # in the proportion of the layer's own shares
+        rest = np.array(layer.by_head) - 100  # in the proportion of the layer's own shares
         np.testing.assert_allclose(
             rest / rest.sum(), (exact - 100) / (exact - 100).sum(), atol=0.01
         )
@@ -97,7 +97,7 @@ def test_a_state_without_its_budgets_gives_nan(file):
 def test_one_string_names_all_layers(file):
     text = f"retrieval:capacity=15,sinks=2,window=3,budgets=calibrated,calibration={file}"
     layers = by_layer(text, 3)
-    assert [policy.layer_budgets.heads for policy in layers] == [(6, 2), (30, 7), (2, 11)]
+    assert [policy.layer_budgets.by_head for policy in layers] == [(6, 2), (30, 7), (2, 11)]
     assert [policy.min_prompt for policy in layers] == [5 + 2 + 1, 5 + 7 + 1, 5 + 2 + 1]
     assert by_layer(format_policy(layers), 3) == layers
     assert by_layer(f"1=full;*={text}", 3)[2] == layers[2]

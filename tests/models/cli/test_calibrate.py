@@ -74,7 +74,11 @@ def test_wrong_texts(run, model, text, tmp_path):
     refused(run(*words, "--max-tokens", 400), "trained context of 512 tokens", "give at most 23")
     refused(run(*words, "--max-tokens", 31), "--max-tokens", "at least 32")
     refused(run(*words, "--out", tmp_path / "no" / "heads.json"), "--out needs a folder that")
-    refused(run(*words, "--out", tmp_path / "a,b.json"), "no comma, ; or = in its name", "rename")
+    for name in ("a,b.json", "heads "):
+        refused(run(*words, "--out", tmp_path / name), "without comma, ; or =", "rename it")
+    refused(run(*words, "--out", "none"), "and other than none, got 'none'", "rename it")
+    small = write_tiny(tmp_path / "small", max_position_embeddings=96)
+    refused(run("calibrate", "--model", small), "at least 32 tokens, which", "or another model")
     refused(run(*words, "--out", "default"), "head shares in the package", "write default.json")
     (short := tmp_path / "short.txt").write_text("\n\n\n")
     refused(run(*words, "--text", short), "a text of at least 32 tokens, got", "give a longer")
