@@ -1,4 +1,7 @@
-"""`jaxkv policies`: list the cache policies with fields, memory and source, or describe one."""
+"""`jaxkv policies`: list the cache policies, or describe one.
+
+Of each it shows the fields, the memory, the source, and where docs/which_cache.md takes it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ A policy is written name or name:field=value,...; layers can differ, as in
 Memory is that of one sequence in one layer of SmolLM2-135M in float32, at its largest."""
 MORE = "`jaxkv policies NAME` describes a policy and its fields."
 WIDTH = 88  # columns of prose
+INDENT = " " * 10
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from jaxkv.models.tools.choices import CHOICES
     from jaxkv.policies import POLICIES
     from jaxkv.policy_spec import describe
     from jaxkv.state.memory import show
@@ -31,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None and args.name not in POLICIES:
         raise UserError(f"unknown policy {args.name!r}{suggestion(args.name, POLICIES)}")
     policies = [
-        policy | {"about": about(POLICIES[policy["name"]])}
+        policy
+        | {"about": about(POLICIES[policy["name"]])}
+        | {"choices": [c._asdict() for c in CHOICES if c.policy == policy["name"]]}
         for policy in describe()
         if args.name in (None, policy["name"])
     ]
@@ -44,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"  fields  {', '.join(fields) or 'none'}")
         memory = (f"{show(size)} at {int(n):,} tokens" for n, size in policy["bytes"].items())
         print(f"  memory  {', '.join(memory)}")
-        print(f"  source  {policy['source']}\n")
+        print(f"  source  {policy['source']}")
+        for choice in policy["choices"]:
+            text = f"for {choice['text']}, {choice['need']}, {choice['device']}: {choice['reason']}"
+            print(textwrap.fill(text, WIDTH, initial_indent="  take it ", subsequent_indent=INDENT))
+        print()
     if args.name is None:
         print(f"{NOTE}\n{MORE}")
     else:

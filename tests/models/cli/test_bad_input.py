@@ -16,6 +16,7 @@ from jaxkv import POLICIES
 from jaxkv.cli import COMMANDS, Parser
 from jaxkv.errors import UserError
 from jaxkv.models.loading import smollm2
+from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policy_spec import describe, parse_policy
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -289,6 +290,10 @@ def test_a_description_names_every_field(run, listed):
     )
     assert not [name for name in listed["fields"] if not re.search(rf"\b{name}\b", words)]
     assert max(map(len, words.splitlines())) <= 88
+    taken = [choice for choice in CHOICES if choice.policy == listed["name"]]
+    assert ran.out.count("\n  take it for ") == len(taken)
+    for choice in taken:
+        assert f"{choice.text}, {choice.need}" in " ".join(ran.out.split())
 
 
 def test_the_policy_strings_of_the_docs_parse():
