@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxkv.evals.benchmarks.kvpress_parity import sure_cases
 from jaxkv.evals.comparison.side_by_side_tables import over
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, ranged, table
-from jaxkv.evals.lib.verdict import Results, Statement, above, below
-from jaxkv.evals.tasks.budgets import CALIBRATED_HALF_WINDOW
-from jaxkv.evals.tasks.report import needle_results
+from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
+from jaxkv.evals.tasks.budgets import CALIBRATED, CALIBRATED_HALF_WINDOW
+from jaxkv.evals.tasks.report import ANSWERS, EIGHTH, QUARTER, needle_results, of_needles
 from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
 
-LENGTH, SHARE = "1024", "0.25"  # of the tasks: tokens of a context, and the share that is cached
-TASKS = {"needle": "needles", "passkey": "pass keys"}
+LENGTH = "1024"  # tokens of a context of the tasks
 
 
 def answers() -> str:
@@ -31,9 +31,10 @@ def recall_loss_cost() -> str:
     caption = (
         f"Right answers of {tasks['samples']} with a quarter of {int(LENGTH):,} tokens cached or "
         f"attended (SmolLM2-135M). Losses in nats per token and costs with {beside['budget']} "
-        f"tokens per KV head (default model), costs after {beside['long']:,} tokens."
+        f"tokens per KV head (default model), costs after {beside['long']:,} tokens. ± gives two "
+        "standard errors, parentheses the range of rounds on two CPU cores."
     )
-    heads = (*("policy", *TASKS.values()), "after a prompt: loss minus full's",
+    heads = (*("policy", *ANSWERS.values()), "after a prompt: loss minus full's",
              "endless text: loss minus streaming's", "memory during prefill",
              "memory during decode", "time per token over full's")  # fmt: skip
     rows = (
@@ -47,12 +48,12 @@ def recall_loss_cost() -> str:
 def recall(records: Sequence[Results], name: str) -> list[str]:
     """Right answers by task, of the first record that has the policy."""
     for record in records:
-        cases = [record["tasks"][task][LENGTH] for task in TASKS]
-        rows = [case["full"] if name == "full" else case["ratios"][SHARE].get(name)
+        cases = [record["tasks"][task][LENGTH] for task in ANSWERS]
+        rows = [case["full"] if name == "full" else case["ratios"][QUARTER].get(name)
                 for case in cases]  # fmt: skip
         if None not in rows:
             return [f"{record['samples'] * row['score']:.3g}" for row in rows]
-    return [UNMEASURED] * len(TASKS)
+    return [UNMEASURED] * len(ANSWERS)
 
 
 def loss_and_cost(row: Results | None, name: str) -> list[str]:
@@ -69,17 +70,25 @@ def loss_and_cost(row: Results | None, name: str) -> list[str]:
 
 
 PAGE = "docs/which_cache.md"
+LOSS = "prompts/{prompt}/cases/{policy}/{ratio}/over_full/ours/by_text"  # in `peers`
 STATEMENTS = (
     Statement(PAGE, "it finds needles that left the window of streaming", "endless_needle",
               [above(f"tasks/needle/8192/{policy}/score", "tasks/needle/8192/streaming/score",
                      by=0.3) for policy in ("retrieval", CALIBRATED_HALF_WINDOW)]),
-    Statement(PAGE, "after 2,048 tokens with three quarters or more evicted, it loses less than "
-              "keydiff", "peers",
-              [below(f"prompts/2048/cases/snapkv/{evicted}/over_full/ours/by_text",
-                     f"prompts/2048/cases/keydiff/{evicted}/over_full/ours/by_text")
-               for evicted in (0.75, 0.875)]),
-    Statement(PAGE, "on the default model, and loses more there", "side_by_side",
-              [below("rows/snapkv/after_prompt/each",
-                     "rows/expected-attention/after_prompt/each")]),
+    Statement(PAGE, "after 1,024 tokens with half evicted it loses less than streaming", "peers",
+              [below(*(LOSS.format(prompt=1024, policy=policy, ratio=0.5)
+                       for policy in ("snapkv", "streaming")))]),
+    Statement(PAGE, "after 2,048 and 4,096 tokens the two do not differ", "peers",
+              [within(sure_cases("snapkv", "streaming", prompts=("2048", "4096")), 0)]),
+    Statement(PAGE, "streaming needs no memory for the prompt", "side_by_side",
+              [below("rows/streaming/long/reading_bytes", "rows/snapkv/long/reading_bytes")]),
+    Statement(PAGE, "with an eighth of 1,024 tokens cached it finds more needles with "
+              "budgets=calibrated", "needles_1024",
+              [above(of_needles("needle", "1024", EIGHTH, CALIBRATED),
+                     of_needles("needle", "1024", EIGHTH))]),
+    Statement(PAGE, "with a quarter it finds half of the needles in 1,024 tokens", "needles",
+              [within(of_needles("needle", "1024", QUARTER, "keydiff"), 0.5)]),
+    Statement(PAGE, "and few in 4,096", "needles_4096",
+              [below(of_needles("needle", "4096", QUARTER, "keydiff"), 0.2)]),
 )  # fmt: skip
 TABLES = {"which_cache": answers, "recall_loss_cost": recall_loss_cost}

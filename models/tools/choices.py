@@ -24,14 +24,18 @@ CHOICES = (
     Choice(ENDLESS, GIST, ANY, "streaming",
            "memory and time per token are constant, and the loss does not grow with the text"),
     Choice(ENDLESS, FACTS, ANY, "retrieval",
-           "with every=128, budgets of `jaxkv calibrate`, half of its capacity as window, and an "
-           "eighth of the text that questions go back to, it finds needles that left the window of "
-           "streaming; with every=32 and the bytes of 256 tokens its loss is no higher"),
+           "as retrieval:capacity=896,window=448,every=128,budgets=calibrated,calibration=FILE it "
+           "finds needles that left the window of streaming, in 8,192 tokens; `jaxkv calibrate` "
+           "writes FILE"),
     Choice(PROMPT, GIST, ANY, "snapkv",
-           "after 2,048 tokens with three quarters or more evicted, it loses less than keydiff; "
-           "expected-attention differs from it only on the default model, and loses more there"),
-    Choice(PROMPT, FACTS, ANY, "retrieval", "the budget goes to the heads that retrieve"),
-    Choice(PROMPT, FACTS, MESH, "keydiff", "it has equal budgets per KV head, and needs no query"),
+           "after 1,024 tokens with half evicted it loses less than streaming; after 2,048 and "
+           "4,096 tokens the two do not differ, and streaming needs no memory for the prompt"),
+    Choice(PROMPT, FACTS, ANY, "retrieval",
+           "the budget goes to the heads that retrieve; with an eighth of 1,024 tokens cached it "
+           "finds more needles with budgets=calibrated"),
+    Choice(PROMPT, FACTS, MESH, "keydiff",
+           "it has equal budgets per KV head and needs no query; with a quarter it finds half of "
+           "the needles in 1,024 tokens, and few in 4,096"),
     Choice("a prompt of a hundred thousand tokens", BOTH, "CPU with ample memory", "magicpig",
            "it caches every token and reads few of them; on accelerators its lookup is slow"),
 )  # fmt: skip
