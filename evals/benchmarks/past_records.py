@@ -14,6 +14,7 @@ GONE = (  # records that only the command at their commit makes; no claim of a p
     "training_peers",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
+    "known_answers": "`denominator_lost` and `epsilon`",
     "latency": "`bound`, `generate`, `loop` and `prefill`",
     "peers": "`checked`, another way to apply a press",
     "serving": "`host`",

@@ -1,14 +1,10 @@
-"""Time kernel and scan on the local device, interleaved in one process.
-
-    python -m jaxkv.pallas_kernels.sign_walk.bench
+"""Times of kernel and scan on the local device, interleaved in one process.
 
 The walks are those of a prompt of 32,768 tokens with 8 KV heads. A CPU has only the scan.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,23 +13,6 @@ import numpy as np
 
 from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
 from jaxkv.pallas_kernels.timing import KERNEL, time_interleaved
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxkv.pallas_kernels.sign_walk.bench")
-    parser.add_argument("--rounds", type=int, default=20, help="interleaved timings of each")
-    parser.add_argument("--blocks", type=int, help="number of walks (default: as the prompt has)")
-    options = parser.parse_args()
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, medians of {options.rounds} rounds")
-    print(f"{'':24}{'scan':>12}{'kernel':>12}{'times faster':>14}{'other signs':>13}")
-    for title, row in measure(options.rounds, options.blocks):
-        line = f"{title:24}" + "".join(
-            f"{statistics.median(row[name]):9.2f} ms" for name in ("xla", "kernel") if name in row
-        )
-        if "kernel" in row:
-            line += f"{statistics.median(row['times faster']):14.1f}{row['other signs']:13.2%}"
-        print(line, flush=True)
 
 
 def measure(rounds: int, blocks: int | None = None) -> Iterator[tuple[str, dict]]:
@@ -71,7 +50,3 @@ def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
         ]
         timings["other signs"] = float(np.mean(signs["xla"] != signs["kernel"]))
     return timings
-
-
-if __name__ == "__main__":
-    main()
