@@ -56,6 +56,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "agents": "prefix_caching.agents",
     **{name: f"benchmarks.{name}" for name in ("serving", "soak")},
     "workarounds": "benchmarks.cpu_forms",
+    "compiled": "benchmarks.compiled",
     **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},
     **{f"rates_{platform}": "benchmarks.policy_rates" for platform in ("cpu", "gpu", "tpu")},
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),

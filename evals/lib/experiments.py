@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxkv.evals.balancekv import single_layer, tree_slots
 from jaxkv.evals.benchmarks import (
+    compiled,
     cpu_forms,
     kernels,
     kvpress_parity,
@@ -79,7 +80,7 @@ EXPERIMENTS = (
     emergence, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, report, mfu, prefix_tables,
     # Benchmarks.
-    cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
+    compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
     rates, servers, serving, startup,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(

@@ -12,6 +12,7 @@ OTHERS = {
     "agreement": f"{STORIES}, {RANDOM}",
     "agents": DEFAULT,
     "backcopy": TRAINED,
+    "compiled": "shapes of three models",
     "default_model": DEFAULT,
     "emergence": TRAINED,
     "kernels_gpu": SYNTHETIC,

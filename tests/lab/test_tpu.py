@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.contract import Chunk, Policy, State
+from jaxkv.evals.lib.ahead import reports_of
 from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
 from jaxkv.models.generation.decoding import Decoding, Static, decode_block
 from jaxkv.models.loading.config import read_config
@@ -28,7 +29,6 @@ from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import spec_of
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
-from tests.lab.ahead import reports_of
 
 pytestmark = pytest.mark.tpu_check
 LLAMA_1B = {  # Llama 3.2 1B, as published

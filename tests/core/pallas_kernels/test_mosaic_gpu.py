@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxkv.evals.lib.ahead import abstract_h100, h100, reports_of
 from jaxkv.pallas_kernels import mosaic, sampled_attention, sign_walk
 from jaxkv.pallas_kernels.sampled_attention import mosaic_gpu
 from jaxkv.pallas_kernels.sign_walk import api, reference
 from tests.core.pallas_kernels import test_sampled_attention as attention
 from tests.core.pallas_kernels import test_sign_walk as walks
-from tests.lab.ahead import h100, reports_of
 
 pytestmark = pytest.mark.skipif(
     not mosaic.is_available(), reason="this jax has no Mosaic GPU, or an older interface of it"
@@ -56,7 +56,7 @@ def test_products_and_walk_give_the_same_signs():
 def test_the_walk_is_lowered_for_cuda(kernel, name):
     shape = sign_walk.shapes.PROMPT[name]
     assert CUSTOM_CALL in walks.lowered(kernel, shape, "mosaic_gpu", ("cuda",))
-    with walks.abstract_h100():
+    with abstract_h100():
         assert CUSTOM_CALL not in walks.lowered(kernel, shape, None, ("cuda",)), "never by itself"
 
 
@@ -87,7 +87,7 @@ def test_sampled_attention_is_lowered_for_cuda(dtype, weight):
     text = lowered(shape, weight, "mosaic_gpu")
     assert text.count(CUSTOM_CALL) == 2, "one kernel for keys, one for values"
     assert not attention.has_gathered_array(text, shape)
-    with walks.abstract_h100():
+    with abstract_h100():
         assert CUSTOM_CALL not in lowered(shape, weight, None), "never by itself"
 
 

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
+from jaxkv.evals.lib.ahead import abstract_h100, reports_of
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.sampled_attention import (
@@ -31,8 +32,7 @@ from jaxkv.pallas_kernels.sampled_attention import (
     tpu,
 )
 from jaxkv.policies.magicpig.lsh import Hashing
-from tests.core.pallas_kernels.test_sign_walk import abstract_h100, interpreted
-from tests.lab.ahead import reports_of
+from tests.core.pallas_kernels.test_sign_walk import interpreted
 
 ON = {
     "xla": reference.attend,

@@ -6,8 +6,6 @@ also compiled for TPU and GPU ahead of time, without the hardware.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
 import re
 from functools import partial
@@ -20,8 +18,8 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
+from jaxkv.evals.lib.ahead import abstract_h100, reports_of
 from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
-from tests.lab.ahead import reports_of
 
 TAU = 1.0
 MANY = shapes.WalkBenchShape(400, 256, 1, 32)  # 102,400 signs
@@ -146,16 +144,6 @@ def test_the_kernel_is_lowered_for_cuda(kernel, name):
         chosen = lowered(kernel, shape, None, ("cuda",))
     assert "__gpu$xla.gpu.triton" in text
     assert chosen.count("__gpu$xla.gpu.triton") == 1
-
-
-def abstract_h100():
-    """An abstract GPU. From jax 0.12 on, Triton cannot be lowered without it or a real GPU."""
-    kind = getattr(jax.sharding, "AbstractDevice", None)
-    if kind is None or "platform" not in inspect.signature(kind).parameters:
-        return contextlib.nullcontext()
-    device = kind(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def lowered(kernel, shape, implementation, platforms):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
+
+from jaxkv.evals.lib.record import ROOT
 
 LIBTPU = {
     "JAX_PLATFORMS": "cpu",
@@ -20,6 +25,7 @@ LIBTPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+H100_KIND = "NVIDIA H100 80GB HBM3"
 # What the compiler asks about an H100: its compute capability, sizes and speeds.
 H100 = """
 platform_name: "CUDA"
@@ -56,13 +62,38 @@ def h100() -> jax.Device:
     return topologies.get_topology_desc("h100", "cuda", **options).devices[0]
 
 
-def reports_of(module: str) -> list[dict[str, Any]]:
-    """Run a test module in a new process and parse the JSON lines that it prints.
+def abstract_h100() -> AbstractContextManager[Any]:
+    """An abstract GPU. From jax 0.12 on, Triton cannot be lowered without it or a real GPU."""
+    kind = getattr(jax.sharding, "AbstractDevice", None)
+    if kind is None or "platform" not in inspect.signature(kind).parameters:
+        return contextlib.nullcontext()
+    device = kind(device_kind=H100_KIND, num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def triton_for_h100() -> AbstractContextManager[Any]:
+    """Lower Triton kernels for an H100 in a program whose arguments have a device.
+
+    Such a program cannot be traced under `abstract_h100`, and lowering does not see it, so this
+    replaces what Triton in JAX asks the local device. It needs jax 0.12 or later.
+    """
+    name = "jax._src.pallas.triton.gpu_info.get_device_kind"
+    return mock.patch(name, lambda: H100_KIND)
+
+
+def v5e() -> jax.Device:
+    """A TPU v5e to compile for, without a TPU. Needs the extra tpu-check, and LIBTPU."""
+    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+
+
+def reports_of(module: str, *words: str) -> list[dict[str, Any]]:
+    """Run a module in a new process and parse the JSON lines that it prints.
 
     A new process is needed because libtpu reads its settings at the import of jax.
     """
     result = subprocess.run(
-        [sys.executable, "-m", module], cwd=Path(__file__).parents[2], env=os.environ | LIBTPU,
+        [sys.executable, "-m", module, *words], cwd=ROOT, env=os.environ | LIBTPU,
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
