@@ -1,8 +1,8 @@
 """Compiles programs for a device that this machine lacks, and prints what became of them.
 
-`python -m jaxkv.evals.benchmarks.compiled_worker DEVICE` prints one line of JSON per case of
-CASES. Programs of all layers are compiled with two and with four layers: the difference is what two
-layers add, and figures of the whole depth follow from it.
+`python -m jaxkv.evals.benchmarks.compiled_worker DEVICE [CASE...]` prints one line of JSON per case
+of CASES, or of those named. Programs of all layers are compiled with two and with four layers: the
+difference is what two layers add, and figures of the whole depth follow from it.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def figures(program: Any, argument_bytes: int, case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    (device,) = sys.argv[1:]
+    device, *names = sys.argv[1:]
     place = SingleDeviceSharding(DEVICES[device]())
     with ahead.triton_for_h100() if device == "h100" else contextlib.nullcontext():
         for case in CASES:
-            if case.device == device:
+            if case.device == device and (not names or case.name in names):
                 print(json.dumps({"case": case.name} | report(case, place)), flush=True)
 
 

@@ -63,7 +63,8 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
 
     kernels: their number. copies: kernels that only move an array. moved_bytes: of the operands and
     results of all kernels in the memory of the device, counted whole also where a kernel reads a
-    part. host_conditions: conditions and loops within a step, for which a GPU waits for the host.
+    part. host_conditions: conditions and loops within a step, for which a GPU waits for the host;
+    what stands in the branches of a condition is not counted, because it runs seldom.
     largest_float32: the shape of the largest array in float32 that a kernel writes to memory.
     """
     bodies = computations(text)
@@ -85,9 +86,9 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
                 continue
             label, result, kind = operation.groups()
             results[label] = result
-            if kind in ("while", "conditional", "call"):
-                counts["host_conditions"] += kind != "call"
-                todo += _called(line)
+            counts["host_conditions"] += kind in ("while", "conditional")
+            if kind in ("while", "call"):
+                todo += re.findall(r"\b(?:to_apply|body)=%?([\w.\-]+)", line)
             if kind in FREE:
                 continue
             if kind in PREFETCHES:
@@ -99,7 +100,7 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
             counts["kernels"] += 1
             counts["copies"] += kind == "copy" or _only_moves(line, bodies)
             operands = re.findall(r"%([\w.\-]+)", line[operation.end() :].partition(")")[0])
-            moved = [result, *(results.get(operand, "") for operand in operands)]
+            moved = [result, *(results.get(operand, "") for operand in {*operands})]
             counts["moved_bytes"] += sum(
                 _bytes_of(array) for types in moved for array in _arrays(types) if not array[2]
             )
@@ -119,14 +120,6 @@ def _arrays(types: str) -> list[tuple[str, int, bool]]:
 def _bytes_of(array: tuple[str, int, bool]) -> int:
     kind, elements, _ = array
     return elements * (BITS.get(kind) or int(re.sub(r"\D", "", kind)[:2] or 8)) // 8
-
-
-def _called(line: str) -> list[str]:
-    """The computations that a line calls."""
-    names = re.findall(r"\b(?:to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", line)
-    for several in re.findall(r"\b(?:branch|called)_computations=\{([^}]*)\}", line):
-        names += [name.strip().lstrip("%") for name in several.split(",")]
-    return names
 
 
 def _only_moves(line: str, bodies: Mapping[str, list[str]]) -> bool:

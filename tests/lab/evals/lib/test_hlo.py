@@ -1,10 +1,13 @@
 """Copies inside a loop are found, and those outside are not."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.evals.lib import hlo
 from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
 
 FUSED = """
@@ -45,3 +48,67 @@ def test_swapping_two_caches_in_a_loop_is_found_as_a_copy():
     caches = jnp.zeros((4, 16, 8)), jnp.ones((4, 16, 8))
     text = swap.lower(*caches, np.int32(3)).compile().as_text()
     assert copies_in_loops(text, {4 * 16 * 8}) and not copies_in_loops(text, {4 * 16 * 7})
+
+
+STEP = """\
+HloModule step
+
+%moves (p: f32[4,8]) -> f32[8,4] {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %t = f32[8,4]{0,1} transpose(%p), dimensions={1,0}
+}
+
+%adds (p: f32[8,4], q: bf16[3]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %q = bf16[3]{0} parameter(1)
+  ROOT %a = f32[8,4]{1,0} add(%p, %p)
+}
+
+%rare (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %s = f32[8,4]{1,0} sort(%p), dimensions={0}
+}
+
+%inner (p: (s32[], f32[100])) -> (s32[], f32[100]) {
+  %p = (s32[], f32[100]{0}) parameter(0)
+  %x = f32[100]{0} get-tuple-element(%p), index=1
+  %m = f32[100]{0} multiply(%x, %x)
+  ROOT %r = (s32[], f32[100]{0}) tuple(%x, %m)
+}
+
+%step (p: (f32[4,8], bf16[3])) -> (f32[4,8], bf16[3]) {
+  %p = (f32[4,8]{1,0}, bf16[3]{0}) parameter(0)
+  %x = f32[4,8]{1,0} get-tuple-element(%p), index=0
+  %b = bf16[3]{0} get-tuple-element(%p), index=1
+  %one = s32[] add(%c, %c)
+  %moved = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%moves
+  %sum = f32[8,4]{1,0:T(8,128)S(1)} fusion(%moved, %b), kind=kLoop, calls=%adds
+  %early = (bf16[2]{0:S(1)}, bf16[3]{0}, u32[]) slice-start(%b), slice={[0:2]}
+  %late = bf16[2]{0:S(1)} slice-done(%early)
+  %if = f32[8,4]{1,0} conditional(%d, %sum, %sum), branch_computations={%rare, %rare}
+  %loop = (s32[], f32[100]{0}) while(%t), condition=%inner.condition, body=%inner
+  ROOT %r = (f32[4,8]{1,0}, bf16[3]{0}) tuple(%x, %b)
+}
+
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %w = (f32[4,8]{1,0}, bf16[3]{0}) while(%a), condition=%step.condition, body=%step
+  ROOT %c = f32[4,8]{1,0} copy(%a)
+}
+"""
+
+
+def test_the_kernels_of_a_step():
+    """Two fusions, an addition of scalars and a product in a loop; the entry is left out."""
+    assert hlo.step_of(STEP) == {
+        "kernels": 4,
+        "copies": 1,
+        # A move; operands of a sum whose result is in fast memory; a scalar; a slice; a product.
+        "moved_bytes": 2 * 128 + 128 + 6 + 4 + 4 + 2 * 400,
+        "host_conditions": 2,
+        "largest_float32": [100],
+    }
+    assert hlo.step_of(STEP, scalars=10)["kernels"] == 3
+    (entry,) = re.findall(r"ENTRY.*", STEP, re.DOTALL)
+    alone = hlo.step_of(entry.replace("while(", "tuple(").replace("body=", "x="))
+    assert alone["kernels"] == alone["copies"] == 1 and alone["moved_bytes"] == 2 * 128
