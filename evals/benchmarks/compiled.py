@@ -3,8 +3,7 @@
 The compilers of XLA for an H100 and for a TPU v5e run on any CPU (extras gpu-check and tpu-check).
 No device has run these programs. So times follow from a simple model: the bytes that all kernels
 move over the bandwidth, or the products over the peak if that takes longer, and on a GPU 1.4
-microseconds for each kernel, which is what a step of SmolLM2-135M took on an H200. Arrays count
-whole also where a kernel reads a part of them, so the bytes are an upper bound.
+microseconds for each kernel, which is what a step of SmolLM2-135M took on an H200.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -62,10 +62,10 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
     them beside these.
 
     kernels: their number. copies: kernels that only move an array. moved_bytes: of the operands and
-    results of all kernels in the memory of the device, counted whole also where a kernel reads a
-    part. host_conditions: conditions and loops within a step, for which a GPU waits for the host;
-    what stands in the branches of a condition is not counted, because it runs seldom.
-    largest_float32: the shape of the largest array in float32 that a kernel writes to memory.
+    results of all kernels in the memory of the device. host_conditions: conditions and loops within
+    a step, for which a GPU waits for the host; what stands in the branches of a condition is not
+    counted, because it runs seldom. largest_float32: the shape of the largest array in float32 that
+    a kernel writes to memory.
     """
     bodies = computations(text)
     loops = re.findall(r"\bbody=%?([\w.\-]+)", text)
@@ -92,23 +92,65 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
             if kind in FREE:
                 continue
             if kind in PREFETCHES:
-                counts["moved_bytes"] += min(map(_bytes_of, _arrays(result)), default=0)
+                copied = [array for array in _arrays(result) if array[1] > 1]  # and a counter
+                counts["moved_bytes"] += min(map(_bytes_of, copied), default=0)
                 continue
             elements = max((size for _, size, _ in _arrays(result)), default=0)
             if kind not in ("fusion", "custom-call") and elements <= scalars:
                 continue
             counts["kernels"] += 1
             counts["copies"] += kind == "copy" or _only_moves(line, bodies)
-            operands = re.findall(r"%([\w.\-]+)", line[operation.end() :].partition(")")[0])
-            moved = [result, *(results.get(operand, "") for operand in {*operands})]
-            counts["moved_bytes"] += sum(
-                _bytes_of(array) for types in moved for array in _arrays(types) if not array[2]
-            )
+            operands = [(name, results.get(name, "")) for name in _operands(line, operation)]
+            whole = sum(map(_in_memory, (result, *dict(operands).values())))
+            called = re.search(r" fusion\(.*\bcalls=%?([\w.\-]+)", line)
+            types = [of_operand for _, of_operand in operands]
+            counts["moved_bytes"] += whole - (_unread(bodies[called[1]], types) if called else 0)
             for kind_of_array, sizes, _ in ARRAY.findall(result):
                 if kind_of_array == "f32":
                     shape = [*map(int, filter(None, sizes.split(",")))]
                     largest = max(largest, shape, key=math.prod)
     return counts | {"largest_float32": largest}
+
+
+def _operands(line: str, operation: re.Match[str]) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", line[operation.end() :].partition(")")[0])
+
+
+def _unread(body: Sequence[str], operands: Sequence[str]) -> int:
+    """Bytes of the operands and results of a fusion that it does not touch.
+
+    It reads only a part of an operand of which it takes slices, and writes only a part of one that
+    it updates in place. operands: their types.
+    """
+    matches = [(line, match) for line in body if (match := OPERATION.match(line))]
+    types = {match[1]: match[2] for _, match in matches}
+    unread = 0
+    for line, match in matches:
+        number = re.search(r" parameter\((\d+)\)", line)
+        if number is None or int(number[1]) >= len(operands):
+            continue
+        names, touched, in_place = {match[1]}, 0, False
+        for using, use in matches:
+            read = _operands(using, use)
+            if not names & {*read}:
+                continue
+            if use[3] in ("bitcast", "reshape"):
+                names.add(use[1])
+            elif use[3] in ("dynamic-slice", "gather", "slice") and read[0] in names:
+                touched += _in_memory(types[use[1]])
+            elif use[3] == "dynamic-update-slice" and read[0] in names:
+                in_place, touched = True, touched + _in_memory(types.get(read[1], ""))
+            else:
+                break
+        else:
+            size = _in_memory(operands[int(number[1])])
+            unread += max(0, (1 + in_place) * size - touched) if size else 0
+    return unread
+
+
+def _in_memory(types: str) -> int:
+    """The bytes of the arrays of a type in the memory of the device."""
+    return sum(_bytes_of(array) for array in _arrays(types) if not array[2])
 
 
 def _arrays(types: str) -> list[tuple[str, int, bool]]:

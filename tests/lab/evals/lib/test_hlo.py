@@ -61,7 +61,17 @@ HloModule step
 %adds (p: f32[8,4], q: bf16[3]) -> f32[8,4] {
   %p = f32[8,4]{1,0} parameter(0)
   %q = bf16[3]{0} parameter(1)
-  ROOT %a = f32[8,4]{1,0} add(%p, %p)
+  %w = f32[8,4]{1,0} convert(%q)
+  ROOT %a = f32[8,4]{1,0} add(%p, %w)
+}
+
+%part (p: s32[], c: f32[50,4], r: f32[1,4]) -> f32[50,4] {
+  %c = f32[50,4]{1,0} parameter(1)
+  %at = s32[] parameter(0)
+  %b = f32[50,4]{1,0} bitcast(%c)
+  %row = f32[2,4]{1,0} dynamic-slice(%b, %at, %at), dynamic_slice_sizes={2,4}
+  %r = f32[1,4]{1,0} parameter(2)
+  ROOT %u = f32[50,4]{1,0} dynamic-update-slice(%c, %r, %at, %at)
 }
 
 %rare (p: f32[8,4]) -> f32[8,4] {
@@ -83,8 +93,12 @@ HloModule step
   %one = s32[] add(%c, %c)
   %moved = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%moves
   %sum = f32[8,4]{1,0:T(8,128)S(1)} fusion(%moved, %b), kind=kLoop, calls=%adds
-  %early = (bf16[2]{0:S(1)}, bf16[3]{0}, u32[]) slice-start(%b), slice={[0:2]}
-  %late = bf16[2]{0:S(1)} slice-done(%early)
+  %cache = f32[50,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %new = f32[1,4]{1,0} parameter(3)
+  %written = f32[50,4]{1,0} fusion(%i, %cache, %new), kind=kLoop, calls=%part
+  %early = (bf16[50]{0:S(1)}, bf16[99]{0}, u32[]) slice-start(%b), slice={[0:50]}
+  %late = bf16[50]{0:S(1)} slice-done(%early)
   %if = f32[8,4]{1,0} conditional(%d, %sum, %sum), branch_computations={%rare, %rare}
   %loop = (s32[], f32[100]{0}) while(%t), condition=%inner.condition, body=%inner
   ROOT %r = (f32[4,8]{1,0}, bf16[3]{0}) tuple(%x, %b)
@@ -99,16 +113,17 @@ ENTRY %main (a: f32[4,8]) -> f32[4,8] {
 
 
 def test_the_kernels_of_a_step():
-    """Two fusions, an addition of scalars and a product in a loop; the entry is left out."""
+    """Three fusions, an addition of scalars and a product in a loop; the entry is left out."""
     assert hlo.step_of(STEP) == {
-        "kernels": 4,
+        "kernels": 5,
         "copies": 1,
         # A move; operands of a sum whose result is in fast memory; a scalar; a slice; a product.
-        "moved_bytes": 2 * 128 + 128 + 6 + 4 + 4 + 2 * 400,
+        # Of the cache two rows are read and one is written, from a row and a number.
+        "moved_bytes": 2 * 128 + 128 + 6 + 4 + 100 + 2 * 400 + 32 + 16 + 16 + 4,
         "host_conditions": 2,
-        "largest_float32": [100],
+        "largest_float32": [50, 4],
     }
-    assert hlo.step_of(STEP, scalars=10)["kernels"] == 3
+    assert hlo.step_of(STEP, scalars=10)["kernels"] == 4
     (entry,) = re.findall(r"ENTRY.*", STEP, re.DOTALL)
     alone = hlo.step_of(entry.replace("while(", "tuple(").replace("body=", "x="))
     assert alone["kernels"] == alone["copies"] == 1 and alone["moved_bytes"] == 2 * 128
