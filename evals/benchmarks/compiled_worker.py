@@ -131,7 +131,8 @@ def lowered(case: Case, layers: int, place: SingleDeviceSharding) -> tuple[Any, 
         seen=array((1, config.vocab), jnp.bool_),
         rng=array((1, 2), jnp.uint32),
     )
-    sampling, static = Sampling(), Static(config, (policy,) * layers, None)
+    sampling = Sampling()
+    static = Static(config, (policy,) * layers, None, shared_once=case.device != "v5e")
     step = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     arguments = static, sampling.filters, config.eos, weights, decoding, sampling.knobs
     return step.lower(*arguments, np.int32(1)), nbytes((weights, decoding.states))

@@ -13,6 +13,17 @@ def writes_by_scatter(old: Array, width: int) -> bool:
     return width == 1 and old.shape[0] > 1 and jax.default_backend() == "gpu"
 
 
+def carries_shared_once() -> bool:
+    """Whether decoding carries an array that layers share once, and not once per layer.
+
+    XLA then updates it once too. On an H100 a layer of a decode step has 3 kernels less under
+    `full` and `streaming` (compiled, evals/results/compiled.json); on a CPU no time changes. A TPU
+    keeps one per layer: with 16 layers, XLA:TPU otherwise copies each cache to fast memory before
+    it reads it (tests/lab/test_tpu.py).
+    """
+    return jax.default_backend() != "tpu"
+
+
 def scatter_slot(
     old: Array, fresh: Array, slot: Int32[Array, " B"], hit: Bool[Array, "B 1"]
 ) -> Array:

@@ -39,11 +39,15 @@ class Decoding(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The static arguments of the compiled programs."""
+    """The static arguments of the compiled programs.
+
+    shared_once: decoding carries arrays that layers share once (`xla_gpu.carries_shared_once`).
+    """
 
     config: Config
     policies: tuple[Policy, ...]
     mesh: Mesh | None
+    shared_once: bool = True
 
     @property
     def programs(self) -> tuple[Policy, ...]:
@@ -210,10 +214,12 @@ def decode_block(
 
     def flattened(d: Decoding) -> Decoding:
         states = xla_cpu.flatten_heads(d.states, static.mesh is not None)
-        return d._replace(states=without_shared(static.programs, states))
+        if static.shared_once:
+            states = without_shared(static.programs, states)
+        return d._replace(states=states)
 
     def restored(d: Decoding) -> Decoding:
-        states = with_shared(static.programs, d.states)
+        states = with_shared(static.programs, d.states) if static.shared_once else d.states
         return d._replace(states=xla_cpu.restore_heads(states, decoding.states))
 
     def unfinished(carry: tuple) -> Array:

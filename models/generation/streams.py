@@ -28,6 +28,7 @@ from jaxkv.models.generation.decoding import (
 )
 from jaxkv.models.loading.compilation import Ahead, clock
 from jaxkv.models.loading.llm import Llm
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policy_spec import bytes_by_memory, format_policy, host_bytes, max_lookback
 from jaxkv.sampling import Sampling
 from jaxkv.state import memory, sharding
@@ -58,7 +59,8 @@ class Stream:
         start: int = 0,
     ):
         self.llm = llm
-        self.static = Static(llm.config, llm.policies(policy), llm.mesh)
+        once = xla_gpu.carries_shared_once()
+        self.static = Static(llm.config, llm.policies(policy), llm.mesh, once)
         self.lengths = np.full(batch, 0)  # tokens of each sequence, for policies that grow
         self.prefill_finished = False
         self.prompt_lengths = self.lengths

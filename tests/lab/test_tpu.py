@@ -157,7 +157,7 @@ def report(
     if weight_format == INT8:
         structs = {name: quantised.shapes(name, shape, INT8) for name, shape in matrices.items()}
         weights |= jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), structs)
-    static, settings = Static(config, policies, None), Sampling()
+    static, settings = Static(config, policies, None, shared_once=False), Sampling()
     write = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))
     lowered = write.lower(*args)

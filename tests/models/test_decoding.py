@@ -190,3 +190,24 @@ def test_memory_is_constant_over_twenty_thousand_tokens(tiny):
     assert int(stream.decoding.position[0]) > 20_000
     assert memory[-1] == memory[0]
     assert np.isfinite(np.asarray(stream.decoding.logits)).all()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [SMALL, "1=full:start=64;*=streaming:sinks=2,window=14,storage=int8",
+     "reservoir:sinks=2,window=6,sample=8", "snapkv:capacity=20,window=4,start=64"],
+)  # fmt: skip
+def test_arrays_that_layers_share_may_be_carried_once(llm, policy):
+    """Tokens and states are the same bits, and every layer has arrays of its own afterwards."""
+    results = []
+    for once in (True, False):
+        stream = Stream(llm, policy, batch=2, seed=3)
+        stream.static = stream.static._replace(shared_once=once)
+        stream.prefill([[*range(2, 40)], [*range(5, 35)]], chunk=16)  # shorter ones give a warning
+        stream.finish_prefill()
+        tokens, _ = stream.decode(WARM, 30, ())
+        buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(stream.decoding) if a.size]
+        assert len(buffers) == len(set(buffers))
+        results.append((tokens, *jax.tree.leaves(stream.decoding.states)))
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
