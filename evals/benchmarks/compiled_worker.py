@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import layer_weights, spec_of, step_on
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 
@@ -132,7 +134,7 @@ def lowered(case: Case, layers: int, place: SingleDeviceSharding) -> tuple[Any, 
         rng=array((1, 2), jnp.uint32),
     )
     sampling = Sampling()
-    static = Static(config, (policy,) * layers, None, shared_once=case.device != "v5e")
+    static = Static(config, (policy,) * layers, None, xla_gpu.carries_shared_once())
     step = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     arguments = static, sampling.filters, config.eos, weights, decoding, sampling.knobs
     return step.lower(*arguments, np.int32(1)), nbytes((weights, decoding.states))
@@ -183,7 +185,12 @@ def figures(program: Any, argument_bytes: int, case: Case) -> dict[str, Any]:
 def main() -> None:
     device, *names = sys.argv[1:]
     place = SingleDeviceSharding(DEVICES[device]())
-    with ahead.triton_for_h100() if device == "h100" else contextlib.nullcontext():
+    platform = "gpu" if device == "h100" else "tpu"
+    # The forms of jaxkv/platform follow the default backend.
+    with (
+        mock.patch("jax.default_backend", lambda: platform),
+        ahead.triton_for_h100() if device == "h100" else contextlib.nullcontext(),
+    ):
         for case in CASES:
             if case.device == device and (not names or case.name in names):
                 print(json.dumps({"case": case.name} | report(case, place)), flush=True)

@@ -28,7 +28,7 @@ from jaxkv.errors import UserError, check_choice, check_int
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import OVERFULL, Rows, Storage
-from jaxkv.typing import Array, Bool, Float, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 
 class RingSettings(NamedTuple):
@@ -380,6 +380,9 @@ def decode(
     if settings.window is not None and settings.window < size - sinks:
         distance = (chunk.positions - ring.positions).astype(jnp.int32)
         visible &= (distance < settings.window) | (slot < sinks)
+    if sinks and cache_relative and ring.exact_sinks is None and xla_gpu.scores_twice():
+        logits = _scores_of_both(spec, ring, chunk, settings, numbers, num_sampled, visible)
+        return blend(logits, ring.v), ring
     q, query_positions = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
     bias = masked_bias(spec, visible[:, None], query_positions, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
@@ -398,6 +401,30 @@ def decode(
     logits = jax.lax.dynamic_update_slice(logits, slot_scores, (0, 0, 0, 0, 0))
     partial = blend(logits, ring.v)
     return merge(partial, blend(sink_scores, first.v)) if exact else partial, ring
+
+
+def _scores_of_both(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    settings: RingSettings,
+    numbers: Int32[Array, "B 1"],
+    num_sampled: NumSampled,
+    visible: Bool[Array, "B S"],
+) -> Float32[Array, "B K G 1 S"]:
+    """The logits of one token, whose query has another position for the sinks than for the ring.
+
+    Both queries are multiplied with every slot, in one product (`xla_gpu.scores_twice`).
+    """
+    sinks, slot = settings.sinks, jnp.arange(ring.positions.shape[1])
+    for_sinks = cache_relative_positions(ring, numbers, num_sampled)
+    positions = jnp.concatenate([chunk.positions, for_sinks], axis=1)
+    q = spec.encoding.rotate(jnp.concatenate([chunk.q, chunk.q], axis=1), positions)
+    keys = jnp.where(slot < sinks, slot.astype(jnp.uint32), ring.positions)
+    visible = jnp.broadcast_to(visible[:, None], (*positions.shape, len(slot)))
+    logits = scores(q, ring.k, spec.scale, spec.softcap)
+    logits += masked_bias(spec, visible, positions, keys, ring.k.shape[1])
+    return jnp.where(slot < sinks, logits[:, :, :, 1:], logits[:, :, :, :1])
 
 
 def cached(ring: Ring) -> Cached:

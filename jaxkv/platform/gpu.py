@@ -24,6 +24,16 @@ def carries_shared_once() -> bool:
     return jax.default_backend() != "tpu"
 
 
+def scores_twice() -> bool:
+    """Whether the two queries of a token, for sinks and for the ring, are scored in one product.
+
+    Each is then multiplied with all slots, so twice as many products are computed, from the same
+    bytes. On an H100 a layer of a decode step has 2 to 3 kernels less under `streaming` (compiled,
+    evals/results/compiled.json).
+    """
+    return jax.default_backend() == "gpu"
+
+
 def scatter_slot(
     old: Array, fresh: Array, slot: Int32[Array, " B"], hit: Bool[Array, "B 1"]
 ) -> Array:

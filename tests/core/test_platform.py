@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv import Spec
 from jaxkv.contract import Chunk
 from jaxkv.platform import cpu, gpu
 from jaxkv.policies import Streaming
-from jaxkv.rotary import NoPosition
+from jaxkv.rotary import Alibi, NoPosition, rotary
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -70,3 +71,37 @@ def test_scatter_slot_writes_one_slot_of_each_sequence(rng, kv_heads):
         of_sequence[slot[b]] = fresh[b, 0] if kv_heads is None else fresh[b, :, 0]
     arrays = (jnp.asarray(a) for a in (old, fresh, slot, hit[:, None]))
     np.testing.assert_array_equal(gpu.scatter_slot(*arrays), expected)
+
+
+ENCODINGS = {"rotary": rotary(8, 100.0), "alibi": Alibi.of(4), "none": NoPosition()}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    "policy",
+    ["streaming:sinks=2,window=5", "streaming:sinks=2,window=5,storage=int8",
+     "streaming:sinks=0,window=5", "streaming:sinks=2,window=5,positions=absolute",
+     "reservoir:sinks=3,window=4,sample=5"],
+)  # fmt: skip
+def test_scoring_both_queries_at_once_changes_no_output(rng, monkeypatch, policy, softcap, name):
+    """Token by token, below the capacity and up to three times beyond it, padding among them."""
+    encoding = ENCODINGS[name]
+    spec = Spec(2, 8, 8**-0.5, encoding, softcap, group=2)
+    chosen, count = jaxkv.policy(policy), 36
+    q, k, v = (rng.normal(size=(2, count, heads, 8)).astype("f4") for heads in (4, 2, 2))
+    valid = np.stack([np.ones(count, bool), rng.random(count) < 0.7])
+    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
+    outputs = []
+    for twice in (False, True):
+        monkeypatch.setattr(gpu, "scores_twice", lambda twice=twice: twice)
+        step = jax.jit(lambda state, *token: jaxkv.step(chosen, spec, state, *token))
+        state, outs = chosen.init(spec, 2, jax.random.key(0)), []
+        for at in range(count):
+            out, state = step(state, *(x[:, at : at + 1] for x in (q, k, v, positions, valid)))
+            outs.append(out)
+        outputs.append((np.concatenate(outs, axis=1), jax.tree.leaves(state)))
+    (plain, states), (twice, others) = outputs
+    np.testing.assert_allclose(twice, plain, atol=2e-6)
+    for first, second in zip(states, others, strict=True):
+        np.testing.assert_array_equal(first, second)
