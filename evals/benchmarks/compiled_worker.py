@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Case(NamedTuple):
+class CompiledCase(NamedTuple):
     """A program of a model under a policy. program: decode, or prefill of one layer."""
 
     device: str
@@ -82,12 +82,12 @@ DECODED = ("full", WINDOW, "reservoir:sinks=4,window=508,sample=512", "h2o:heavy
            "balance-stream:sinks=4,window=508,levels=3,block=128", "snapkv:capacity=1024",
            "retrieval:capacity=1024", "retrieval:capacity=1024,every=128", "magicpig")  # fmt: skip
 CASES = (
-    *(Case("h100", "SmolLM2-135M", "prefill", policy) for policy in ("full", WINDOW)),
-    *(Case("h100", "SmolLM2-135M", "decode", policy) for policy in DECODED),
-    *(Case("h100", model, program, policy)
+    *(CompiledCase("h100", "SmolLM2-135M", "prefill", policy) for policy in ("full", WINDOW)),
+    *(CompiledCase("h100", "SmolLM2-135M", "decode", policy) for policy in DECODED),
+    *(CompiledCase("h100", model, program, policy)
       for model in ("Llama-3.2-1B", "Llama-3.1-8B")
       for program in ("prefill", "decode") for policy in ("full", WINDOW)),
-    *(Case("v5e", "Llama-3.2-1B", program, policy)
+    *(CompiledCase("v5e", "Llama-3.2-1B", program, policy)
       for program in ("prefill", "decode") for policy in ("full", WINDOW)),
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ def state_of(policy: Policy, spec: Spec, program: str) -> State:
     return shapes_after_prefill(policy, spec, PROMPT, ANSWER)
 
 
-def lowered(case: Case, layers: int, place: SingleDeviceSharding) -> tuple[Any, int]:
+def lowered(case: CompiledCase, layers: int, place: SingleDeviceSharding) -> tuple[Any, int]:
     """The lowered program, and the bytes of its weights and caches."""
     config = config_of(case.model, layers)
     policy = by_layer(case.policy, layers)[0]
@@ -144,7 +144,7 @@ def nbytes(tree: object) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def report(case: Case, place: SingleDeviceSharding) -> dict[str, Any]:
+def report(case: CompiledCase, place: SingleDeviceSharding) -> dict[str, Any]:
     """What the compiler made of a case."""
     tokens = CHUNK if case.program == "prefill" else 1
     if case.program == "prefill":
@@ -164,7 +164,7 @@ def report(case: Case, place: SingleDeviceSharding) -> dict[str, Any]:
 NUMBERS = ("kernels", "copies", "host_conditions", "moved_bytes", "argument_bytes")
 
 
-def flops(case: Case, layers: int, tokens: int) -> int:
+def flops(case: CompiledCase, layers: int, tokens: int) -> int:
     """Those of the products with weights; one token's logits are part of a decode step."""
     config = config_of(case.model, layers)
     head = "head" if config.untied_head else "embed"
@@ -173,7 +173,7 @@ def flops(case: Case, layers: int, tokens: int) -> int:
     return 2 * tokens * sum(size for name, size in sizes.items() if name.startswith(used))
 
 
-def figures(program: Any, argument_bytes: int, case: Case) -> dict[str, Any]:
+def figures(program: Any, argument_bytes: int, case: CompiledCase) -> dict[str, Any]:
     """The figures of one compiled program; of a decode step, those of its loop."""
     compiled = program.compile(compiler_options=OPTIONS[case.device])
     return hlo.step_of(compiled.as_text(), SCALARS[case.device]) | {

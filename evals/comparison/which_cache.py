@@ -10,7 +10,7 @@ from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, ranged, table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
 from jaxkv.evals.tasks.budgets import CALIBRATED, CALIBRATED_HALF_WINDOW
-from jaxkv.evals.tasks.report import ANSWERS, EIGHTH, QUARTER, needle_results, of_needles
+from jaxkv.evals.tasks.report import ANSWERS, BUDGETED, EIGHTH, QUARTER, needle_results, of_needles
 from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policies import POLICIES
 from jaxkv.state.memory import show
@@ -83,7 +83,7 @@ STATEMENTS = (
     Statement(PAGE, "streaming needs no memory for the prompt", "side_by_side",
               [below("rows/streaming/long/reading_bytes", "rows/snapkv/long/reading_bytes")]),
     Statement(PAGE, "with an eighth of 1,024 tokens cached it finds more needles with "
-              "budgets=calibrated", "needles_1024",
+              "budgets=calibrated", BUDGETED,
               [above(of_needles("needle", "1024", EIGHTH, CALIBRATED),
                      of_needles("needle", "1024", EIGHTH))]),
     Statement(PAGE, "with a quarter it finds half of the needles in 1,024 tokens", "needles",

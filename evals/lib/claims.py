@@ -62,6 +62,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
     **dict.fromkeys(("needles", "needles_1024", "needles_4096", "needles_4096_quarter"), "tasks"),
+    "needles_calibrated": "tasks",
     **dict.fromkeys(("ruler", "ruler_query_aware"), "tasks"),
     "ruler_served": "tasks.served",
     **dict.fromkeys(

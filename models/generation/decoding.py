@@ -214,9 +214,8 @@ def decode_block(
 
     def flattened(d: Decoding) -> Decoding:
         states = xla_cpu.flatten_heads(d.states, static.mesh is not None)
-        if static.shared_once:
-            states = without_shared(static.programs, states)
-        return d._replace(states=states)
+        once = static.shared_once
+        return d._replace(states=without_shared(static.programs, states) if once else states)
 
     def restored(d: Decoding) -> Decoding:
         states = with_shared(static.programs, d.states) if static.shared_once else d.states
