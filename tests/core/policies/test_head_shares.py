@@ -86,6 +86,7 @@ def test_a_state_without_its_budgets_gives_nan(file):
     policy = by_layer(text, 3)[0]
     q, k, v = (np.ones((1, 40, n, 8), "f4") for n in (4, 2, 2))
     tokens = q, k, v, np.arange(40, dtype=np.uint32)[None], np.ones((1, 40), bool)
+    tokens = [*map(jnp.asarray, tokens)]
     for init, finite in ((policy.init, True), (policy.program.init, False)):
         state = policy.reserve(SPEC, init(SPEC, 1, jax.random.key(0)), 40)
         _, state = jaxkv.step(policy, SPEC, state, *tokens)
