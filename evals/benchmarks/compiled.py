@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from jaxkv.errors import UserError
+from jaxkv.evals.benchmarks import compiled_worker
+from jaxkv.evals.benchmarks.compiled_worker import CompiledCase
 from jaxkv.evals.lib.ahead import reports_of
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import Measure, Run, flag, run
@@ -20,7 +22,7 @@ from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.timing import bar
 from jaxkv.state.memory import show
 
-WORKER = "jaxkv.evals.benchmarks.compiled_worker"
+WORKER = compiled_worker.__name__
 
 
 class Device(NamedTuple):
@@ -77,7 +79,7 @@ def bars(cases: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The bars on kernels, conditions, copies and bytes."""
     lines = []
     for name, report in cases.items():
-        device, model, program, policy = parts(name)
+        device, model, program, policy = CompiledCase.of(name)
         layer = report.get("of_layer", report)
         kind = policy.partition(":")[0]
         if device == "v5e" and program == "decode":
@@ -94,12 +96,6 @@ def bars(cases: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def parts(name: str) -> tuple[str, str, str, str]:
-    """Device, model, program and policy of a case."""
-    device, model, program, policy = name.split(", ", 3)
-    return device, model, program, policy
-
-
 def cases_table() -> str:
     """A row per case."""
     results = read("compiled")["results"]
@@ -108,7 +104,7 @@ def cases_table() -> str:
              "expected (ms)")  # fmt: skip
     rows = []
     for name, report in results["cases"].items():
-        device, model, program, policy = parts(name)
+        device, model, program, policy = CompiledCase.of(name)
         layer = report.get("of_layer", report)
         rows.append(
             (

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxkv.contract import Policy, Spec, State, shapes_after_prefill
+from jaxkv.contract import Policy, Spec, State, nbytes, shapes_after_prefill, shapes_of_prompt
 from jaxkv.evals.lib import ahead, hlo
-from jaxkv.models.generation.decoding import Decoding, Static, decode_block, run_donated
+from jaxkv.models.generation.decoding import Static, decode_block, run_donated
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network.config import Config
@@ -71,6 +71,11 @@ class CompiledCase(NamedTuple):
     program: str
     policy: str
 
+    @classmethod
+    def of(cls, name: str) -> CompiledCase:
+        """The case of this `name`."""
+        return cls(*name.split(", ", 3))
+
     @property
     def name(self) -> str:
         return f"{self.device}, {self.model}, {self.program}, {self.policy}"
@@ -105,9 +110,7 @@ def config_of(model: str, layers: int | None = None) -> Config:
 def state_of(policy: Policy, spec: Spec, program: str) -> State:
     """The shapes of the state of one sequence in a prompt of PROMPT tokens, or after it."""
     if program == "prefill" or policy.min_prompt is None:
-        tokens = PROMPT if program == "prefill" else PROMPT + ANSWER
-        init = lambda: policy.init(spec, 1, jax.random.key(0))
-        return jax.eval_shape(lambda: policy.reserve(spec, init(), tokens))
+        return shapes_of_prompt(policy, spec, PROMPT + (program == "decode") * ANSWER)
     return shapes_after_prefill(policy, spec, PROMPT, ANSWER)
 
 
@@ -125,14 +128,7 @@ def lowered(case: CompiledCase, layers: int, place: SingleDeviceSharding) -> tup
         where = array((1, CHUNK), jnp.uint32), array((1, CHUNK), jnp.bool_)
         program = run_donated.lower(config, policy, step_on(None), weights, x, state, *where)
         return program, nbytes((weights, state))
-    decoding = Decoding(
-        states=(state,) * layers,
-        logits=array((1, config.vocab), jnp.float32),
-        position=array((1,), jnp.uint32),
-        done=array((1,), jnp.bool_),
-        seen=array((1, config.vocab), jnp.bool_),
-        rng=array((1, 2), jnp.uint32),
-    )
+    decoding = ahead.shapes_of_decoding(config, (state,) * layers, place=place)
     sampling = Sampling()
     static = Static(config, (policy,) * layers, None, xla_gpu.carries_shared_once())
     step = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -140,16 +136,10 @@ def lowered(case: CompiledCase, layers: int, place: SingleDeviceSharding) -> tup
     return step.lower(*arguments, np.int32(1)), nbytes((weights, decoding.states))
 
 
-def nbytes(tree: object) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def report(case: CompiledCase, place: SingleDeviceSharding) -> dict[str, Any]:
     """What the compiler made of a case."""
-    tokens = CHUNK if case.program == "prefill" else 1
     if case.program == "prefill":
-        program, size = lowered(case, 1, place)
-        return figures(program, size, case) | {"flops": flops(case, 1, tokens)}
+        return figures(*lowered(case, 1, place), case) | {"flops": flops(case, 1, CHUNK)}
     layers = config_of(case.model).layers
     few, many = (figures(*lowered(case, depth, place), case) for depth in DEPTHS)
     step = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
@@ -158,7 +148,7 @@ def report(case: CompiledCase, place: SingleDeviceSharding) -> dict[str, Any]:
         for name in ("kernels", "copies", "host_conditions")
     }
     extended = {name: few[name] + step * (many[name] - few[name]) for name in NUMBERS}
-    return many | extended | {"of_layer": of_layer, "flops": flops(case, layers, tokens)}
+    return many | extended | {"of_layer": of_layer, "flops": flops(case, layers, 1)}
 
 
 NUMBERS = ("kernels", "copies", "host_conditions", "moved_bytes", "argument_bytes")

@@ -9,13 +9,19 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import Sharding
 
+from jaxkv.contract import State
 from jaxkv.evals.lib.record import ROOT
+from jaxkv.models.generation.decoding import Decoding
+from jaxkv.models.network.config import Config
 
 LIBTPU = {
     "JAX_PLATFORMS": "cpu",
@@ -85,6 +91,21 @@ def triton_for_h100() -> AbstractContextManager[Any]:
 def v5e() -> jax.Device:
     """A TPU v5e to compile for, without a TPU. Needs the extra tpu-check, and LIBTPU."""
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+
+
+def shapes_of_decoding(
+    config: Config, states: tuple[State, ...], batch: int = 1, place: Sharding | None = None
+) -> Decoding:
+    """The shapes of a batch in decode, for a program that is compiled and not run."""
+    array = partial(jax.ShapeDtypeStruct, sharding=place)
+    return Decoding(
+        states=states,
+        logits=array((batch, config.vocab), jnp.float32),
+        position=array((batch,), jnp.uint32),
+        done=array((batch,), jnp.bool_),
+        seen=array((batch, config.vocab), jnp.bool_),
+        rng=array((batch, 2), jnp.uint32),
+    )
 
 
 def reports_of(module: str, *words: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Tokens chosen for all KV heads of a layer together: one array of rows, each of one KV head.
 
 KV heads may have different numbers of tokens without slots that stay empty. Rows stay empty only
-where a head has fewer tokens than a budget that is fixed. Attention reads every
-row once, as it would with equal heads. Each query is multiplied with the rows of all heads, and the
-rows of other heads are masked: K times the products, with the same bytes.
+where a head has fewer tokens than a budget that is fixed. Attention reads every row once, as it
+would with equal heads. Each query is multiplied with the rows of all heads, and the rows of other
+heads are masked: K times the products, with the same bytes.
 """
 
 from __future__ import annotations
@@ -117,11 +117,10 @@ def best_of_layer(
     minimum: tokens that each head has at least. order: each head's places, the highest score first.
     Returns places in the slots of all heads, head by head.
     """
+    batch, kv_heads, size = score.shape
     rank = jnp.argsort(order, axis=2)
     score = jnp.where(valid & (rank < minimum), jnp.inf, score)
-    _, best = jax.lax.top_k(
-        score.reshape(score.shape[0], -1), score.shape[1] * min(budget, score.shape[2])
-    )
+    _, best = jax.lax.top_k(score.reshape(batch, -1), kv_heads * min(budget, size))
     return best
 
 

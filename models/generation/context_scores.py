@@ -242,18 +242,19 @@ def piece_scores(
     causal = jnp.tril(jnp.ones((count, count), bool)) & repeat.valid[0][None]
     visible = jnp.concatenate([jnp.broadcast_to(written, (count, len(written))), causal], axis=1)
 
-    if sink_logits is None:
-        sink_logits = np.full(queries.shape[1], -np.inf, np.float32)
+    if sink_logits is not None:
+        sink_logits = jnp.reshape(sink_logits, (kv_heads, -1, 1, 1)).astype(jnp.float32)
 
-    def of_head(head: tuple[Array, Array, Array]) -> Float32[Array, " P"]:
-        q, k, sink = (x.astype(jnp.float32) for x in head)  # [T,G,H], [S,H], [G]
+    def of_head(head: tuple[Array, Array, Array | None]) -> Float32[Array, " P"]:
+        (q, k), sink = (x.astype(jnp.float32) for x in head[:2]), head[2]  # [T,G,H], [S,H]
         logits = jnp.einsum("tgh,sh->gts", q, k) * jnp.float32(spec.scale)
         logits = jnp.where(visible[None], logits, -jnp.inf)
-        sink = jnp.broadcast_to(sink[:, None, None], (*logits.shape[:2], 1))
-        shares = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1), axis=-1)
+        shares = jax.nn.softmax(logits, axis=-1)
+        if sink is not None:
+            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            shares *= jax.nn.sigmoid(total - sink)  # the rest is the sink's
         shares = jnp.where(repeat.valid[0][None, :, None], shares, 0.0)
         return jnp.max(shares, axis=(0, 1))[sinks : sinks + size]
 
     queries = queries.reshape(count, kv_heads, -1, queries.shape[-1]).transpose(1, 0, 2, 3)
-    sink_logits = jnp.reshape(sink_logits, (kv_heads, -1))
     return jax.lax.map(of_head, (queries, keys.transpose(1, 0, 2), sink_logits))

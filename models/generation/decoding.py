@@ -8,7 +8,7 @@ compilation and give the same text.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv.contract import Leaf, Policy, Spec, State
+from jaxkv.contract import Policy, Spec, State
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights, run_layer, step_on
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.sampling import Filters, Knobs, draw
 from jaxkv.state import sharding
+from jaxkv.state.shared import deduplicate_shared, without_shared
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 BLOCK = 256  # most tokens that one call of `decode_block` returns
@@ -213,13 +214,10 @@ def decode_block(
     batch = decoding.logits.shape[0]
 
     def flattened(d: Decoding) -> Decoding:
-        states = xla_cpu.flatten_heads(d.states, static.mesh is not None)
-        once = static.shared_once
-        return d._replace(states=without_shared(static.programs, states) if once else states)
+        return d._replace(states=_carried(static, d.states))
 
     def restored(d: Decoding) -> Decoding:
-        states = with_shared(static.programs, d.states) if static.shared_once else d.states
-        return d._replace(states=xla_cpu.restore_heads(states, decoding.states))
+        return d._replace(states=_restored(static, d.states, decoding.states))
 
     def unfinished(carry: tuple) -> Array:
         done, count = carry[0].done, carry[1]
@@ -258,36 +256,19 @@ def decode_block(
     return restored(end), out, count, finite
 
 
-def without_shared(policies: Sequence[Policy], states: Sequence[State]) -> tuple[list[Array], ...]:
-    """The arrays of each layer, without those that an earlier layer of its policy has too.
-
-    A loop that carries them once also updates them once, and not in each layer (`Leaf.shared`).
-    """
-    firsts = [list(policies).index(policy) for policy in policies]
-    return tuple(
-        [array for array, leaf in _leaves(policy, state) if not leaf.shared or first == layer]
-        for layer, (policy, state, first) in enumerate(zip(policies, states, firsts, strict=True))
-    )
+def _carried(static: Static, states: tuple[State, ...]) -> tuple[State, ...]:
+    """The states in the form that the loop of a block carries."""
+    states = xla_cpu.flatten_heads(states, static.mesh is not None)
+    return without_shared(static.programs, states) if static.shared_once else states
 
 
-def with_shared(policies: Sequence[Policy], arrays: Sequence[list[Array]]) -> tuple[State, ...]:
-    """The inverse of `without_shared`: layers of one policy get the same array of a shared leaf."""
-    states: list[State] = []
-    for layer, policy in enumerate(policies):
-        first, rest = list(policies).index(policy), iter(arrays[layer])
-        leaves, structure = jax.tree.flatten(policy.leaves)
-        shared = jax.tree.leaves(states[first]) if first < layer else leaves
-        states.append(
-            structure.unflatten(
-                array if leaf.shared and first < layer else next(rest)
-                for leaf, array in zip(leaves, shared, strict=True)
-            )
-        )
-    return tuple(states)
-
-
-def _leaves(policy: Policy, state: State) -> Iterator[tuple[Array, Leaf]]:
-    return zip(jax.tree.leaves(state), jax.tree.leaves(policy.leaves), strict=True)
+def _restored(
+    static: Static, states: tuple[State, ...], like: tuple[State, ...]
+) -> tuple[State, ...]:
+    """The inverse of `_carried`; like: states of the same shapes."""
+    if static.shared_once:
+        states = deduplicate_shared(static.programs, states)
+    return xla_cpu.restore_heads(states, like)
 
 
 def _mark(seen: Array, tokens: Array, valid: Array) -> Array:

@@ -61,27 +61,28 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
     x = [embed(leader.static.of_model, llm.weights, ids[:, part]) for part in parts]
     states = [list(stream.decoding.states) for stream in streams]
     before = int(leader.lengths[0])
+    programs = [stream.static.programs for stream in streams]
     for layer in range(llm.config.layers):
-        for stream, of_stream in zip(streams, states, strict=True):
-            policy = stream.static.programs[layer]
+        for of_layers, of_stream in zip(programs, states, strict=True):
+            policy = of_layers[layer]
             if policy.grows:
                 of_stream[layer] = policy.reserve(llm.spec, of_stream[layer], tokens=before + size)
         of_layer = layer_weights(llm.weights, layer)
         for number, part in enumerate(parts):
             x[number], states[0][layer], seen = run_recorded(
                 llm.config,
-                leader.static.programs[layer],
+                programs[0][layer],
                 of_layer,
                 x[number],
                 states[0][layer],
                 positions[:, part],
                 valid[:, part],
             )
-            for stream, of_stream in zip(streams[1:], states[1:], strict=True):
-                policy = stream.static.programs[layer]
+            for of_layers, of_stream in zip(programs[1:], states[1:], strict=True):
+                policy = of_layers[layer]
                 of_stream[layer] = absorb(policy, llm.spec, of_stream[layer], seen)
-        for stream, of_stream in zip(streams, states, strict=True):
-            policy = stream.static.programs[layer]
+        for of_layers, of_stream in zip(programs, states, strict=True):
+            policy = of_layers[layer]
             if policy.min_prompt is not None:
                 of_stream[layer] = finish_prefill_layer(policy, llm.spec, None, of_stream[layer])
         jax.block_until_ready(x)
@@ -100,6 +101,7 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
     llm = leader.llm
     widths = sorted({min(CHUNK, size - at) for at in range(0, size, CHUNK)}, reverse=True)
     states = [stream.states_for(size)[0] for stream in streams]
+    policies = [stream.static.programs for stream in streams]
     for width in widths:
         shape = partial(jax.ShapeDtypeStruct, (1, width))
         places = shape(jnp.uint32), shape(jnp.bool_)
@@ -108,11 +110,11 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         listed = set()
         for layer, of_layer in enumerate(zip(*states, strict=True)):
             weights = layer_weights(llm.weights, layer)
-            static = llm.config, leader.static.programs[layer]
+            static = llm.config, policies[0][layer]
             arrays = weights, x, of_layer[0], *places
             seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
-            for number, stream in enumerate(streams):
-                policy = stream.static.programs[layer]
+            for number, of_stream in enumerate(policies):
+                policy = of_stream[layer]
                 if (number, policy) in listed:
                     continue
                 listed.add((number, policy))
@@ -120,10 +122,10 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
                     yield run_recorded, (*static, *arrays)
                 else:
                     yield absorb, (policy, llm.spec, of_layer[number], seen)
-    for stream, of_stream in zip(streams, states, strict=True):
-        for policy in dict.fromkeys(stream.static.programs):
+    for of_layers, of_stream in zip(policies, states, strict=True):
+        for policy in dict.fromkeys(of_layers):
             if policy.min_prompt is not None:
-                state = of_stream[stream.static.programs.index(policy)]
+                state = of_stream[of_layers.index(policy)]
                 yield finish_prefill_layer, (policy, llm.spec, None, state)
 
 

@@ -326,10 +326,10 @@ class Stream:
         Only one layer has its old and its new state in memory at once.
         Raises UserError where they do not fit.
         """
-        states, sizes = list(self.decoding.states), {}
+        states, sizes, programs = list(self.decoding.states), {}, self.static.programs
         added_bytes = peak_bytes = added_host_bytes = 0
         for layer, make_state in make.items():
-            policy = self.static.programs[layer]
+            policy = programs[layer]
             if policy not in sizes:  # layers of one program have one size
                 later = jax.eval_shape(make_state, states[layer])
                 host = host_bytes(policy, later)

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.contract import Chunk, Policy, State
-from jaxkv.evals.lib.ahead import reports_of
+from jaxkv.evals.lib.ahead import reports_of, shapes_of_decoding, v5e
 from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
-from jaxkv.models.generation.decoding import Decoding, Static, decode_block
+from jaxkv.models.generation.decoding import Static, decode_block
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
@@ -127,8 +126,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_1B))
         config = read_config(Path(folder))
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    place = SingleDeviceSharding(device)
+    place = SingleDeviceSharding(v5e())
     for text, seen, weights in [*((*case, BFLOAT16) for case in CASES), (STREAMING, 1_000, INT8)]:
         print(json.dumps(report(config, text, seen, place, weights)), flush=True)
 
@@ -144,14 +142,7 @@ def report(
     policies = by_layer(text, config.layers)
     shapes_after = jax.eval_shape(lambda: after(config, policies[0], seen))
     state = jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), shapes_after)
-    decoding = Decoding(
-        states=(state,) * config.layers,
-        logits=arg((1, config.vocab), jnp.float32),
-        position=arg((1,), jnp.uint32),
-        done=arg((1,), jnp.bool_),
-        seen=arg((1, config.vocab), jnp.bool_),
-        rng=arg((1, 2), jnp.uint32),
-    )
+    decoding = shapes_of_decoding(config, (state,) * config.layers, place=place)
     matrices = {n: shape for n, (_, shape) in shapes(config).items() if quantised.is_matrix(n)}
     weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
     if weight_format == INT8:

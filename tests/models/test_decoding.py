@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.evals.lib.ahead import shapes_of_decoding
 from jaxkv.evals.lib.hlo import copies_in_loops
-from jaxkv.models.generation.decoding import BLOCK, Decoding, Static, compiled_decode_block
+from jaxkv.models.generation.decoding import BLOCK, Static, compiled_decode_block
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.weight_names import shapes
@@ -53,14 +54,7 @@ def lowered(config: Config, policy: str, batch: int):
     arg = jax.ShapeDtypeStruct
     weights = {name: arg(shape, jnp.float32) for name, (_, shape) in shapes(config).items()}
     states = jax.eval_shape(lambda: tuple(prefilled(policy, spec, batch) for policy in policies))
-    decoding = Decoding(
-        states=states,
-        logits=arg((batch, config.vocab), jnp.float32),
-        position=arg((batch,), jnp.uint32),
-        done=arg((batch,), jnp.bool_),
-        seen=arg((batch, config.vocab), jnp.bool_),
-        rng=arg((batch, 2), jnp.uint32),
-    )
+    decoding = shapes_of_decoding(config, states, batch)
     static, settings = Static(config, policies, None), Sampling()
     args = (static, settings.filters, (1,), weights, decoding, settings.knobs, np.int32(1))
     return compiled_decode_block().lower(*args), states

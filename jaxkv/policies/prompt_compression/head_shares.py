@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,7 +155,7 @@ def check_model(name: str, spec: Spec, layers: int, fingerprint: str) -> None:
             )
 
 
-def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
+def budgets(name: str, num_layers: int, budget: int) -> tuple[LayerBudgets, ...]:
     """The budgets of all layers.
 
     All heads of all layers share `budget` tokens per head, in proportion to their shares above a
@@ -163,13 +164,18 @@ def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
     group shares programs. Rounding leaves less than one token of each layer unused.
     Raises UserError for head shares of another number of layers.
     """
-    shares = np.array(read(name).shares, np.float64)
+    shares = read(name).shares
     if len(shares) != num_layers:
         raise UserError(
             f"calibration={name} has {len(shares)} layers, but the model has {num_layers}; run "
             "`jaxkv calibrate` on this model"
         )
-    floor = max(1, budget // SAFEGUARD)
+    return _budgets(shares, budget)
+
+
+@lru_cache(maxsize=64)  # each layer asks for its part
+def _budgets(head_shares: tuple[tuple[float, ...], ...], budget: int) -> tuple[LayerBudgets, ...]:
+    shares, floor = np.array(head_shares, np.float64), max(1, budget // SAFEGUARD)
     rest = (budget - floor) * shares.size  # tokens above the floor
     above = rest * shares.sum(axis=1) / shares.sum()
     logs = np.log(floor * shares.shape[1] + above)
@@ -181,7 +187,7 @@ def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
         for layer in np.flatnonzero(groups == group):
             tokens[layer] = floor + apportion(mean, shares[layer])
     by_group = {group: tokens[groups == group] for group in groups}
-    return [
+    return tuple(
         LayerBudgets(
             tuple(map(int, heads)),
             int(heads.sum()),
@@ -189,7 +195,7 @@ def budgets(name: str, num_layers: int, budget: int) -> list[LayerBudgets]:
             int(by_group[group].min()),
         )
         for heads, group in zip(tokens, groups, strict=True)
-    ]
+    )
 
 
 def apportion(tokens: int, shares: Float[np.ndarray, " K"]) -> Integer[np.ndarray, " K"]:

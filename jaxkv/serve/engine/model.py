@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.serve.engine.request import MAX_LOGPROBS
+from jaxkv.state.shared import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -39,29 +41,15 @@ class Model:
     vocab: int
     identity: str = ""
 
+    @cached_property
+    def programs(self) -> tuple[Policy, ...]:
+        """The policy of each layer in its compiled programs, which layers share."""
+        return tuple(policy.program for policy in self.policies)
+
     def layers(self, states: Sequence[State]) -> list[tuple[int, Policy, State]]:
         """The number, compiled policy and state of each layer."""
-        pairs = zip(self.policies, states, strict=True)
-        return [(number, policy.program, state) for number, (policy, state) in enumerate(pairs)]
-
-
-def deduplicate_shared(policies: Sequence[Policy], states: Sequence[State]) -> tuple[State, ...]:
-    """The same states, with one array for each leaf that is equal in all layers of a policy.
-
-    XLA then computes once what layers derive from it, such as masks. In a program of all layers,
-    this halves the temporary memory of a long chunk.
-    Measured in evals/results/workarounds.json, row shared_leaves.
-    """
-    first = [list(policies).index(policy) for policy in policies]
-    return tuple(
-        jax.tree.map(
-            lambda leaf, array, shared: shared if leaf.shared else array,
-            policy.leaves,
-            state,
-            states[layer],
-        )
-        for policy, state, layer in zip(policies, states, first, strict=True)
-    )
+        pairs = zip(self.programs, states, strict=True)
+        return [(number, policy, state) for number, (policy, state) in enumerate(pairs)]
 
 
 def forward(
@@ -76,7 +64,7 @@ def forward(
     """All layers in one program; returns the logits after the tokens at `indices`, and states."""
     layer = jax.jit(model.layer, static_argnums=0)  # traces equal layers once
     x, new = model.embed(weights, tokens), []
-    states = deduplicate_shared([policy.program for policy in model.policies], states)
+    states = deduplicate_shared(model.programs, states)
     for number, policy, state in model.layers(states):
         x, state = layer(policy, model.layer_weights(weights, number), x, state, positions, valid)
         new.append(state)

@@ -13,8 +13,8 @@ from jaxkv.models.generation.streams import Stream
 from jaxkv.policy_spec import by_layer
 from jaxkv.rotary import NoPosition
 from jaxkv.serve.engine import Request, answer
-from jaxkv.serve.engine.model import deduplicate_shared
 from jaxkv.serve.engine.prefill import init_prefill
+from jaxkv.state.shared import deduplicate_shared
 from tests.serve.engine.plain import plain
 from tests.tiny import write_tiny
 
