@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +16,9 @@ import numpy as np
 
 from jaxkv import rows
 from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import Rows
 from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 
@@ -234,6 +237,9 @@ def local_attention(
     of the chunk are read as they will be stored. Queries are read in blocks and keys outside every
     query's view are skipped, so memory is linear in T.
     """
+    if xla_gpu.reads_by_flash(spec, chunk.q, chunk.k if like is None else like):
+        keys = chunk_keys(spec, chunk, window, hidden)
+        return Partial(*flash_attention([keys], spec.scale, spec.softcap))
     tokens = chunk.valid.shape[1]
     if tokens > _MAX_UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
         pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))
@@ -275,6 +281,34 @@ def local_attention(
     batch, heads = q.shape[0], q.shape[2]
     out = jnp.moveaxis(parts.out, 0, 1).reshape(batch, tokens, heads, -1)
     return Partial(out, jnp.moveaxis(parts.lse, 0, 1).reshape(batch, tokens, heads))
+
+
+def chunk_keys(
+    spec: Spec,
+    chunk: Chunk,
+    window: int | None = None,
+    hidden: Bool[Array, "B T"] | None = None,
+) -> KeySet:
+    """The keys of `local_attention`, as the kernel `flash_attention` reads them."""
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    k = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
+    shown = chunk.valid if hidden is None else chunk.valid & ~hidden
+    end = jnp.where(chunk.valid, jnp.arange(1, chunk.valid.shape[1] + 1)[None, :], 0)
+    keys = KeySet(q, k, chunk.v.transpose(0, 2, 1, 3), end, jnp.where(shown, 0.0, -jnp.inf))
+    return within(keys, chunk.positions, chunk.positions, window)
+
+
+def within(
+    keys: KeySet,
+    query_positions: UInt32[Array, "B T"],
+    key_positions: UInt32[Array, "B S"],
+    window: int | None,
+) -> KeySet:
+    """The same keys, seen by queries fewer than `window` positions later; None: by all."""
+    if window is None:
+        return keys
+    where = {"query_positions": query_positions, "key_positions": key_positions}
+    return replace(keys, window=window, **where)
 
 
 def chunked_scan(update: Update, carry: Carry, chunk: Chunk, size: int) -> tuple[Partial, Carry]:

@@ -22,9 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import rows
-from jaxkv.attention import blend, local_attention, masked_bias, merge, scores, slot_attention
+from jaxkv.attention import (
+    blend,
+    local_attention,
+    masked_bias,
+    merge,
+    scores,
+    slot_attention,
+    within,
+)
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_choice, check_int
+from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import OVERFULL, Rows, Storage
@@ -169,7 +178,7 @@ def update(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) -> tupl
         partial, after = decode(spec, ring, chunk, settings)
     else:
         partial = attend(spec, ring, chunk, settings)
-        after = write(spec, ring, chunk, settings)
+        after = write(spec, ring, chunk, settings, partial)
     return partial if settings.evict else refuse_overfull(partial, after), after
 
 
@@ -179,15 +188,25 @@ def refuse_overfull(partial: Partial, after: Ring) -> Partial:
     return partial._replace(out=jnp.where(over[:, None, None, None], jnp.nan, partial.out))
 
 
-def write(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings = PLAIN) -> Ring:
-    """Absorb a chunk of any length. If several tokens belong in one slot, the newest stays."""
+def write(
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    settings: RingSettings = PLAIN,
+    read: Partial | None = None,
+) -> Ring:
+    """Absorb a chunk of any length. If several tokens belong in one slot, the newest stays.
+
+    read: attention that has read the ring, in a program that writes to it in place.
+    """
     if not settings.evict:
         rows.check_room(ring.count, chunk.valid, ring.positions.shape[1])
     numbers = token_numbers(ring, chunk.valid)
     chunk_rows = new_rows(spec, chunk, numbers, settings)
     stored = tuple(map(rows.store, chunk_rows, ring[:2]))
     write_tokens = _write_one if chunk.valid.shape[1] == 1 else _write_many
-    out = write_tokens(ring, chunk, stored, settings)
+    stored, positions = xla_gpu.write_after(read, (stored, chunk.positions))
+    out = write_tokens(ring, chunk._replace(positions=positions), stored, settings)
     if ring.exact_sinks is not None:
         exact_sinks, _ = write_sinks(ring, chunk, chunk_rows, numbers, settings.sinks)
         out = out._replace(exact_sinks=exact_sinks)
@@ -293,6 +312,9 @@ def attend(
     A chunk may overwrite slots that its first tokens still see, so it is written afterwards. Three
     parts are merged: the sinks, those of this chunk too; the ring before the chunk; the chunk.
     """
+    if xla_gpu.reads_by_flash(spec, chunk.q, ring.k):
+        sets = key_sets(spec, ring, chunk, settings, num_sampled)
+        return Partial(*flash_attention(sets, spec.scale, spec.softcap))
     sinks, numbers = settings.sinks, token_numbers(ring, chunk.valid)
     kv_heads = ring.k.shape[1]
     parts = [attend_ring(spec, ring, chunk, settings)]
@@ -311,6 +333,34 @@ def attend(
     hidden = numbers < sinks if sinks else None
     parts.append(local_attention(spec, chunk, settings.window, hidden, ring.k))
     return merge(*parts)
+
+
+def key_sets(
+    spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled
+) -> list[KeySet]:
+    """What `attend` reads, for the kernel `flash_attention`: the parts of sinks that are in the
+    ring and in the chunk are sets of their own."""
+    sinks, numbers = settings.sinks, token_numbers(ring, chunk.valid)
+    k, v = new_rows(spec, chunk, numbers, settings)
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    slot = jnp.arange(1, chunk.valid.shape[1] + 1)[None]
+    count = jnp.minimum(ring.count, ring.k.shape[2])[:, None]
+    cached, new = (jnp.where(chunk.valid, end, 0) for end in (count, slot))
+    is_sink = chunk.valid & (numbers < sinks) if sinks else jnp.zeros_like(chunk.valid)
+    bias = lambda shown: jnp.where(shown, np.float32(0), -jnp.inf)
+    in_ring = KeySet(q, ring.k, ring.v, cached, first=sinks)
+    in_chunk = KeySet(q, k, v, new, bias(chunk.valid & ~is_sink))
+    sets = [
+        within(in_ring, chunk.positions, ring.positions, settings.window),
+        within(in_chunk, chunk.positions, chunk.positions, settings.window),
+    ]
+    if sinks:
+        if settings.cache_relative:
+            q = spec.encoding.rotate(chunk.q, cache_relative_positions(ring, numbers, num_sampled))
+        new = jnp.where(ring.count[:, None] < sinks, new, 0)
+        sets.append(KeySet(q, ring.k, ring.v, jnp.minimum(cached, sinks)))
+        sets.append(KeySet(q, k, v, new, bias(is_sink)))
+    return sets
 
 
 def attend_ring(spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings) -> Partial:

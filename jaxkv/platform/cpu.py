@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkv.contract import Chunk, Partial, State
 from jaxkv.rows import Int8Rows, Rows
-from jaxkv.typing import Array, Float, Float32, Int8, Int32
+from jaxkv.typing import Array, Bool, Float, Float32, Int8, Int32
 
 CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of them
 WIDENED = 2**20  # integers of a quantised matrix that are converted to floats at a time
@@ -168,13 +168,18 @@ def order_after(chunk: Chunk, *read: Rows) -> Chunk:
     Measured in evals/results/workarounds.json, rows order_after-reservoir, -balance-stream and
     -magicpig.
     """
-    always = jnp.ones(chunk.valid.shape[0], bool)
-    for leaf in jax.tree.leaves(read):
+    always = always_after(*jax.tree.leaves(read))[:, None, None, None]
+    return chunk._replace(k=jnp.where(always, chunk.k, 0), v=jnp.where(always, chunk.v, 0))
+
+
+def always_after(*read: Array) -> Bool[Array, " B"]:
+    """True for every sequence, which XLA does not know, because it depends on arrays [B,...]."""
+    always = jnp.ones(read[0].shape[0], bool)
+    for leaf in read:
         first = leaf.reshape(leaf.shape[0], -1)[:, 0].astype(jnp.float32)
         sign = jax.lax.bitcast_convert_type(first, jnp.uint32) >> np.uint32(31)
         always &= sign <= np.uint32(1)
-    always = always[:, None, None, None]
-    return chunk._replace(k=jnp.where(always, chunk.k, 0), v=jnp.where(always, chunk.v, 0))
+    return always
 
 
 def map_sequences(function: Callable[..., Array], *arrays: Array) -> Array:

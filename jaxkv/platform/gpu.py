@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 
-from jaxkv.typing import Array, Bool, Int32
+from jaxkv.contract import Partial, Spec
+from jaxkv.platform.cpu import always_after
+from jaxkv.rotary import Alibi
+from jaxkv.rows import Int8Rows, Rows
+from jaxkv.typing import Array, Bool, Float, Int32
+
+Tree = TypeVar("Tree")
 
 
 def writes_by_scatter(old: Array, width: int) -> bool:
@@ -32,6 +40,36 @@ def scores_twice() -> bool:
     evals/results/compiled.json).
     """
     return jax.default_backend() == "gpu"
+
+
+def reads_by_flash(spec: Spec, q: Float[Array, "B T N H"], k: Rows) -> bool:
+    """Whether a chunk reads the rows of a cache and itself in one kernel, `flash_attention`.
+
+    Rows in int8, a distance penalty and float32 are read by the plain form. On an H100 a layer of
+    a prefill chunk then has half as many kernels, and no logits in memory (compiled,
+    evals/results/compiled.json). No GPU has run it yet.
+    """
+    if jax.default_backend() != "gpu" or isinstance(k, Int8Rows):
+        return False
+    from jaxkv.pallas_kernels.flash_attention import gpu  # Pallas takes a quarter second
+
+    return not isinstance(spec.encoding, Alibi) and gpu.supports(q, k)
+
+
+def write_after(read: Partial | None, written: Tree) -> Tree:
+    """The same arrays [B,...], to be written only after the cache was read; None: in any order.
+
+    Otherwise XLA:GPU may write first, and copies the whole cache before it so that the kernel can
+    read the old one. It drops an optimization barrier whose other output is not used.
+    """
+    if read is None or jax.default_backend() != "gpu":
+        return written
+
+    def depend(leaf: Array) -> Array:
+        always = always_after(read.lse).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(always, leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(depend, written)
 
 
 def scatter_slot(

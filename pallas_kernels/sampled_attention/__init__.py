@@ -1,8 +1,8 @@
 """Attention over sampled slots of a cache, each with a weight (MagicPIG, Chen et al. 2024)."""
 
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput
 from jaxkv.pallas_kernels.sampled_attention.api import (
     Angles,
-    AttentionOutput,
     LogitSettings,
     sampled_attention,
 )

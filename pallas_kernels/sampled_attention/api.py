@@ -17,10 +17,10 @@ import numpy as np
 from jax import Array
 
 from jaxkv.pallas_kernels import host_memory, triton
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput
 from jaxkv.pallas_kernels.sampled_attention import dense, reference
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
-    AttentionOutput,
     LogitSettings,
     Weight,
 )

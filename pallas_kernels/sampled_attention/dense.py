@@ -6,18 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput, accumulate, empty_sums, normalize
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    AttentionOutput,
     LogitSettings,
     Weight,
-    accumulate,
     cache_index,
-    empty_sums,
     in_sample,
     logits,
-    normalize,
 )
 
 

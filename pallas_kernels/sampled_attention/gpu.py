@@ -16,18 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from jaxkv.pallas_kernels.online_softmax import (
+    AttentionOutput,
+    Sums,
+    accumulate,
+    empty_sums,
+    normalize,
+)
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    AttentionOutput,
     LogitSettings,
-    Sums,
     Weight,
-    accumulate,
-    empty_sums,
     flatten_heads,
     logits,
-    normalize,
     pad_sample,
 )
 

@@ -19,19 +19,16 @@ from jax.experimental import pallas as pl
 
 from jaxkv.pallas_kernels import mosaic
 from jaxkv.pallas_kernels.mosaic import plgpu
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput, accumulate, empty_sums, normalize
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    AttentionOutput,
     LogitSettings,
     Weight,
-    accumulate,
     cache_index,
-    empty_sums,
     flatten_heads,
     in_sample,
     logits,
-    normalize,
     pad_sample,
 )
 

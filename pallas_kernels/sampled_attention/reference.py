@@ -15,6 +15,13 @@ import numpy as np
 from jax import Array
 
 from jaxkv.pallas_kernels import host_memory
+from jaxkv.pallas_kernels.online_softmax import (
+    AttentionOutput,
+    Sums,
+    accumulate,
+    empty_sums,
+    normalize,
+)
 
 # Sampled slots that `attend` gathers at a time. All at once, a head with few sampled slots would
 # take as long as a full one; in smaller blocks the loop costs more.
@@ -46,22 +53,7 @@ class Angles(NamedTuple):
     length: Array
 
 
-class AttentionOutput(NamedTuple):
-    """out [B,N,H] float32, lse [B,N] float32. For an empty sample: out 0, lse -inf."""
-
-    out: Array
-    lse: Array
-
-
 Weight = Array | Angles | None  # log weights [B,N,M], their terms, or none
-
-
-class Sums(NamedTuple):
-    """An online softmax: the largest logit, and sums of exponentials relative to it."""
-
-    top: Array
-    total: Array
-    out: Array
 
 
 def attend(
@@ -170,31 +162,6 @@ def cosine(product: Array, angles: Angles) -> Array:
     zero = size <= 0
     ratio = (product - angles.shift) / jnp.where(zero, np.float32(1), size)
     return jnp.where(zero, np.float32(0), jnp.clip(ratio, np.float32(-1), np.float32(1)))
-
-
-def accumulate(so_far: Sums, new: Array, apply: Callable[[Array], Array]) -> Sums:
-    """The sums with new logits [...,M]. apply: multiplies their exponentials with the values."""
-    # Any maximum gives the same result, so it needs no gradient.
-    new_top = jax.lax.stop_gradient(jnp.max(new, axis=-1, keepdims=True))
-    top = jnp.maximum(so_far.top, new_top)
-    # Without a key in view it is -inf; a finite value keeps the exponentials at 0, not NaN.
-    safe = jnp.where(top == -jnp.inf, np.float32(0), top)
-    old, share = jnp.exp(so_far.top - safe), jnp.exp(new - safe)
-    total = so_far.total * old + jnp.sum(share, axis=-1, keepdims=True)
-    return Sums(top, total, so_far.out * old + apply(share))
-
-
-def empty_sums(shape: tuple[int, ...]) -> Sums:
-    """Sums of no logits, for outputs of this shape."""
-    number = jnp.zeros((*shape[:-1], 1), jnp.float32)
-    return Sums(jnp.full_like(number, -np.inf), number, jnp.zeros(shape, jnp.float32))
-
-
-def normalize(sums: Sums) -> tuple[Array, Array]:
-    """out and lse; the last axis of lse has one element."""
-    empty = sums.total == 0
-    safe = jnp.where(empty, np.float32(1), sums.total)
-    return sums.out / safe, jnp.where(empty, np.float32(-np.inf), sums.top + jnp.log(safe))
 
 
 def dot(x: Array, y: Array) -> Array:

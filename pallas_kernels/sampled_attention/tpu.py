@@ -15,21 +15,23 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxkv.pallas_kernels.online_softmax import (
+    AttentionOutput,
+    Sums,
+    accumulate,
+    empty_sums,
+    normalize,
+)
 from jaxkv.pallas_kernels.sampled_attention.reference import (
     Angles,
     Array,
-    AttentionOutput,
     LogitSettings,
-    Sums,
     Weight,
-    accumulate,
     cache_index,
     cosine,
-    empty_sums,
     flatten_heads,
     in_sample,
     logits,
-    normalize,
     pad_sample,
 )
 

@@ -11,6 +11,8 @@ from jaxkv.contract import Chunk
 from jaxkv.platform import cpu, gpu
 from jaxkv.policies import Streaming
 from jaxkv.rotary import Alibi, NoPosition, rotary
+from jaxkv.rows import Int8Rows
+from jaxkv.testing import check_policy
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -105,3 +107,52 @@ def test_scoring_both_queries_at_once_changes_no_output(rng, monkeypatch, policy
     np.testing.assert_allclose(twice, plain, atol=2e-6)
     for first, second in zip(states, others, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+CHUNKED = {  # the first are everyday cases
+    "full": [5, 36], "streaming:sinks=2,window=5": [2, 5, 13, 36], "window:window=6": [13],
+    "streaming:sinks=2,window=5,positions=absolute": [5], "snapkv:capacity=8,window=3": [13],
+    "reservoir:sinks=3,window=4,sample=5": [5, 36], "keydiff:capacity=8,every=4": [5],
+    "balance-stream:sinks=2,window=4,levels=1,block=4": [13],
+}  # fmt: skip
+SEVERAL = [(policy, chunk) for policy, chunks in CHUNKED.items() for chunk in chunks]
+
+
+@pytest.fixture
+def by_flash(monkeypatch):
+    """Chunks read the cache by `flash_attention`, in XLA's form on a CPU."""
+    plain = lambda spec, k: not isinstance(spec.encoding, Alibi) and not isinstance(k, Int8Rows)
+    monkeypatch.setattr(gpu, "reads_by_flash", lambda spec, q, k: plain(spec, k))
+
+
+@pytest.mark.parametrize("policy, chunk", SEVERAL)
+def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, chunk):
+    """Below the capacity and up to three times beyond it, padding among the tokens."""
+    spec = Spec(2, 8, 8**-0.5, rotary(8, 100.0), group=2)
+    chosen, count = jaxkv.policy(policy), 36
+    q, k, v = (rng.normal(size=(2, count, heads, 8)).astype("f4") for heads in (4, 2, 2))
+    valid = np.stack([np.ones(count, bool), rng.random(count) < 0.7])
+    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
+    outputs = []
+    for flash in (False, True):
+        monkeypatch.setattr(gpu, "reads_by_flash", lambda *_, flash=flash: flash)
+        step = jax.jit(lambda state, *tokens: jaxkv.step(chosen, spec, state, *tokens))
+        state = chosen.init(spec, 2, jax.random.key(0))
+        state, outs = chosen.reserve(spec, state, count) if chosen.grows else state, []
+        for at in range(0, count, chunk):
+            out, state = step(state, *(x[:, at : at + chunk] for x in (q, k, v, positions, valid)))
+            outs.append(out)
+        outputs.append((np.concatenate(outs, axis=1), jax.tree.leaves(state)))
+    (plain, states), (by_flash, others) = outputs
+    np.testing.assert_allclose(by_flash, plain, atol=3e-6)
+    for first, second in zip(states, others, strict=True):
+        np.testing.assert_allclose(np.asarray(first, "f4"), np.asarray(second, "f4"), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [name if name.startswith("streaming:sinks=2,window=5") and "abs" not in name
+     else pytest.param(name, marks=pytest.mark.slow) for name in CHUNKED],
+)  # fmt: skip
+def test_the_laws_hold_when_chunks_are_read_by_flash_attention(by_flash, policy):
+    check_policy(jaxkv.policy(policy))

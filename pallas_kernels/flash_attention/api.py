@@ -1,0 +1,93 @@
+"""Exact attention of a chunk of queries to several sets of keys, on any platform.
+
+A bounded cache reads a chunk against its sinks, its ring and the chunk itself, each with another
+mask and sinks with another rotation. One kernel reads all of them by an online softmax
+(FlashAttention, arXiv 2205.14135), so neither logits nor masks lie in memory and nothing is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import jax
+from jax import Array
+
+from jaxkv.pallas_kernels.flash_attention import reference
+from jaxkv.pallas_kernels.flash_attention.reference import KeySet
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput
+
+FlashKernel = Literal["xla", "pallas_gpu"]
+
+
+def flash_attention(
+    sets: Sequence[KeySet],
+    scale: float,
+    softcap: float | None = None,
+    implementation: FlashKernel | None = None,
+) -> AttentionOutput:
+    """Softmax attention over the keys of all sets together; query head n*G+g has KV head n.
+
+    A logit is softcap(scale x q.k) + log weight. Products have the dtype of the keys and are
+    accumulated in float32; all else is in float32.
+
+    implementation: None chooses for the platform. A name raises ValueError where it is unsupported.
+    q, k and v have gradients, computed by XLA with all logits in memory.
+    """
+    return _attend(scale, softcap, implementation, tuple(sets))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(
+    scale: float,
+    softcap: float | None,
+    implementation: FlashKernel | None,
+    sets: tuple[KeySet, ...],
+) -> AttentionOutput:
+    from jaxkv.pallas_kernels.flash_attention import gpu  # Pallas takes a quarter second
+
+    kernels = {"xla": reference.attend}
+    if gpu.supports(sets[0].q, sets[0].k):
+        kernels["pallas_gpu"] = gpu.attend
+    if implementation is None:
+        implementation = "pallas_gpu" if jax.default_backend() == "gpu" else "xla"
+        implementation = implementation if implementation in kernels else "xla"
+    if implementation not in kernels:
+        k = sets[0].k
+        raise ValueError(
+            f"flash attention of head dim {k.shape[3]}, {k.dtype}, is supported by "
+            f"{', '.join(kernels)}, got {implementation!r}; leave it out to choose by platform"
+        )
+    return kernels[implementation](sets, scale, softcap)
+
+
+def _forward(
+    scale: float,
+    softcap: float | None,
+    implementation: FlashKernel | None,
+    sets: tuple[KeySet, ...],
+) -> tuple[AttentionOutput, tuple[KeySet, ...]]:
+    return _attend(scale, softcap, implementation, sets), sets
+
+
+def _backward(
+    scale: float,
+    softcap: float | None,
+    _: FlashKernel | None,
+    sets: tuple[KeySet, ...],
+    cotangent: AttentionOutput,
+) -> tuple[tuple[KeySet, ...]]:
+    def again(arrays: list[tuple[Array, Array, Array]]) -> AttentionOutput:
+        again = [replace(keys, q=q, k=k, v=v) for keys, (q, k, v) in zip(sets, arrays, strict=True)]
+        return reference.attend(again, scale, softcap)
+
+    _, pull = jax.vjp(again, [(keys.q, keys.k, keys.v) for keys in sets])
+    (gradients,) = pull(cotangent)
+    nothing = {"end": None, "log_weight": None, "query_positions": None, "key_positions": None}
+    gradients = zip(sets, gradients, strict=True)
+    return (tuple(replace(keys, q=q, k=k, v=v, **nothing) for keys, (q, k, v) in gradients),)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,94 @@
+"""The definition of the kernels, in XLA, and the mask that all implementations share.
+
+Axis letters: B sequences, T queries, N query heads, K KV heads, S keys, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.pallas_kernels.online_softmax import AttentionOutput, accumulate, empty_sums, normalize
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("q", "k", "v", "end", "log_weight", "query_positions", "key_positions"),
+    meta_fields=("first", "window"),
+)
+@dataclass(frozen=True)
+class KeySet:
+    """Keys and values, and the queries as they are rotated for them.
+
+    A query sees the slots first .. end-1. So no mask of queries by keys lies in memory, and a
+    kernel reads no block of keys that is beyond the ends of its queries.
+
+    q [B,T,N,H], k and v [B,K,S,H], of one dtype. end [B,T] int32, at most S: 0 for padding.
+    log_weight [B,S] float32: added to the logits; -inf hides a key. window: a query sees keys fewer
+    than this many positions back. Only a window needs query_positions [B,T] and key_positions
+    [B,S], both uint32; they may have wrapped.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    end: Array
+    log_weight: Array | None = None
+    query_positions: Array | None = None
+    key_positions: Array | None = None
+    first: int = 0
+    window: int | None = None
+
+
+def attend(sets: Sequence[KeySet], scale: float, softcap: float | None) -> AttentionOutput:
+    """`flash_attention`, with all logits in memory."""
+    batch, tokens, heads, _ = sets[0].q.shape
+    kv_heads, head_dim = sets[0].v.shape[1], sets[0].v.shape[3]
+    grouped = batch, kv_heads, heads // kv_heads, tokens
+    sums = empty_sums((*grouped, head_dim))
+    for keys in sets:
+        q = keys.q.transpose(0, 2, 1, 3).reshape(*grouped, -1)
+        product = _product("bkgth,bksh->bkgts", q, keys.k)
+        slot = jnp.arange(keys.k.shape[2])[None, None]
+        seen = (slot >= keys.first) & (slot < keys.end[:, :, None])
+        if keys.window is not None:
+            queries, positions = keys.query_positions[:, :, None], keys.key_positions[:, None]
+            seen &= in_window(queries, positions, keys.window)
+        weight = np.float32(0) if keys.log_weight is None else keys.log_weight[:, None]
+        weight = jnp.where(seen, weight, -jnp.inf)[:, None, None]
+        logits = capped(product, scale, softcap) + weight
+        sums = accumulate(
+            sums,
+            logits,
+            lambda share, v=keys.v: _product("bkgts,bksh->bkgth", share.astype(v.dtype), v),
+        )
+    out, lse = normalize(sums)
+    out = out.reshape(batch, heads, tokens, head_dim).transpose(0, 2, 1, 3)
+    return AttentionOutput(out, lse.reshape(batch, heads, tokens).transpose(0, 2, 1))
+
+
+def in_window(queries: Array, keys: Array, window: int) -> Array:
+    """Whether keys are fewer than `window` positions before the queries."""
+    distance = (queries - keys).astype(jnp.int32)
+    return (distance >= 0) & (distance < window)
+
+
+def capped(product: Array, scale: float, softcap: float | None) -> Array:
+    """The logits of products of queries and keys: softcap(scale x q.k)."""
+    logits = product * np.float32(scale)
+    if softcap is None:
+        return logits
+    return np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
+
+
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.einsum(
+        subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,169 @@
+"""Flash attention: outputs equal numpy, and gradients those of a softmax in plain JAX.
+
+The kernel runs on a GPU where the tests have it, and is interpreted elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.evals.lib.ahead import abstract_h100
+from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention, gpu, reference
+from tests.core.pallas_kernels.test_sign_walk import interpreted
+
+ON = {"xla": reference.attend, "gpu": partial(gpu.attend, interpret=interpreted("gpu"))}
+DTYPES = {"float32": (0, 2e-6), "bfloat16": (2**-8, 6e-3)}  # relative and absolute tolerance
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 16
+
+
+def key_set(rng, queries, slots, kind, dtype="float32"):
+    """A set as a cache has it. kind: ring, which has wrapped and has a window; chunk, with padding
+    anywhere; sinks; or empty."""
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    keys = array(BATCH, KV_HEADS, slots, HEAD_DIM), array(BATCH, KV_HEADS, slots, HEAD_DIM)
+    end = np.full((BATCH, queries), slots)
+    first = np.array([2**32 - 7, 500], np.uint32)  # the position of the first query wraps
+    positions = first[:, None] + np.arange(queries, dtype=np.uint32)
+    keys = KeySet(array(BATCH, queries, HEADS, HEAD_DIM), *keys, end, query_positions=positions)
+    if kind == "empty":
+        return replace(keys, end=0 * end)
+    if kind == "chunk":
+        valid = rng.random((BATCH, slots)) < 0.8
+        weight = np.where(valid, 0, -np.inf).astype("f4")
+        end = np.where(valid[:, :queries], np.arange(1, queries + 1), 0)
+        return replace(keys, end=end, log_weight=weight, key_positions=positions, window=9)
+    if kind == "ring":
+        back = np.stack([rng.permutation(slots) for _ in range(BATCH)]).astype(np.uint32)
+        return replace(keys, key_positions=first[:, None] - 1 - back, first=3, window=slots - 2)
+    return replace(keys, log_weight=rng.normal(size=(BATCH, slots)).astype("f4"))
+
+
+def plain(sets, scale, softcap):
+    """The definition in numpy, query by query, in float64."""
+    batch, queries, heads, _ = sets[0].q.shape
+    out, lse = np.zeros(sets[0].q.shape), np.full((batch, queries, heads), -np.inf)
+    for b, t, n in np.ndindex(batch, queries, heads):
+        logits, values = [], []
+        for keys in sets:
+            q, k, v = (np.asarray(a, np.float64) for a in (keys.q, keys.k, keys.v))
+            head = n // (heads // k.shape[1])
+            for slot in range(keys.first, keys.end[b, t]):
+                if keys.window is not None:
+                    now, then = keys.query_positions[b, t], keys.key_positions[b, slot]
+                    if not 0 <= (int(now) - int(then) + 2**31) % 2**32 - 2**31 < keys.window:
+                        continue
+                logit = scale * (k[b, head, slot] @ q[b, t, n])
+                if softcap is not None:
+                    logit = softcap * np.tanh(logit / softcap)
+                weight = 0.0 if keys.log_weight is None else keys.log_weight[b, slot]
+                if weight > -np.inf:
+                    logits.append(logit + weight)
+                    values.append(v[b, head, slot])
+        if logits:
+            top = max(logits)
+            share = np.exp(np.array(logits) - top)
+            out[b, t, n], lse[b, t, n] = share @ values / share.sum(), top + np.log(share.sum())
+    return out, lse
+
+
+CASES = {
+    "one set": (5, [(5, "chunk")]),
+    "a dense cache": (33, [(70, "sinks"), (33, "chunk")]),
+    "an empty cache": (20, [(64, "empty"), (20, "chunk")]),
+    "a wrapped ring": (70, [(64, "ring"), (70, "chunk"), (4, "sinks"), (70, "empty")]),
+    "nothing in view": (3, [(8, "empty")]),
+}
+
+
+def sets_of(name, dtype="float32"):
+    rng = np.random.default_rng(7)
+    queries, sets = CASES[name]
+    return [key_set(rng, queries, slots, kind, dtype) for slots, kind in sets]
+
+
+def on_device(sets):
+    return jax.tree.map(jnp.asarray, sets)
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", CASES)
+def test_every_implementation_is_the_softmax(name, softcap, dtype, on):
+    sets = sets_of(name, dtype)
+    attended = jax.jit(ON[on], static_argnums=(1, 2))(on_device(sets), 0.3, softcap)
+    out, lse = plain(sets, 0.3, softcap)
+    for actual, expected in ((attended.out, out), (attended.lse, lse)):
+        np.testing.assert_allclose(actual, expected, *DTYPES[dtype])
+    assert attended.out.dtype == attended.lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("on", ON)
+def test_hidden_keys_and_keys_beyond_the_end_change_no_bit(on):
+    keys = key_set(np.random.default_rng(3), 24, 24, "chunk")
+    keys = replace(keys, end=np.minimum(keys.end, 17))
+    hidden = (keys.log_weight == -np.inf) | (np.arange(24) >= 17)
+    change = lambda rows: jnp.where(hidden[:, None, :, None], 50.0, rows)
+    expected = ON[on](on_device([keys]), 0.3, None)
+    changed = replace(keys, k=change(keys.k), v=change(keys.v))
+    jax.tree.map(np.testing.assert_array_equal, expected, ON[on](on_device([changed]), 0.3, None))
+
+
+def test_gradients_are_those_of_a_softmax():
+    """Of all sets at once, against attention to all keys side by side."""
+    sets = on_device([replace(keys, window=None) for keys in sets_of("a dense cache")])
+    sets = [replace(keys, query_positions=None, key_positions=None) for keys in sets]
+    side = np.random.default_rng(1).normal(size=sets[0].q.shape).astype("f4")
+
+    def loss(attend, arrays):
+        attended = attend([replace(a, q=q, k=k, v=v) for a, (q, k, v) in zip(sets, arrays)])  # noqa: B905
+        lse = jnp.where(attended.lse == -jnp.inf, 0.0, attended.lse)
+        return jnp.sum(attended.out * side) + jnp.sum(jnp.sin(lse))
+
+    def softmax(sets):
+        repeat = lambda rows: jnp.repeat(rows, HEADS // KV_HEADS, axis=1)
+        logits, values = [], []
+        for keys in sets:
+            weight = (
+                jnp.zeros((BATCH, keys.k.shape[2])) if keys.log_weight is None else keys.log_weight
+            )
+            product = jnp.einsum("btnh,bnsh->bnts", keys.q, repeat(keys.k), precision="highest")
+            seen = jnp.arange(keys.k.shape[2])[None, None] < keys.end[..., None]
+            seen = (seen & (weight > -jnp.inf)[:, None])[:, None]
+            weight = jnp.where(weight == -jnp.inf, 0.0, weight)[:, None, None]
+            logits.append(jnp.where(seen, 0.3 * product + weight, -jnp.inf))
+            values.append(repeat(keys.v))
+        logits = jnp.concatenate(logits, axis=-1)
+        empty = jnp.all(logits == -jnp.inf, axis=-1, keepdims=True)
+        logits = jnp.where(empty, 0.0, logits)
+        share = jnp.where(empty, 0.0, jax.nn.softmax(logits, axis=-1))
+        values = jnp.concatenate(values, axis=2)
+        out = jnp.einsum("bnts,bnsh->btnh", share, values, precision="highest")
+        lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(logits, axis=-1))
+        return reference.AttentionOutput(out, lse.swapaxes(1, 2))
+
+    arrays = [(keys.q, keys.k, keys.v) for keys in sets]
+    expected = jax.jit(jax.grad(partial(loss, softmax)))(arrays)
+    actual = jax.jit(jax.grad(partial(loss, partial(flash_attention, scale=0.3))))(arrays)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=2e-5), actual, expected)
+
+
+def test_unsupported_implementations_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"head dim 16, float32, is supported by xla, got 'pallas"):
+        flash_attention(on_device(sets_of("one set")), 0.3, implementation="pallas_gpu")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
+def test_the_kernel_is_lowered_for_cuda_and_no_mask_lies_in_memory():
+    sets = jax.eval_shape(lambda: on_device(sets_of("a wrapped ring", "bfloat16")))
+    attend = jax.jit(partial(flash_attention, scale=0.3, implementation="pallas_gpu"))
+    with abstract_h100():
+        text = attend.trace(sets).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    assert "70x64x" not in text and "70x70x" not in text and "128x64x" not in text
