@@ -49,3 +49,11 @@ def normalize(sums: Sums) -> tuple[Array, Array]:
     empty = sums.total == 0
     safe = jnp.where(empty, np.float32(1), sums.total)
     return sums.out / safe, jnp.where(empty, np.float32(-np.inf), sums.top + jnp.log(safe))
+
+
+def merge(out: Array, lse: Array, axis: int) -> tuple[Array, Array]:
+    """out [...,H] and lse [...,1] of disjoint sets of keys, which lie along an axis, as one."""
+    top = jnp.max(lse, axis=axis, keepdims=True)
+    share = jnp.exp(lse - jnp.where(top == -jnp.inf, np.float32(0), top))
+    total, out = jnp.sum(share, axis=axis), jnp.sum(share * out, axis=axis)
+    return normalize(Sums(jnp.squeeze(top, axis), total, out))

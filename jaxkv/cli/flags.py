@@ -94,7 +94,9 @@ MODEL = (
      "or smollm2-135m (downloaded from the Python package index) (default: the small model that "
      "comes with jaxkv)"),
     ("dtype", str, None, None, "data type of weights and caches: float32, bfloat16 or float16, or "
-     "in short fp32, bf16, fp16 (default: by device)"),
+     "in short fp32, bf16, fp16 (default: float32 on a CPU, where bfloat16 is slow and --weights "
+     "int8 is faster than both; as published elsewhere, but float16 for bfloat16 on a GPU that "
+     "lacks it, such as a T4)"),
     ("weights", str, None, "FORMAT", "quantise the matrices to int8 or int4 while they are loaded "
      "(default: keep --dtype)"),
     ("sinks", str, None, "FILE_OR_CONSTANT", "tokens or logits added to every sequence: a file "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Partial, Spec
+from jaxkv.pallas_kernels.flash_attention import refusal
 from jaxkv.platform.cpu import always_after
 from jaxkv.rotary import Alibi
 from jaxkv.rows import Int8Rows, Rows
@@ -45,15 +46,17 @@ def scores_twice() -> bool:
 def reads_by_flash(spec: Spec, q: Float[Array, "B T N H"], k: Rows) -> bool:
     """Whether a chunk reads the rows of a cache and itself in one kernel, `flash_attention`.
 
-    Rows in int8, a distance penalty and float32 are read by the plain form. On an H100 a layer of
-    a prefill chunk then has half as many kernels, and no logits in memory (compiled,
-    evals/results/compiled.json). No GPU has run it yet.
+    On an H100 a layer of a prefill chunk then has half as many kernels, and neither there nor on a
+    v5e do logits lie in memory (compiled, evals/results/compiled.json). No GPU or TPU has run it.
     """
-    if jax.default_backend() != "gpu" or isinstance(k, Int8Rows):
-        return False
-    from jaxkv.pallas_kernels.flash_attention import gpu  # Pallas takes a quarter second
+    return not isinstance(k, Int8Rows) and q.dtype == k.dtype and not plain_attention(spec, k.dtype)
 
-    return not isinstance(spec.encoding, Alibi) and gpu.supports(q, k)
+
+def plain_attention(spec: Spec, dtype: jnp.dtype) -> str | None:
+    """Why chunks are read by XLA's plain form; None if a kernel reads rows of this dtype."""
+    if isinstance(spec.encoding, Alibi):
+        return "the encoding is ALiBi"
+    return refusal(spec.head_dim, jnp.dtype(dtype))
 
 
 def write_after(read: Partial | None, written: Tree) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +28,9 @@ from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, spec_of
+from jaxkv.models.network.device import inference_dtype
 from jaxkv.models.network.quantised import FORMATS, Quantised
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.policies.prompt_compression.base import CompressionPolicy
 from jaxkv.policy_spec import by_layer
@@ -172,8 +175,9 @@ def load(
 
     name: a folder, a GGUF file, a Hub id, or smollm2-135m (smollm2.py); the default is the
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
-    dtype: the dtype of weights and cache; None takes float32 on a CPU and the published dtype
-    elsewhere. A CPU without bfloat16 units multiplies bfloat16 ten times slower. mesh: axes `data`
+    dtype: the dtype of weights and cache; None takes float32 on a CPU, float16 for bfloat16 on a
+    GPU without bfloat16 units, and the published dtype elsewhere. A CPU without such units
+    multiplies bfloat16 ten times slower. mesh: axes `data`
     (batch), `model` (heads). progress: called with (bytes read, all bytes). weights: int8 or int4
     quantises the matrices while they are loaded (network/quantised.py); None keeps `dtype`. sinks:
     a file of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
@@ -196,7 +200,7 @@ def without_weights(
     enable_compilation_cache()
     config = source.config
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+        dtype = inference_dtype(config.dtype)
     dtype = SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
@@ -224,7 +228,18 @@ def without_weights(
         config, tokenizer, learned = with_sinks(sinks, source, tokenizer)
         place = None if mesh is None else _placement(mesh)
         tensors |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in learned.items()}
+    tell_plain_attention(spec_of(config, dtype))
     return Llm(config, tensors, tokenizer, chat, source.path, dtype, mesh, sampling)
+
+
+def tell_plain_attention(spec: Spec) -> None:
+    """Say on standard error that an accelerator reads prompts by plain attention, and why."""
+    reason = xla_gpu.plain_attention(spec, jnp.dtype(spec.dtype))
+    if jax.default_backend() != "cpu" and reason is not None:
+        print(
+            f"jaxkv: prompts are read by XLA's attention, which is slower: {reason}",
+            file=sys.stderr,
+        )
 
 
 def load_weights(

@@ -21,10 +21,24 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12
 
 def native_dtype(device: jax.Device) -> str:
     """The compute dtype of a device: bfloat16, or float32 where it has no bfloat16 units."""
-    if device.platform == "cpu":
+    return "float32" if device.platform == "cpu" or _has_no_bfloat16(device) else "bfloat16"
+
+
+def inference_dtype(published: str) -> str:
+    """The dtype of weights and caches on this machine, of a model that was published in another.
+
+    A CPU takes float32, and a GPU without bfloat16 units, such as a T4, takes float16.
+    """
+    if jax.default_backend() == "cpu":
         return "float32"
+    has_no_units = published == "bfloat16" and _has_no_bfloat16(jax.local_devices()[0])
+    return "float16" if has_no_units else published
+
+
+def _has_no_bfloat16(device: jax.Device) -> bool:
+    """Whether a device is an NVIDIA GPU without bfloat16 units."""
     capability = cuda_capability(device)
-    return "float32" if capability is not None and capability < 8 else "bfloat16"
+    return capability is not None and capability < 8
 
 
 def cuda_capability(device: jax.Device) -> float | None:

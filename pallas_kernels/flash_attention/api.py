@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxkv.pallas_kernels.flash_attention import reference
 from jaxkv.pallas_kernels.flash_attention.reference import KeySet
 from jaxkv.pallas_kernels.online_softmax import AttentionOutput
 
-FlashKernel = Literal["xla", "pallas_gpu"]
+FlashKernel = Literal["xla", "pallas_gpu", "pallas_tpu"]
 
 
 def flash_attention(
@@ -46,21 +48,44 @@ def _attend(
     implementation: FlashKernel | None,
     sets: tuple[KeySet, ...],
 ) -> AttentionOutput:
-    from jaxkv.pallas_kernels.flash_attention import gpu  # Pallas takes a quarter second
-
-    kernels = {"xla": reference.attend}
-    if gpu.supports(sets[0].q, sets[0].k):
-        kernels["pallas_gpu"] = gpu.attend
+    k = sets[0].k
     if implementation is None:
-        implementation = "pallas_gpu" if jax.default_backend() == "gpu" else "xla"
-        implementation = implementation if implementation in kernels else "xla"
-    if implementation not in kernels:
-        k = sets[0].k
+        platform = jax.default_backend()
+        implementation = "xla" if refusal(k.shape[3], k.dtype) else KERNELS[platform]
+    reason = _refusal(implementation, k.shape[3], k.dtype)
+    if reason is not None:
         raise ValueError(
-            f"flash attention of head dim {k.shape[3]}, {k.dtype}, is supported by "
-            f"{', '.join(kernels)}, got {implementation!r}; leave it out to choose by platform"
+            f"flash attention cannot be computed by {implementation!r}: {reason}; leave it out to "
+            "choose by platform"
         )
-    return kernels[implementation](sets, scale, softcap)
+    return _module(implementation).attend(sets, scale, softcap)
+
+
+KERNELS = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}
+
+
+def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
+    """Why no kernel of the default backend reads this head dim and dtype; None if one does."""
+    platform = jax.default_backend()
+    if platform not in KERNELS:
+        return f"there is no kernel for {platform}"
+    return _refusal(KERNELS[platform], head_dim, dtype)
+
+
+def _refusal(name: str, head_dim: int, dtype: jnp.dtype) -> str | None:
+    if name == "xla":
+        return None
+    if name not in KERNELS.values():
+        return f"the names are xla, {', '.join(KERNELS.values())}"
+    return _module(name).refusal(head_dim, dtype)
+
+
+def _module(name: str) -> ModuleType:
+    if name == "xla":
+        return reference
+    from jaxkv.pallas_kernels.flash_attention import gpu, tpu  # Pallas takes a quarter second
+
+    return {"pallas_gpu": gpu, "pallas_tpu": tpu}[name]
 
 
 def _forward(

@@ -42,11 +42,17 @@ HEAD_DIMS = 16, 32, 64, 128, 256
 DATA = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
 
 
-def supports(q: Array, k: Array) -> bool:
-    """Whether the kernel supports these queries and keys [B,K,S,H]."""
-    has_triton = plgpu is not None and triton.is_supported()
-    half = k.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == k.dtype
-    return has_triton and half and k.shape[3] in HEAD_DIMS
+def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
+    """Why the kernel cannot read queries and keys of this head dim and dtype; None if it can."""
+    if plgpu is None:
+        return "this JAX has no Triton"
+    if not triton.is_supported():
+        return "a GPU has a compute capability below 8.0"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the dtype is {dtype}, not bfloat16 or float16"
+    if head_dim not in HEAD_DIMS:
+        return f"the head dim is {head_dim}, not {', '.join(map(str, HEAD_DIMS))}"
+    return None
 
 
 def attend(

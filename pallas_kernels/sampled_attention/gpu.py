@@ -21,6 +21,7 @@ from jaxkv.pallas_kernels.online_softmax import (
     Sums,
     accumulate,
     empty_sums,
+    merge,
     normalize,
 )
 from jaxkv.pallas_kernels.sampled_attention.reference import (
@@ -96,15 +97,8 @@ def attend(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
     )(*args, flatten_heads(k), flatten_heads(v))
-    out, lse = _merge(out, lse)
+    out, lse = merge(out, lse, axis=1)
     return AttentionOutput(out.reshape(q.shape), lse.reshape(q.shape[:2]))
-
-
-def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge the parts of out [heads,parts,H] and lse [heads,parts,1]."""
-    top = jnp.max(lse, axis=1, keepdims=True)
-    share = jnp.exp(lse - jnp.where(top == -jnp.inf, np.float32(0), top))
-    return normalize(Sums(top[:, 0], jnp.sum(share, axis=1), jnp.sum(share * out, axis=1)))
 
 
 def _attend_part(count_ref, slots_ref, q_ref, *refs, settings: LogitSettings, parts: int) -> None:

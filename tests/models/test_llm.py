@@ -14,8 +14,12 @@ import jaxkv
 from jaxkv import models
 from jaxkv.cli import main
 from jaxkv.errors import UserError
+from jaxkv.models.loading.llm import without_weights
+from jaxkv.models.loading.source import open_source
+from jaxkv.models.network import device
 from tests.models.folders import deny
 from tests.models.gguf.files import hf_model, write_gguf
+from tests.models.test_uncached import Gpu
 from tests.tiny import write_tiny
 
 
@@ -91,6 +95,37 @@ def test_dtype(published, tmp_path, monkeypatch):
             assert dtypes(dtype=spelling) == (requested, {requested}, requested)
     monkeypatch.setattr("jaxkv.models.loading.llm.jax.default_backend", lambda: "tpu")
     assert dtypes() == (published, {published}, published)
+
+
+@pytest.mark.parametrize(
+    "capability, published, expected",
+    [
+        ("7.5", "bfloat16", "float16"),
+        ("7.5", "float32", "float32"),
+        ("8.0", "bfloat16", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_a_gpu(capability, published, expected, tmp_path, monkeypatch):
+    """A T4 has float16 units only."""
+    folder = write_tiny(tmp_path, num_hidden_layers=1, torch_dtype=published)
+    monkeypatch.setattr(device.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device.jax, "local_devices", lambda: [Gpu(capability)])
+    assert without_weights(open_source(folder)).dtype == expected
+
+
+def test_an_accelerator_that_reads_prompts_by_plain_attention_says_why(
+    tmp_path, monkeypatch, capsys
+):
+    folder = write_tiny(tmp_path, num_hidden_layers=1, torch_dtype="bfloat16")
+    without_weights(open_source(folder))
+    assert not capsys.readouterr().err, "a CPU has no other attention"
+    monkeypatch.setattr(device.jax, "default_backend", lambda: "tpu")
+    without_weights(open_source(folder))
+    said = capsys.readouterr().err
+    assert said == (
+        "jaxkv: prompts are read by XLA's attention, which is slower: the head dim is 8, not 64, "
+        "128, 256\n"
+    )
 
 
 def test_an_unknown_dtype(tiny_folder):

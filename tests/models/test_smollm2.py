@@ -197,6 +197,19 @@ def test_the_loss_of_a_passage(smollm2, reference, shared):
 
 
 @pytest.mark.real_model
+def test_the_loss_in_float16(smollm2, shared):
+    """The default dtype of a GPU without bfloat16 units: its range holds every activation."""
+    book = shared / "text" / "books" / "test" / "Doyle_Hound_1902.txt"
+    ids = smollm2.tokenizer.encode(book.read_text("utf-8"))[:193]
+    half = models.load(smollm2.path, dtype="float16")
+    exact, rounded = (
+        np.concatenate(list(models.losses(llm, ids, "streaming:sinks=4,window=60")))
+        for llm in (smollm2, half)
+    )
+    assert abs(rounded.mean() - exact.mean()) < 0.005 and np.isfinite(rounded).all()
+
+
+@pytest.mark.real_model
 def test_a_window_without_sinks_collapses(smollm2, shared):
     """StreamingLLM's central claim, on 1,500 tokens with caches of 256."""
     book = shared / "text" / "books" / "test" / "Doyle_Hound_1902.txt"

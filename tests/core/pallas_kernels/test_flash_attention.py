@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.lib.ahead import abstract_h100
-from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention, gpu, reference
+from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention, gpu, reference, tpu
 from tests.core.pallas_kernels.test_sign_walk import interpreted
 
-ON = {"xla": reference.attend, "gpu": partial(gpu.attend, interpret=interpreted("gpu"))}
+ON = {
+    "xla": reference.attend,
+    "gpu": partial(gpu.attend, interpret=interpreted("gpu")),
+    "tpu": partial(tpu.attend, interpret=interpreted("tpu")),
+}
 DTYPES = {"float32": (0, 2e-6), "bfloat16": (2**-8, 6e-3)}  # relative and absolute tolerance
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 16
 
@@ -104,6 +108,21 @@ def test_every_implementation_is_the_softmax(name, softcap, dtype, on):
     assert attended.out.dtype == attended.lse.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_any_size_give_the_softmax(name, monkeypatch):
+    """The last block of keys is cut off, and blocks beyond all ends are skipped."""
+    monkeypatch.setattr(tpu, "QUERIES", 16)
+    monkeypatch.setattr(tpu, "KEYS", 16)
+    monkeypatch.setattr(gpu, "QUERIES", 16)
+    monkeypatch.setattr(gpu, "KEYS", 16)
+    sets = sets_of(name)
+    out, lse = plain(sets, 0.3, None)
+    for kernel in (gpu, tpu):
+        attended = kernel.attend(on_device(sets), 0.3, None, interpret=True)
+        np.testing.assert_allclose(attended.out, out, *DTYPES["float32"])
+        np.testing.assert_allclose(attended.lse, lse, *DTYPES["float32"])
+
+
 @pytest.mark.parametrize("on", ON)
 def test_hidden_keys_and_keys_beyond_the_end_change_no_bit(on):
     keys = key_set(np.random.default_rng(3), 24, 24, "chunk")
@@ -154,9 +173,16 @@ def test_gradients_are_those_of_a_softmax():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=2e-5), actual, expected)
 
 
-def test_unsupported_implementations_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"head dim 16, float32, is supported by xla, got 'pallas"):
-        flash_attention(on_device(sets_of("one set")), 0.3, implementation="pallas_gpu")
+@pytest.mark.parametrize(
+    "name, dtype, reason",
+    [("pallas_gpu", "float32", "the dtype is float32, not bfloat16 or float16"),
+     ("pallas_tpu", "bfloat16", "the head dim is 16, not 64, 128, 256"),
+     ("cudnn", "bfloat16", "the names are xla, pallas_gpu, pallas_tpu")],
+)  # fmt: skip
+def test_unsupported_implementations_are_refused_by_name(name, dtype, reason):
+    sets = on_device(sets_of("one set", dtype))
+    with pytest.raises(ValueError, match=f"cannot be computed by '{name}': {reason}; leave it out"):
+        flash_attention(sets, 0.3, implementation=name)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
