@@ -294,7 +294,9 @@ def chunk_keys(
     k = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
     shown = chunk.valid if hidden is None else chunk.valid & ~hidden
     end = jnp.where(chunk.valid, jnp.arange(1, chunk.valid.shape[1] + 1)[None, :], 0)
-    keys = KeySet(q, k, chunk.v.transpose(0, 2, 1, 3), end, jnp.where(shown, 0.0, -jnp.inf))
+    keys = KeySet(
+        q, k, chunk.v.transpose(0, 2, 1, 3), end, jnp.where(shown, 0.0, -jnp.inf)[:, None]
+    )
     return within(keys, chunk.positions, chunk.positions, window)
 
 

@@ -19,11 +19,12 @@ from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Chunk, Leaf, Partial, Spec
 from jaxkv.errors import UserError, check_int
+from jaxkv.pallas_kernels.flash_attention import KeySet
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import Rows, Storage
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 _NEVER = np.int32(2**31 - 1)
-_COMPARED = 256  # slots that are ranked by comparing all pairs; more are sorted
 
 
 class PerHeadTokens(NamedTuple):
@@ -93,6 +94,11 @@ def join(*parts: PerHeadTokens) -> PerHeadTokens:
 def put(sample: PerHeadTokens, at: Array, mask: Array, token: PerHeadTokens) -> PerHeadTokens:
     """Write a token, a sample of one slot, to slot `at` [B,K] of each KV head, where mask [B,K]."""
 
+    if xla_gpu.scatters_per_head():
+        return jax.tree.map(
+            lambda old, new: xla_gpu.scatter_per_head(old, new, at, mask), sample, token
+        )
+
     def write_slot(old: Array, new: Array, at: Array, mask: Array) -> Array:
         before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
         new = jnp.where(mask, new[0].astype(old.dtype), before)
@@ -107,7 +113,7 @@ def ranks(sample: PerHeadTokens, filled: Bool[Array, "B X S"]) -> Int32[Array, "
     # Positions may wrap, so ages are distances back from the first slot.
     first = sample.positions[:, :, :1]
     age = (first - sample.positions).astype(jnp.int32)  # negative: newer than the first slot
-    if age.shape[2] <= _COMPARED:
+    if age.shape[2] <= xla_gpu.slots_compared():
         older = (age[:, :, None, :] > age[:, :, :, None]) & filled[:, :, None, :]
         return jnp.sum(older, axis=3, dtype=jnp.int32)
     oldest_first = jnp.argsort(jnp.where(filled, -age, _NEVER), axis=2)
@@ -137,6 +143,19 @@ def attend(
     bias = bias if penalty is None else bias + penalty
     q = spec.encoding.rotate(q, query_positions)
     return slot_attention(q, sample.k, sample.v, bias, spec.scale, spec.softcap)
+
+
+def key_set(
+    spec: Spec,
+    q: Float[Array, "B 1 N H"],
+    query_positions: UInt32[Array, "B 1"],
+    sample: PerHeadTokens,
+    bias: Float32[Array, "#B #K 1 S"],
+) -> KeySet:
+    """The keys of `attend` for one token, as `flash_attention` reads them."""
+    q = spec.encoding.rotate(q, query_positions)
+    end = jnp.full(query_positions.shape, sample.k.shape[2], jnp.int32)
+    return KeySet(q, sample.k, sample.v, end, bias[:, :, 0])
 
 
 def evicted_by_chunk(spec: Spec, recent: Ring, chunk: Chunk, sinks: int) -> Evicted:

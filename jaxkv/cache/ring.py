@@ -15,6 +15,7 @@ token is lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import OVERFULL, Rows, Storage
-from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Int32, UInt32
 
 
 class RingSettings(NamedTuple):
@@ -347,7 +348,7 @@ def key_sets(
     count = jnp.minimum(ring.count, ring.k.shape[2])[:, None]
     cached, new = (jnp.where(chunk.valid, end, 0) for end in (count, slot))
     is_sink = chunk.valid & (numbers < sinks) if sinks else jnp.zeros_like(chunk.valid)
-    bias = lambda shown: jnp.where(shown, np.float32(0), -jnp.inf)
+    bias = lambda shown: jnp.where(shown, np.float32(0), -jnp.inf)[:, None]
     in_ring = KeySet(q, ring.k, ring.v, cached, first=sinks)
     in_chunk = KeySet(q, k, v, new, bias(chunk.valid & ~is_sink))
     sets = [
@@ -413,9 +414,16 @@ def write_sinks(
 
 
 def decode(
-    spec: Spec, ring: Ring, chunk: Chunk, settings: RingSettings, num_sampled: NumSampled = 0
+    spec: Spec,
+    ring: Ring,
+    chunk: Chunk,
+    settings: RingSettings,
+    num_sampled: NumSampled = 0,
+    beside: Sequence[KeySet] = (),
 ) -> tuple[Partial, Ring]:
     """Attention of one token, and the ring with it. Read this before `attend`.
+
+    beside: keys that `flash_attention` reads with those of the ring, where it reads them.
 
     The token is written first, so a window as large as the ring needs no distance mask. The query
     has another position for the sinks: their logits are computed again and replace those of their
@@ -424,15 +432,15 @@ def decode(
     sinks, cache_relative = settings.sinks, settings.cache_relative
     numbers = token_numbers(ring, chunk.valid)
     ring = write(spec, ring, chunk, settings)
+    if xla_gpu.reads_by_flash(spec, chunk.q, ring.k):
+        sets = _key_sets_of_token(spec, ring, chunk, settings, numbers, num_sampled)
+        return Partial(*flash_attention([*sets, *beside], spec.scale, spec.softcap)), ring
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
     slot = jnp.arange(size)[None, :]
     visible = (slot < ring.count[:, None]) & chunk.valid
     if settings.window is not None and settings.window < size - sinks:
         distance = (chunk.positions - ring.positions).astype(jnp.int32)
         visible &= (distance < settings.window) | (slot < sinks)
-    if sinks and cache_relative and ring.exact_sinks is None and xla_gpu.scores_twice():
-        logits = _scores_of_both(spec, ring, chunk, settings, numbers, num_sampled, visible)
-        return blend(logits, ring.v), ring
     q, query_positions = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
     bias = masked_bias(spec, visible[:, None], query_positions, ring.positions, kv_heads)
     logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
@@ -453,28 +461,27 @@ def decode(
     return merge(partial, blend(sink_scores, first.v)) if exact else partial, ring
 
 
-def _scores_of_both(
+def _key_sets_of_token(
     spec: Spec,
     ring: Ring,
     chunk: Chunk,
     settings: RingSettings,
     numbers: Int32[Array, "B 1"],
     num_sampled: NumSampled,
-    visible: Bool[Array, "B S"],
-) -> Float32[Array, "B K G 1 S"]:
-    """The logits of one token, whose query has another position for the sinks than for the ring.
-
-    Both queries are multiplied with every slot, in one product (`xla_gpu.scores_twice`).
-    """
-    sinks, slot = settings.sinks, jnp.arange(ring.positions.shape[1])
-    for_sinks = cache_relative_positions(ring, numbers, num_sampled)
-    positions = jnp.concatenate([chunk.positions, for_sinks], axis=1)
-    q = spec.encoding.rotate(jnp.concatenate([chunk.q, chunk.q], axis=1), positions)
-    keys = jnp.where(slot < sinks, slot.astype(jnp.uint32), ring.positions)
-    visible = jnp.broadcast_to(visible[:, None], (*positions.shape, len(slot)))
-    logits = scores(q, ring.k, spec.scale, spec.softcap)
-    logits += masked_bias(spec, visible, positions, keys, ring.k.shape[1])
-    return jnp.where(slot < sinks, logits[:, :, :, 1:], logits[:, :, :, :1])
+) -> list[KeySet]:
+    """What one token, which is in the ring already, reads of sinks and ring."""
+    sinks, size = settings.sinks, ring.k.shape[2]
+    end = jnp.where(chunk.valid, jnp.minimum(ring.count, size)[:, None], 0)
+    q = spec.encoding.rotate(chunk.q, chunk.positions)
+    window = settings.window
+    window = window if window is not None and window < size - sinks else None
+    in_ring = KeySet(q, ring.k, ring.v, end, first=sinks)
+    sets = [within(in_ring, chunk.positions, ring.positions, window)]
+    if sinks:
+        if settings.cache_relative:
+            q = spec.encoding.rotate(chunk.q, cache_relative_positions(ring, numbers, num_sampled))
+        sets.append(KeySet(q, ring.k, ring.v, jnp.minimum(end, sinks)))
+    return sets
 
 
 def cached(ring: Ring) -> Cached:

@@ -33,16 +33,6 @@ def carries_shared_once() -> bool:
     return jax.default_backend() != "tpu"
 
 
-def scores_twice() -> bool:
-    """Whether the two queries of a token, for sinks and for the ring, are scored in one product.
-
-    Each is then multiplied with all slots, so twice as many products are computed, from the same
-    bytes. On an H100 a layer of a decode step has 2 to 3 kernels less under `streaming` (compiled,
-    evals/results/compiled.json).
-    """
-    return jax.default_backend() == "gpu"
-
-
 def reads_by_flash(spec: Spec, q: Float[Array, "B T N H"], k: Rows) -> bool:
     """Whether a chunk reads the rows of a cache and itself in one kernel, `flash_attention`.
 
@@ -73,6 +63,29 @@ def write_after(read: Partial | None, written: Tree) -> Tree:
         return jnp.where(always, leaf, jnp.zeros_like(leaf))
 
     return jax.tree.map(depend, written)
+
+
+def scatters_per_head() -> bool:
+    """Whether `scatter_per_head` writes a token to a sample."""
+    return jax.default_backend() == "gpu"
+
+
+def slots_compared() -> int:
+    """The most slots that are ranked by comparing all pairs, in one kernel; more are sorted.
+
+    A sort and its inverse are five kernels on a GPU (compiled, evals/results/compiled.json).
+    """
+    return 4096 if jax.default_backend() == "gpu" else 256
+
+
+def scatter_per_head(
+    old: Array, fresh: Array, slot: Int32[Array, "B K"], hit: Bool[Array, "B K"]
+) -> Array:
+    """`scatter_slot` to another slot of each KV head: old [B,K,S,*] with fresh [B,K,1,*]."""
+    sequence, head = jnp.ogrid[: old.shape[0], : old.shape[1]]
+    slot = jnp.where(hit, slot, old.shape[2])
+    fresh = fresh[:, :, 0].astype(old.dtype)
+    return old.at[sequence, head, slot].set(fresh, mode="drop", unique_indices=True)
 
 
 def scatter_slot(

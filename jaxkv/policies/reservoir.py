@@ -19,6 +19,7 @@ from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.contract import Cached, Chunk, Leaf, Partial, Policy, Spec
 from jaxkv.errors import UserError, check_choice
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
@@ -191,7 +192,6 @@ class Reservoir(Policy):
         after = self._evict_one(state, chunk)
         chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
         num_sampled = jnp.minimum(after.num_evicted, self.sample)[:, None]
-        seen, recent = ring.decode(spec, state.recent, chunk, self._recent, num_sampled)
         num_evicted, query_positions, sample = (
             after.num_evicted[:, None],
             chunk.positions,
@@ -204,8 +204,14 @@ class Reservoir(Policy):
             numbers = ring.token_numbers(state.recent, chunk.valid)
             query_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
             sample = self._at_cache_positions(spec, sample, num_evicted)
-        partial = merge(seen, per_head.attend(spec, chunk.q, query_positions, sample, bias))
-        return partial, after._replace(recent=recent)
+        keys = spec, chunk.q, query_positions, sample, bias
+        decode = partial(ring.decode, spec, state.recent, chunk, self._recent, num_sampled)
+        if xla_gpu.reads_by_flash(spec, chunk.q, sample.k):
+            attended, recent = decode(beside=[per_head.key_set(*keys)])
+        else:
+            seen, recent = decode()
+            attended = merge(seen, per_head.attend(*keys))
+        return attended, after._replace(recent=recent)
 
     def _evict_one(self, state: ReservoirState, chunk: Chunk) -> ReservoirState:
         """The state after one new token has evicted the oldest of the ring."""

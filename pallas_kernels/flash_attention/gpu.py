@@ -26,6 +26,7 @@ from jaxkv.pallas_kernels.online_softmax import (
     Sums,
     accumulate,
     empty_sums,
+    merge,
     normalize,
 )
 
@@ -37,6 +38,7 @@ except ImportError:  # deprecated since jax 0.12
 QUERIES = 64  # of one program
 KEYS = 64  # in the registers of a program at a time
 SMALLEST = 16  # the least size of a product
+PROGRAMS = 128  # aimed at for the one query of a sequence: about one per multiprocessor
 HEAD_DIMS = 16, 32, 64, 128, 256
 # The fields of a KeySet that are arrays, in the order of its leaves.
 DATA = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
@@ -60,82 +62,171 @@ def attend(
 ) -> AttentionOutput:
     """`reference.attend`."""
     batch, tokens, heads, head_dim = sets[0].q.shape
-    group = heads // sets[0].k.shape[1]
+    kv_heads = sets[0].k.shape[1]
+    parts, folded = 1, tokens == 1
+    if folded:  # the queries of a KV head are read together, and its keys by many programs
+        sets = [_by_kv_head(keys) for keys in sets]
+        tokens, heads = sets[0].q.shape[1:3]
+        blocks = max(pl.cdiv(keys.k.shape[2], KEYS) for keys in sets)
+        # Independent of the batch, so that other sequences do not change how keys are split.
+        parts = pl.next_power_of_2(min(blocks, pl.cdiv(PROGRAMS, kv_heads)) + 1) // 2
+    group = heads // kv_heads
     size = max(SMALLEST, min(QUERIES, pl.next_power_of_2(tokens)))
-    padded = pl.cdiv(tokens, size) * size
-    of_query = pl.BlockSpec((None, size), lambda t, n, b: (b, t))
-    queries = pl.BlockSpec((None, size, None, head_dim), lambda t, n, b: (b, t, n, 0))
-    operands, specs = [], []
-    for keys in sets:
-        slots = keys.k.shape[2]
-        of_key = pl.BlockSpec((None, slots), lambda t, n, b: (b, 0))
-        of_head = pl.BlockSpec(
-            (None, None, slots, head_dim),
-            lambda t, n, b: (b, jax.lax.div(n, np.int32(group)), 0, 0),
-        )
-        spec_of = KeySet(queries, of_head, of_head, of_query, of_key, of_query, of_key)
-        for name in ("q", "end", "query_positions"):  # a query that is added has the end 0
-            if getattr(keys, name) is not None:
-                keys = replace(keys, **{name: _pad(getattr(keys, name), padded)})
-        operands += jax.tree.leaves(keys)
-        specs += [getattr(spec_of, name) for name in DATA if getattr(keys, name) is not None]
+    # A decode loop carries caches without an axis of one sequence, and a kernel that reads them as
+    # they are carried leaves the write of a token one kernel.
+    flat = lambda rows: rows.reshape(-1, *rows.shape[2:])
+    operands = jax.tree.leaves([replace(keys, k=flat(keys.k), v=flat(keys.v)) for keys in sets])
+    specs = [spec for keys in sets for spec in _block_specs(keys, group)]
+    blocks = pl.cdiv(tokens, size)
+    padded = blocks * size
+    dtype = jnp.float32 if parts > 1 else sets[0].q.dtype
     out, lse = pl.pallas_call(
         partial(
-            _attend_block, structure=jax.tree.structure(tuple(sets)), scale=scale, softcap=softcap
+            _attend_block,
+            structure=jax.tree.structure(tuple(sets)),
+            tokens=tokens,
+            parts=parts,
+            scale=scale,
+            softcap=softcap,
         ),
-        grid=(padded // size, heads, batch),
+        grid=(blocks, parts, heads, batch),
         in_specs=specs,
         out_specs=[
-            pl.BlockSpec((None, size, None, head_dim), lambda t, n, b: (b, t, n, 0)),
-            pl.BlockSpec((None, size, None), lambda t, n, b: (b, t, n)),
+            pl.BlockSpec((None, None, size, None, head_dim), lambda t, p, n, b: (p, b, t, n, 0)),
+            pl.BlockSpec((None, None, size, None), lambda t, p, n, b: (p, b, t, n)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, padded, heads, head_dim), sets[0].q.dtype),
-            jax.ShapeDtypeStruct((batch, padded, heads), jnp.float32),
+            jax.ShapeDtypeStruct((parts, batch, padded, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((parts, batch, padded, heads), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
     )(*operands)
-    return AttentionOutput(out[:, :tokens].astype(jnp.float32), lse[:, :tokens])
+    if parts > 1:
+        out, lse = _merged(out, lse, tokens, sets[0].q.dtype, interpret)
+    else:
+        out, lse = out[0, :, :tokens], lse[0, :, :tokens]
+    if folded:  # [B,G,K,*] as [B,1,N,*]
+        out, lse = (a.swapaxes(1, 2).reshape(batch, 1, -1, *a.shape[3:]) for a in (out, lse))
+    return AttentionOutput(out.astype(jnp.float32), lse)
 
 
-def _pad(array: Array, tokens: int) -> Array:
-    return jnp.pad(array, [(0, 0), (0, tokens - array.shape[1])] + [(0, 0)] * (array.ndim - 2))
+def _merged(
+    out: Array, lse: Array, tokens: int, dtype: jnp.dtype, interpret: bool
+) -> tuple[Array, Array]:
+    """The parts of out [P,B,T,N,H] and lse [P,B,T,N] as one, of the first tokens."""
+    parts, batch, _, heads, head_dim = out.shape
+    rows = lambda *shape: (parts, None, None, None, *shape)
+    return pl.pallas_call(
+        _merge_parts,
+        grid=(tokens, heads, batch),
+        in_specs=[
+            pl.BlockSpec(rows(head_dim), lambda t, n, b: (0, b, t, n, 0)),
+            pl.BlockSpec(rows(), lambda t, n, b: (0, b, t, n)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, head_dim), lambda t, n, b: (b, t, n, 0)),
+            pl.BlockSpec((None, None, 1), lambda t, n, b: (b, t, n)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=1),
+        interpret=interpret,
+    )(out, lse)
 
 
-def _attend_block(*refs, structure: PyTreeDef, scale: float, softcap: float | None) -> None:
+def _merge_parts(part_ref, part_lse_ref, out_ref, lse_ref) -> None:
+    out, lse = merge(part_ref[...], part_lse_ref[...][:, None], axis=0)
+    out_ref[...] = out.astype(out_ref.dtype)
+    lse_ref[...] = lse
+
+
+def _block_specs(keys: KeySet, group: int) -> list[pl.BlockSpec]:
+    """Where a program finds the arrays of a set, all queries and slots of its head."""
+    tokens, (_, kv_heads, slots, head_dim) = keys.q.shape[1], keys.k.shape
+    head = lambda n: jax.lax.div(n, np.int32(group))
+    shared = keys.log_weight is not None and keys.log_weight.shape[1] == 1
+    of_query = pl.BlockSpec((None, tokens), lambda t, p, n, b: (b, 0))
+    of_key = pl.BlockSpec((None, slots), lambda t, p, n, b: (b, 0))
+    row = lambda t, p, n, b: (b * kv_heads + head(n), 0, 0)
+    of_head = pl.BlockSpec((None, slots, head_dim), row)
+    weights = lambda t, p, n, b: (b, 0 if shared else head(n), 0)
+    specs = KeySet(
+        pl.BlockSpec((None, tokens, None, head_dim), lambda t, p, n, b: (b, 0, n, 0)),
+        of_head, of_head, of_query, pl.BlockSpec((None, None, slots), weights), of_query, of_key,
+    )  # fmt: skip
+    return [getattr(specs, name) for name in DATA if getattr(keys, name) is not None]
+
+
+def _by_kv_head(keys: KeySet) -> KeySet:
+    """One token: the query heads of a KV head as tokens [B,G,K,H], which see the same keys."""
+    batch, _, heads, head_dim = keys.q.shape
+    kv_heads = keys.k.shape[1]
+    group = heads // kv_heads
+    q = keys.q.reshape(batch, kv_heads, group, head_dim).transpose(0, 2, 1, 3)
+    repeat = lambda a: None if a is None else jnp.broadcast_to(a, (batch, group))
+    where = {"end": repeat(keys.end), "query_positions": repeat(keys.query_positions)}
+    return replace(keys, q=q, **where)
+
+
+def _attend_block(
+    *refs,
+    structure: PyTreeDef,
+    tokens: int,
+    parts: int,
+    scale: float,
+    softcap: float | None,
+) -> None:
     *inputs, out_ref, lse_ref = refs
-    sums = empty_sums(out_ref.shape)
+    size, sums = out_ref.shape[0], empty_sums(out_ref.shape)
+    first = pl.program_id(0) * size
+    at = pl.ds(first, size)
+    if tokens % size:  # the last queries are read again, and their output is cut off
+        query = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+        at = jnp.minimum(query, tokens - 1)
     for keys in jax.tree.unflatten(structure, inputs):
-        sums = _attend_set(sums, keys, scale, softcap)
+        sums = _attend_set(sums, keys, at, pl.program_id(1), parts, scale, softcap)
     out, lse = normalize(sums)
     out_ref[...] = out.astype(out_ref.dtype)
     lse_ref[...] = lse[:, 0]
 
 
-def _attend_set(sums: Sums, keys: KeySet, scale: float, softcap: float | None) -> Sums:
-    """The sums with the keys of one set, whose arrays are references."""
+def _attend_set(
+    sums: Sums,
+    keys: KeySet,
+    queries: pl.Slice | Array,
+    part: Array,
+    parts: int,
+    scale: float,
+    softcap: float | None,
+) -> Sums:
+    """The sums with the keys of one set, whose arrays are references, that are in this part."""
     slots = keys.k.shape[0]
     size = max(SMALLEST, min(KEYS, pl.next_power_of_2(slots)))
-    q, end = keys.q[...], keys.end[...]
+    q, end = keys.q[queries, :], keys.end[queries]
 
     def attend_keys(i: Array, so_far: Sums) -> Sums:
-        slot = i * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-        at = pl.ds(i * size, size) if slots % size == 0 else jnp.minimum(slot, slots - 1)
+        # Blocks alternate between parts, so that all parts have equal work for any number of keys.
+        first = (part + i * parts) * size
+        slot = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+        at = pl.ds(first, size) if slots % size == 0 else jnp.minimum(slot, slots - 1)
         k, v = keys.k[at, :], keys.v[at, :]
         seen = slot[None, :] < end[:, None]
         if keys.first:
             seen &= (slot >= keys.first)[None, :]
         if keys.window is not None:
-            queries, positions = keys.query_positions[...], keys.key_positions[at]
-            seen &= in_window(queries[:, None], positions[None, :], keys.window)
+            now, then = keys.query_positions[queries], keys.key_positions[at]
+            seen &= in_window(now[:, None], then[None, :], keys.window)
         logits = capped(_dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[at][None, :]
         logits = jnp.where(seen, logits, np.float32(-np.inf))
         return accumulate(so_far, logits, lambda share: _dot(share.astype(v.dtype), v, 0))
 
-    return jax.lax.fori_loop(0, pl.cdiv(jnp.max(end), size), attend_keys, sums)
+    blocks = pl.cdiv(jnp.max(end), size)
+    return jax.lax.fori_loop(0, pl.cdiv(blocks - part, parts), attend_keys, sums)
 
 
 def _dot(x: Array, y: Array, axis: int) -> Array:

@@ -30,9 +30,9 @@ class KeySet:
     kernel reads no block of keys that is beyond the ends of its queries.
 
     q [B,T,N,H], k and v [B,K,S,H], of one dtype. end [B,T] int32, at most S: 0 for padding.
-    log_weight [B,S] float32: added to the logits; -inf hides a key. window: a query sees keys fewer
-    than this many positions back. Only a window needs query_positions [B,T] and key_positions
-    [B,S], both uint32; they may have wrapped.
+    log_weight [B,#K,S] float32: added to the logits; -inf hides a key. window: a query sees keys
+    fewer than this many positions back. Only a window needs query_positions [B,T] and
+    key_positions [B,S], both uint32; they may have wrapped.
     """
 
     q: Array
@@ -60,9 +60,10 @@ def attend(sets: Sequence[KeySet], scale: float, softcap: float | None) -> Atten
         if keys.window is not None:
             queries, positions = keys.query_positions[:, :, None], keys.key_positions[:, None]
             seen &= in_window(queries, positions, keys.window)
-        weight = np.float32(0) if keys.log_weight is None else keys.log_weight[:, None]
-        weight = jnp.where(seen, weight, -jnp.inf)[:, None, None]
-        logits = capped(product, scale, softcap) + weight
+        bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
+        if keys.log_weight is not None:
+            bias += keys.log_weight[:, :, None, None]
+        logits = capped(product, scale, softcap) + bias
         sums = accumulate(
             sums,
             logits,

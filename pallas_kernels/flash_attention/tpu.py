@@ -68,7 +68,7 @@ def _attend_set(
     row = lambda a: None if a is None else _signed(a)[:, None]  # [B,1,S]
     arrays = KeySet(
         _pad(keys.q, padded).transpose(0, 2, 1, 3), keys.k, keys.v,
-        column(keys.end), row(keys.log_weight),
+        column(keys.end), None if keys.log_weight is None else keys.log_weight[:, :, None],
         column(keys.query_positions), row(keys.key_positions),
     )  # fmt: skip
     # The last block of keys that any query of a block sees.
@@ -77,12 +77,22 @@ def _attend_set(
     at = lambda b, t, s, last: jnp.minimum(s, jnp.maximum(last[b, t], 0))
     of_query = pl.BlockSpec((None, size, 1), lambda b, n, t, s, last: (b, t, 0))
     of_key = pl.BlockSpec((None, 1, block), lambda b, n, t, s, last: (b, 0, at(b, t, s, last)))
+    shared = keys.log_weight is not None and keys.log_weight.shape[1] == 1
+    of_weight = pl.BlockSpec(
+        (None, None, 1, block),
+        lambda b, n, t, s, last: (
+            b,
+            0 if shared else jax.lax.div(n, np.int32(group)),
+            0,
+            at(b, t, s, last),
+        ),
+    )
     of_head = pl.BlockSpec(
         (None, None, block, head_dim),
         lambda b, n, t, s, last: (b, jax.lax.div(n, np.int32(group)), at(b, t, s, last), 0),
     )
     queries = pl.BlockSpec((None, None, size, head_dim), lambda b, n, t, s, last: (b, n, t, 0))
-    specs = KeySet(queries, of_head, of_head, of_query, of_key, of_query, of_key)
+    specs = KeySet(queries, of_head, of_head, of_query, of_weight, of_query, of_key)
     leaves, structure = jax.tree.flatten(replace(arrays, first=keys.first, window=keys.window))
     names = [name for name in DATA if getattr(arrays, name) is not None]
     number = pl.BlockSpec((None, None, size, 1), lambda b, n, t, s, last: (b, n, t, 0))
@@ -120,7 +130,7 @@ def _signed(array: Array) -> Array:
     """Positions as int32, whose differences are the same."""
     if array.dtype == jnp.uint32:
         return jax.lax.bitcast_convert_type(array, jnp.int32)
-    return array.astype(jnp.int32) if array.dtype != jnp.float32 else array
+    return array.astype(jnp.int32)
 
 
 def _pad(array: Array, tokens: int) -> Array:

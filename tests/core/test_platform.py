@@ -75,52 +75,19 @@ def test_scatter_slot_writes_one_slot_of_each_sequence(rng, kv_heads):
     np.testing.assert_array_equal(gpu.scatter_slot(*arrays), expected)
 
 
-ENCODINGS = {"rotary": rotary(8, 100.0), "alibi": Alibi.of(4), "none": NoPosition()}
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize(
-    "policy",
-    ["streaming:sinks=2,window=5", "streaming:sinks=2,window=5,storage=int8",
-     "streaming:sinks=0,window=5", "streaming:sinks=2,window=5,positions=absolute",
-     "reservoir:sinks=3,window=4,sample=5"],
-)  # fmt: skip
-def test_scoring_both_queries_at_once_changes_no_output(rng, monkeypatch, policy, softcap, name):
-    """Token by token, below the capacity and up to three times beyond it, padding among them."""
-    encoding = ENCODINGS[name]
-    spec = Spec(2, 8, 8**-0.5, encoding, softcap, group=2)
-    chosen, count = jaxkv.policy(policy), 36
-    q, k, v = (rng.normal(size=(2, count, heads, 8)).astype("f4") for heads in (4, 2, 2))
-    valid = np.stack([np.ones(count, bool), rng.random(count) < 0.7])
-    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
-    outputs = []
-    for twice in (False, True):
-        monkeypatch.setattr(gpu, "scores_twice", lambda twice=twice: twice)
-        step = jax.jit(lambda state, *token: jaxkv.step(chosen, spec, state, *token))
-        state, outs = chosen.init(spec, 2, jax.random.key(0)), []
-        for at in range(count):
-            out, state = step(state, *(x[:, at : at + 1] for x in (q, k, v, positions, valid)))
-            outs.append(out)
-        outputs.append((np.concatenate(outs, axis=1), jax.tree.leaves(state)))
-    (plain, states), (twice, others) = outputs
-    np.testing.assert_allclose(twice, plain, atol=2e-6)
-    for first, second in zip(states, others, strict=True):
-        np.testing.assert_array_equal(first, second)
-
-
 CHUNKED = {  # the first are everyday cases
-    "full": [5, 36], "streaming:sinks=2,window=5": [2, 5, 13, 36], "window:window=6": [13],
-    "streaming:sinks=2,window=5,positions=absolute": [5], "snapkv:capacity=8,window=3": [13],
-    "reservoir:sinks=3,window=4,sample=5": [5, 36], "keydiff:capacity=8,every=4": [5],
-    "balance-stream:sinks=2,window=4,levels=1,block=4": [13],
+    "full": [1, 36], "streaming:sinks=2,window=5": [1, 2, 5, 13, 36], "window:window=6": [1, 13],
+    "streaming:sinks=2,window=5,positions=absolute": [1, 5], "snapkv:capacity=8,window=3": [13],
+    "reservoir:sinks=3,window=4,sample=5": [1, 36], "keydiff:capacity=8,every=4": [5],
+    "reservoir:sinks=3,window=4,sample=5,positions=absolute,weighted=true": [1],
+    "balance-stream:sinks=2,window=4,levels=2,block=4": [1, 13],
 }  # fmt: skip
 SEVERAL = [(policy, chunk) for policy, chunks in CHUNKED.items() for chunk in chunks]
 
 
 @pytest.fixture
 def by_flash(monkeypatch):
-    """Chunks read the cache by `flash_attention`, in XLA's form on a CPU."""
+    """Tokens read the cache by `flash_attention`, in XLA's form on a CPU."""
     plain = lambda spec, k: not isinstance(spec.encoding, Alibi) and not isinstance(k, Int8Rows)
     monkeypatch.setattr(gpu, "reads_by_flash", lambda spec, q, k: plain(spec, k))
 
@@ -154,5 +121,16 @@ def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, 
     [name if name.startswith("streaming:sinks=2,window=5") and "abs" not in name
      else pytest.param(name, marks=pytest.mark.slow) for name in CHUNKED],
 )  # fmt: skip
-def test_the_laws_hold_when_chunks_are_read_by_flash_attention(by_flash, policy):
+def test_the_laws_hold_when_flash_attention_reads_the_cache(by_flash, policy):
     check_policy(jaxkv.policy(policy))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_scatter_per_head_writes_one_slot_of_each_head(rng, kv_heads):
+    old, fresh = (rng.normal(size=(4, kv_heads, n, 2)).astype("f4") for n in (7, 1))
+    slot = rng.integers(0, 7, (4, kv_heads)).astype("i4")
+    hit, expected = rng.random((4, kv_heads)) < 0.6, old.copy()
+    for b, n in np.argwhere(hit):
+        expected[b, n, slot[b, n]] = fresh[b, n, 0]
+    arrays = (jnp.asarray(a) for a in (old, fresh, slot, hit))
+    np.testing.assert_array_equal(gpu.scatter_per_head(*arrays), expected)

@@ -39,13 +39,13 @@ def key_set(rng, queries, slots, kind, dtype="float32"):
         return replace(keys, end=0 * end)
     if kind == "chunk":
         valid = rng.random((BATCH, slots)) < 0.8
-        weight = np.where(valid, 0, -np.inf).astype("f4")
+        weight = np.where(valid, 0, -np.inf).astype("f4")[:, None]
         end = np.where(valid[:, :queries], np.arange(1, queries + 1), 0)
         return replace(keys, end=end, log_weight=weight, key_positions=positions, window=9)
     if kind == "ring":
         back = np.stack([rng.permutation(slots) for _ in range(BATCH)]).astype(np.uint32)
         return replace(keys, key_positions=first[:, None] - 1 - back, first=3, window=slots - 2)
-    return replace(keys, log_weight=rng.normal(size=(BATCH, slots)).astype("f4"))
+    return replace(keys, log_weight=rng.normal(size=(BATCH, KV_HEADS, slots)).astype("f4"))
 
 
 def plain(sets, scale, softcap):
@@ -65,7 +65,9 @@ def plain(sets, scale, softcap):
                 logit = scale * (k[b, head, slot] @ q[b, t, n])
                 if softcap is not None:
                     logit = softcap * np.tanh(logit / softcap)
-                weight = 0.0 if keys.log_weight is None else keys.log_weight[b, slot]
+                weight = 0.0
+                if keys.log_weight is not None:
+                    weight = np.broadcast_to(keys.log_weight, k.shape[:3])[b, head, slot]
                 if weight > -np.inf:
                     logits.append(logit + weight)
                     values.append(v[b, head, slot])
@@ -82,6 +84,7 @@ CASES = {
     "an empty cache": (20, [(64, "empty"), (20, "chunk")]),
     "a wrapped ring": (70, [(64, "ring"), (70, "chunk"), (4, "sinks"), (70, "empty")]),
     "nothing in view": (3, [(8, "empty")]),
+    "a token": (1, [(150, "ring"), (4, "sinks"), (40, "sinks"), (1, "chunk")]),
 }
 
 
@@ -127,7 +130,7 @@ def test_blocks_of_any_size_give_the_softmax(name, monkeypatch):
 def test_hidden_keys_and_keys_beyond_the_end_change_no_bit(on):
     keys = key_set(np.random.default_rng(3), 24, 24, "chunk")
     keys = replace(keys, end=np.minimum(keys.end, 17))
-    hidden = (keys.log_weight == -np.inf) | (np.arange(24) >= 17)
+    hidden = (keys.log_weight[:, 0] == -np.inf) | (np.arange(24) >= 17)
     change = lambda rows: jnp.where(hidden[:, None, :, None], 50.0, rows)
     expected = ON[on](on_device([keys]), 0.3, None)
     changed = replace(keys, k=change(keys.k), v=change(keys.v))
@@ -149,13 +152,13 @@ def test_gradients_are_those_of_a_softmax():
         repeat = lambda rows: jnp.repeat(rows, HEADS // KV_HEADS, axis=1)
         logits, values = [], []
         for keys in sets:
-            weight = (
-                jnp.zeros((BATCH, keys.k.shape[2])) if keys.log_weight is None else keys.log_weight
-            )
+            weight = keys.log_weight
+            weight = jnp.zeros((BATCH, 1, keys.k.shape[2])) if weight is None else weight
+            weight = jnp.repeat(weight, HEADS // weight.shape[1], axis=1)[:, :, None]
             product = jnp.einsum("btnh,bnsh->bnts", keys.q, repeat(keys.k), precision="highest")
             seen = jnp.arange(keys.k.shape[2])[None, None] < keys.end[..., None]
-            seen = (seen & (weight > -jnp.inf)[:, None])[:, None]
-            weight = jnp.where(weight == -jnp.inf, 0.0, weight)[:, None, None]
+            seen = seen[:, None] & (weight > -jnp.inf)
+            weight = jnp.where(weight == -jnp.inf, 0.0, weight)
             logits.append(jnp.where(seen, 0.3 * product + weight, -jnp.inf))
             values.append(repeat(keys.v))
         logits = jnp.concatenate(logits, axis=-1)
