@@ -175,7 +175,7 @@ def engine(load: LoadModel, sizes: ProgramSizes) -> Program:
         return programs.decode(model, like, weights, batch, active, scored)
 
     def args() -> tuple[Any, ...]:
-        batch = programs.carry(programs.empty_batch(model, 1, slots))
+        batch = programs.carry(model, programs.empty_batch(model, 1, slots))
         return model.weights, batch, np.ones(1, bool), np.bool_(False)
 
     caches = frozenset(leaf.size for leaf in jax.tree.leaves(like.states) if leaf.ndim >= 4)
@@ -324,7 +324,10 @@ FLAT_ROWS = {
     for module in ("attention", "cache.ring")
     for name, plain in (("scores", plain_scores), ("blend", plain_blend))
 }
-CARRY = {f"{LOOP}.programs.carry": first_argument, f"{LOOP}.programs.restore": first_argument}
+CARRY = {
+    f"{LOOP}.programs.carry": second_argument,
+    f"{LOOP}.programs.restore": first_argument,
+}
 
 FORMS: dict[str, PlainForm] = {
     "attend_by_head": PlainForm("prefill", {f"{CPU}.CACHED_LOGITS": ONE_BLOCK}),

@@ -269,10 +269,13 @@ def _download(model: str | None) -> None:
             smollm2.fetch()
 
 
-def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[[], None]]:
+def open_model(
+    args: argparse.Namespace, *policies: str, engine: bool = False
+) -> tuple[Llm, Callable[[], None]]:
     """The model of --model without its weights, and a function that loads them.
 
-    Meanwhile its programs can be compiled. The policies are checked against the model.
+    Meanwhile its programs can be compiled. The policies are checked against the model. engine:
+    whether an engine, which has its own rule for a mesh, or one sequence runs it.
     """
     _given_sampling(args)  # before anything that takes long
     _download(args.model)
@@ -293,7 +296,7 @@ def open_model(args: argparse.Namespace, *policies: str) -> tuple[Llm, Callable[
         config = source.config
         layers = [by_layer(policy, config.layers, config.windows) for policy in policies]
         check_calibration(config, chain.from_iterable(layers), source.fingerprint)
-        if mesh is not None:
+        if mesh is not None and not engine:
             sharding.check(mesh, 1, config.kv_heads, chain.from_iterable(layers))
         llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)
         if args.sinks is not None and (llm.tokenizer.sinks or llm.config.sink_logit == "none"):

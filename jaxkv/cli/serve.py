@@ -120,6 +120,16 @@ SWITCHES = {
 }
 
 
+# The engine splits no sequences: more of them take more servers.
+MESH = (
+    "mesh",
+    str,
+    None,
+    "model=N",
+    "split the KV heads of the model and its caches over N devices",
+)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"The environment variables {KEYS} and {ADMIN_KEYS} may hold the lines of the key files "
@@ -132,8 +142,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         flags.add(group, *rows)
         flags.add_switches(group, **SWITCHES[title])
-    # The engine's programs and prefix cache are compiled for one device.
     flags.add_model(parser, mesh=False)
+    flags.add(parser, MESH)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
                 "the server accepts requests from other machines without an API key; give "
                 "--api-key-file, or leave --host out"
             )
-        llm, load = flags.open_model(args, args.policy)
+        llm, load = flags.open_model(args, args.policy, engine=True)
         plan = plan_of(args, llm, has_keys=bool(keys.tenants))
         load()
         names = names or (check_name(name_of(args, llm)),)

@@ -11,27 +11,41 @@ import jax.numpy as jnp
 
 from jaxkv import defaults
 from jaxkv.contract import Policy, State
-from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import warn_of_short_prompt
 from jaxkv.models.generation.text import OutputText, warn_beyond_context
 from jaxkv.models.loading.chat import Message, conversation_ids
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
-from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, Weights, layer_weights, run_layer
+from jaxkv.models.network.decoder import (
+    SINK_TOKENS,
+    Decoder,
+    Weights,
+    layer_weights,
+    run_layer,
+    step_on,
+)
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
 from jaxkv.serve.engine.plan import resolve_max_len
+from jaxkv.state import sharding
 from jaxkv.typing import Array, Float, Float32, Int32
 
 
 def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = defaults.POLICY) -> Model:
     """Wrap a loaded model and a cache policy for the engine.
 
-    Raises UserError for a model that is sharded over a mesh, or with learned sink tokens.
+    A mesh has the axis `model` alone. Raises UserError for another mesh, for KV heads that it does
+    not divide, and for learned sink tokens.
     """
     if llm.mesh is not None:
-        raise UserError(
-            "the engine runs on one device, got a model over a mesh; load it without mesh"
+        if llm.mesh.shape.get("data", 1) > 1:
+            raise UserError(
+                f"the engine splits KV heads over devices and not sequences, got a mesh with "
+                f"data={llm.mesh.shape['data']}; give model=N alone, and start a server for each N "
+                "devices"
+            )
+        sharding.check(
+            llm.mesh, llm.mesh.shape.get("data", 1), llm.config.kv_heads, llm.policies(policy)
         )
     if SINK_TOKENS in llm.weights:
         raise UserError(
@@ -44,7 +58,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
         return Decoder(llm.config, weights).embedded(tokens)
 
     def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "B T D"], State]:
-        return run_layer(llm.config, policy, step, *arguments)
+        return run_layer(llm.config, policy, step_on(llm.mesh), *arguments)
 
     def head(
         weights: Weights, x: Float[Array, "B T D"], indices: Int32[Array, "B P"]
@@ -63,6 +77,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
         llm.spec,
         llm.config.vocab,
         identity,
+        llm.mesh,
     )
 
 

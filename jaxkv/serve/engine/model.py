@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.serve.engine.request import MAX_LOGPROBS
+from jaxkv.state.sharding import sharded_finish_prefill
 from jaxkv.state.shared import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
@@ -28,7 +30,7 @@ class Model:
     layer_weights: (weights, number of the layer) -> weights of this layer; layers with one
     program (`Policy.program`) have equal shapes.
     policies: one per layer. vocab: V. identity: names the weights and their dtype, so that a prefix
-    cache of another model never matches.
+    cache of another model never matches. mesh: the devices over which the KV heads are split.
     """
 
     embed: Callable[[Any, Array], Array]
@@ -40,6 +42,13 @@ class Model:
     spec: Spec
     vocab: int
     identity: str = ""
+    mesh: Mesh | None = None
+
+    def finish_prefill(self, policy: Policy, state: State) -> State:
+        """`policy.finish_prefill`, on each device if there are several."""
+        if self.mesh is None:
+            return policy.finish_prefill(self.spec, state)
+        return sharded_finish_prefill(self.mesh, policy, self.spec, state)
 
     @cached_property
     def programs(self) -> tuple[Policy, ...]:

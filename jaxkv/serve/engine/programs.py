@@ -26,6 +26,7 @@ from jaxkv.contract import Policy, State
 from jaxkv.platform.cpu import flatten_heads, restore_heads
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.serve.engine.model import Model, StepOutput, forward, score
+from jaxkv.serve.engine.placement import is_split, placed, shardings
 from jaxkv.serve.engine.prefill import PrefillState, init_prefill, submit_prefill
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
@@ -73,7 +74,7 @@ def padded_widths(chunk: int) -> tuple[int, ...]:
     return (*(width for width in (16, 64, 256, 1024) if width < chunk), chunk)
 
 
-def carry(batch: DecodeBatch) -> DecodeBatch:
+def carry(model: Model, batch: DecodeBatch) -> DecodeBatch:
     """The batch in the form that stays on the device between calls.
 
     XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
@@ -81,7 +82,7 @@ def carry(batch: DecodeBatch) -> DecodeBatch:
     """
     if batch.token.shape[0] > 1:
         return batch
-    return batch._replace(states=flatten_heads(batch.states, sharded=False))
+    return batch._replace(states=flatten_heads(batch.states, sharded=model.mesh is not None))
 
 
 def restore(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
@@ -120,7 +121,7 @@ def insert(
     sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
     batch = restore(batch, like)
     batch = jax.tree.map(lambda all, new: all.at[index].set(new[0]), batch, sequence)
-    return carry(batch), output
+    return carry(model, batch), output
 
 
 def decode(
@@ -147,7 +148,7 @@ def decode(
     )
     fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
     fed, output = _sample(fed, logits[:, 0], active, scored)
-    return carry(fed), output
+    return carry(model, fed), output
 
 
 def set_bias(
@@ -186,7 +187,7 @@ def _finish_prefill(
 ) -> State:
     if policy.min_prompt is None:
         return state
-    state = policy.finish_prefill(model.spec, state)
+    state = model.finish_prefill(policy, state)
     if max_len is None:
         return state
     return policy.reserve(model.spec, state, max_len)  # counts tokens from the end of prefill on
@@ -228,7 +229,7 @@ def submit_moves(
     pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(into), strict=True))
     function, order = partial(move, size, target_size), np.zeros(min(size, target_size), "i4")
     futures = {
-        (leaf, to): submit(function, leaf, to, order, np.int32(0), donate=(1,))
+        (leaf, to): submit(function, leaf, to, order, np.int32(0), donate=(1,), out=to.sharding)
         for leaf, to in {*pairs}
     }
     return [futures[pair] for pair in pairs]
@@ -308,10 +309,9 @@ class Programs:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.model, self.sizes = model, tuple(sizes)
-        state = jax.eval_shape(lambda: init_prefill(model, max_len, jnp.uint32(0)))
-        batches = {
-            size: jax.eval_shape(partial(empty_batch, model, size, max_len)) for size in self.sizes
-        }
+        shapes = lambda make: placed(model, jax.eval_shape(make))
+        state = shapes(lambda: init_prefill(model, max_len, jnp.uint32(0)))
+        batches = {size: shapes(partial(empty_batch, model, size, max_len)) for size in self.sizes}
         self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
         self.num_compiled, self._lock = 0, threading.Lock()
         self.bytes = sum(map(nbytes, batches.values())) + prefills * self.prefill_bytes
@@ -338,11 +338,24 @@ class Programs:
         self.by_size = {size: programs.result() for size, programs in batch_programs.items()}
         self.chunks = {width: programs.result() for width, programs in chunks.items()}
 
-    def compile(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Callable:
-        """Compile a program for arguments of these shapes; donate: the arguments to donate."""
+    def compile(
+        self,
+        function: Callable,
+        *shapes: Any,
+        donate: tuple[int, ...] = (),
+        out: Any = None,
+    ) -> Callable:
+        """Compile a program for arguments of these shapes; donate: the arguments to donate.
+
+        Over several devices, outputs lie where `shardings` puts them, or where `out` says.
+        """
         with self._lock:
             self.num_compiled += 1
-        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+        if is_split(self.model):
+            shapes = placed(self.model, shapes)
+            out = shardings(self.model, jax.eval_shape(function, *shapes)) if out is None else out
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
+        return jitted.lower(*shapes).compile()
 
     def size_for(self, sequences: int) -> int:
         """The smallest size of the decode batch for so many sequences."""
@@ -390,7 +403,7 @@ class Programs:
     ) -> BatchPrograms:
         """Start to compile the programs of one size of the decode batch; batches: shapes."""
         model, zero, like = self.model, np.int32(0), batches[size]
-        batch = jax.eval_shape(carry, like)
+        batch = self._carried(like)
         params = SequenceParams(
             np.zeros(1, "u4"),
             np.zeros(1, "u4"),
@@ -416,17 +429,21 @@ class Programs:
             donate=(0,),
         )
         moves = {
-            target_size: submit_moves(submit, batch, size, jax.eval_shape(carry, into), target_size)
+            target_size: submit_moves(submit, batch, size, self._carried(into), target_size)
             for target_size, into in batches.items()
             if target_size != size
         }
         return BatchPrograms(
-            submit(lambda: carry(empty_batch(model, size, max_len))),
+            submit(lambda: carry(model, empty_batch(model, size, max_len))),
             decoding,
             inserting,
             submit(set_bias, batch, zero, params.bias, donate=(0,)),
             moves,
         )
+
+    def _carried(self, batch: DecodeBatch) -> DecodeBatch:
+        """The shapes of a batch as it stays on the device."""
+        return placed(self.model, jax.eval_shape(partial(carry, self.model), batch))
 
     def padded(self, count: int) -> int:
         """The width to which a chunk of `count` tokens is padded."""

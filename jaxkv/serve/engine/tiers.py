@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.contract import Pages
 from jaxkv.serve.engine import pool
+from jaxkv.serve.engine.placement import is_split, pool_shardings, with_sharding
 from jaxkv.serve.engine.pool import SKIP, Layout, Pool
 from jaxkv.serve.engine.prefill import PrefillState
 from jaxkv.serve.engine.programs import Programs
@@ -131,7 +133,7 @@ class HostTier:
             memory.check_host("a prefix cache in host memory")
 
     def put(self, index: int, arrays: Any, page_ids: PageIds) -> None:
-        self._places[index] = jax.device_put(arrays, _memory("pinned_host")), page_ids
+        self._places[index] = in_memory(arrays, "pinned_host"), page_ids
 
     def get(self, index: int) -> tuple[Any, PageIds]:
         """The arrays of a place, which stay there."""
@@ -140,14 +142,21 @@ class HostTier:
     def take(self, index: int) -> tuple[Any, PageIds]:
         """Move the arrays of a place to the device."""
         arrays, page_ids = self._places.pop(index)
-        return jax.device_put(arrays, _memory("device")), page_ids
+        return in_memory(arrays, "device"), page_ids
 
     def clear(self) -> None:
         self._places.clear()
 
 
-def _memory(kind: str) -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
+def in_memory(arrays: Any, kind: str) -> Any:
+    """The same arrays in this kind of memory, those of several devices beside each of them."""
+    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def move(array: Any) -> jax.Array:
+        place = array.sharding if isinstance(array, jax.Array) else alone
+        return jax.device_put(array, place.with_memory_kind(kind))
+
+    return jax.tree.map(move, arrays)
 
 
 class DevicePool:
@@ -177,16 +186,26 @@ class DevicePool:
             loaded = pool.load(layout, states, stored, numbers, count, record)
             return PrefillState(loaded, jnp.zeros((1, vocab), jnp.float32))
 
+        place, piece_place, compile = None, None, programs.compile
+        if is_split(programs.model):
+            place = pool_shardings(programs.model, layout, shape)
+            shape = with_sharding(shape, place)
+            piece_place = jax.tree.map(
+                lambda of_array: NamedSharding(of_array.mesh, PartitionSpec(*of_array.spec[1:])),
+                place,
+            )
         self._table = np.zeros(max(1, layout.max_pages), np.int32)
-        self._pool = programs.compile(lambda: pool.empty(layout, states, pages, records))()
-        self._save = programs.compile(
-            partial(pool.save, layout), shape, states, zero, zero, zero, donate=(0,)
+        self._pool = compile(lambda: pool.empty(layout, states, pages, records), out=place)()
+        self._save = compile(
+            partial(pool.save, layout), shape, states, zero, zero, zero, donate=(0,), out=place
         )
-        self._load = programs.compile(load, shape, self._table, zero, zero)
+        self._load = compile(load, shape, self._table, zero, zero)
         if movable:
             self.piece = jax.eval_shape(pool.take, shape, zero, zero)
-            self._take = programs.compile(pool.take, shape, zero, zero)
-            self._put = programs.compile(pool.put, shape, self.piece, zero, zero, donate=(0,))
+            if piece_place is not None:
+                self.piece = with_sharding(self.piece, piece_place)
+            self._take = compile(pool.take, shape, zero, zero, out=piece_place)
+            self._put = compile(pool.put, shape, self.piece, zero, zero, donate=(0,), out=place)
 
     def save(self, state: PrefillState, number: int, page: int, record: int) -> None:
         """Store page `number` of a state as `page`, and its record as `record`."""

@@ -1,0 +1,81 @@
+"""The engine over several devices: the same tokens, caches and prefixes split by KV head."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.sampling import Sampling
+from jaxkv.serve.engine import PrefixConfig, Request, answer
+from jaxkv.state.sharding import mesh_of
+from tests.tiny import write_tiny
+
+PROMPTS = [[60 + i] * (9 * i + 5) for i in range(5)]
+SHARED = [70] * 40  # the beginning of two more prompts
+REQUESTS = [
+    Request(tuple(prompt), 12, sampling=Sampling(temperature=temperature), seed=7, eos=())
+    for prompt in (*PROMPTS, [*SHARED, 71], SHARED + [72] * 3)
+    for temperature in (0.0, 0.9)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return write_tiny(tmp_path_factory.mktemp("tiny"), **heads)
+
+
+def engine_of(folder, policy, mesh, **options):
+    llm = models.load(folder, mesh=None if mesh is None else mesh_of(mesh))
+    prefixes = PrefixConfig(num_blocks=4, num_host_blocks=options.pop("num_host_blocks", 0))
+    return make_engine(
+        llm, policy, max_batch=4, max_len=64, chunk=16, prefix_cache=prefixes, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "policy, mesh, options",
+    [
+        ("full", "model=4", {"num_host_blocks": 4, "fixed_batch": False}),
+        ("streaming:sinks=2,window=14", "model=2", {}),
+        pytest.param(
+            "reservoir:sinks=1,window=6,sample=7,storage=int8",
+            "model=2",
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("snapkv:capacity=12,window=4", "model=4", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_do_not_depend_on_the_mesh(folder, policy, mesh, options):
+    alone, split = (engine_of(folder, policy, at, **options) for at in (None, mesh))
+    expected, actual = ([out.tokens for out in answer(e, REQUESTS)] for e in (alone, split))
+    assert actual == expected
+    again = [out.tokens for out in answer(split, REQUESTS[-4:])]  # from cached prefixes
+    assert again == expected[-4:]
+
+
+def test_caches_are_split_and_attention_communicates_nothing(folder):
+    engine = engine_of(folder, "streaming:sinks=2,window=14", "model=4")
+    programs = engine._programs
+    state = programs.init_prefill(np.uint32(0)).states[0]
+    assert state.k.sharding.shard_shape(state.k.shape)[1] == 1, "one KV head of four"
+    text = programs.by_size[4].decode.as_text()
+    reduced = re.findall(r" all-reduce(?:-start)?\(", text)
+    others = re.findall(r" (?:all-gather|all-to-all|reduce-scatter|collective-permute)", text)
+    layers = 2
+    assert len(reduced) == 2 * layers and not others, "one all-reduce for each block of a layer"
+
+
+def test_a_mesh_that_splits_sequences_is_one_line(folder):
+    with pytest.raises(UserError, match="not sequences, got a mesh with data=2; give model=N"):
+        engine_of(folder, "full", "data=2,model=2")
+    with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
+        engine_of(folder, "full", "model=8")
+    assert jax.device_count() >= 8
