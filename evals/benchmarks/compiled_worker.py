@@ -97,11 +97,9 @@ CASES = (
 )  # fmt: skip
 
 
-def config_of(model: str, layers: int | None = None) -> Config:
-    """The description of a model, with another number of layers if it is given."""
-    fields = COMMON | MODELS[model]
-    if layers is not None:
-        fields |= {"num_hidden_layers": layers}
+def config_of(model: str, **changes: Any) -> Config:
+    """The description of a model; changes: of fields of its config.json."""
+    fields = COMMON | MODELS[model] | changes
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         return read_config(Path(folder))
@@ -116,7 +114,7 @@ def state_of(policy: Policy, spec: Spec, program: str) -> State:
 
 def lowered(case: CompiledCase, layers: int, place: SingleDeviceSharding) -> tuple[Any, int]:
     """The lowered program, and the bytes of its weights and caches."""
-    config = config_of(case.model, layers)
+    config = config_of(case.model, num_hidden_layers=layers)
     policy = by_layer(case.policy, layers)[0]
     on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -156,7 +154,7 @@ NUMBERS = ("kernels", "copies", "host_conditions", "moved_bytes", "argument_byte
 
 def flops(case: CompiledCase, layers: int, tokens: int) -> int:
     """Those of the products with weights; one token's logits are part of a decode step."""
-    config = config_of(case.model, layers)
+    config = config_of(case.model, num_hidden_layers=layers)
     head = "head" if config.untied_head else "embed"
     used = ("layers.", head) if case.program == "decode" else ("layers.",)
     sizes = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}

@@ -1,0 +1,51 @@
+"""Names or starts the first run for an accelerator that has no record."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxkv.evals.lib.record import RESULTS, make_parser
+
+
+class DeviceRun(NamedTuple):
+    """A module with its flags, and the record that it writes."""
+
+    record: str
+    module: str
+    flags: tuple[str, ...] = ()
+
+
+RUNS = (  # sink_tables, the arms of the 160M preset, has its record
+    DeviceRun("device_flash", "device.flash"),
+    DeviceRun("device_rates", "device.rates"),
+)
+
+
+def next_run(records: Path = RESULTS) -> DeviceRun | None:
+    """The first run without a record."""
+    return next((run for run in RUNS if not (records / f"{run.record}.json").exists()), None)
+
+
+def main() -> None:
+    parser = make_parser("jaxkv.evals.device", __doc__)
+    parser.add_argument("--run", action="store_true", help="start the run")
+    starts, run = parser.parse_args().run, next_run()
+    if run is None:
+        print("every run has a record")
+        return
+    words = (f"jaxkv.evals.{run.module}", *run.flags)
+    if not starts:
+        print(f"python -m {' '.join(words)}")
+        return
+    print(f"{words[0]} on {jax.devices()[0].device_kind}", flush=True)
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Tokens a second of three sizes of model on this device, by policy, beside transformers.
+
+Weights are random, in bfloat16, at the shapes of SmolLM2-135M, Llama-3.2-1B and Llama-3.1-8B.
+Prefill of a prompt, then decoding, alone and in a batch; every case is a part that is stored, so a
+run that time cuts short continues. transformers runs the same shapes with a static cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import UserError
+from jaxkv.evals.benchmarks.compiled_worker import COMMON, MODELS, config_of
+from jaxkv.evals.benchmarks.policy_rates import POLICIES, prefill
+from jaxkv.evals.lib.parts import Parts
+from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.run import Measure, Run, flag, run
+from jaxkv.evals.lib.timing import bar, decode_after_prompt, prompt
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.weight_names import shapes
+
+PEER = "transformers"
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+LEAST = {
+    ("SmolLM2-135M", "streaming", "decode 1 x 2048"): 1_600,
+    ("SmolLM2-135M", "streaming", "prefill 1 x 2048"): 150_000,
+}  # tokens a second, on an H100
+
+
+class RateCase(NamedTuple):
+    """phase: prefill or decode. batch, length: of the prompts."""
+
+    model: str
+    policy: str
+    phase: str
+    batch: int
+    length: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.phase} {self.batch} x {self.length}"
+
+
+FLAGS = (
+    flag("--models", tuple(MODELS), choices=MODELS),
+    flag("--policies", (PEER, *POLICIES), choices=(PEER, *POLICIES)),
+    flag("--lengths", (2_048, 16_384), "tokens of a prompt", minimum=2),
+    flag("--batches", (1, 32), "sequences in decoding", minimum=1),
+    flag("--new", 128, "tokens", minimum=2),
+    flag("--rounds", 5, minimum=1),
+    flag("--minutes", 12.0, "until no further case begins"),
+)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Tokens a second by model, policy and case."""
+    options, deadline = run.options, time.monotonic() + 60 * run.options.minutes
+    cases = list(cases_of(options))
+    parts = Parts(run.record, len(cases))
+    models: dict[str, Llm] = {}
+    rates: dict[str, Any] = {}
+    for case in cases:
+        if time.monotonic() > deadline and not stored(parts, case):
+            raise UserError(
+                f"{parts.done} of {len(cases)} cases are done after {options.minutes:g} minutes; "
+                "the same command continues"
+            )
+        compute = partial(seconds_of, case, models, options)
+        seconds = parts.part(part_name(case), compute)
+        tokens = case.batch * (case.length if case.phase == "prefill" else options.new)
+        by_policy = rates.setdefault(case.model, {}).setdefault(case.policy, {})
+        by_policy[case.title] = spread(tokens / seconds)
+    bars = [
+        bar(
+            f"{model}, {policy}, {title}: tokens a second", rates[model][policy][title], ">=", least
+        )
+        for (model, policy, title), least in LEAST.items()
+        if title in rates.get(model, {}).get(policy, {})
+    ]
+    return {"new": options.new, "rates": rates, "bars": bars}
+
+
+def cases_of(options: Any) -> Iterable[RateCase]:
+    """The cases in order: single sequences of all models before batches."""
+    for model in options.models:
+        for policy in options.policies:
+            for length in options.lengths:
+                yield RateCase(model, policy, "prefill", 1, length)
+            yield RateCase(model, policy, "decode", 1, options.lengths[0])
+    for batch in options.batches[1:]:
+        for model in options.models:
+            for policy in options.policies:
+                yield RateCase(model, policy, "decode", batch, options.lengths[0])
+
+
+def part_name(case: RateCase) -> str:
+    return ", ".join(map(str, case))
+
+
+def stored(parts: Parts, case: RateCase) -> bool:
+    """Whether an earlier run computed this case."""
+    return (parts.folder / f"{part_name(case)}.npz").exists()
+
+
+def seconds_of(case: RateCase, models: dict[str, Llm], options: Any) -> np.ndarray:
+    """The seconds of each round."""
+    if case.policy == PEER:
+        return transformers_seconds(case, options)
+    if case.model not in models:
+        models.clear()  # one model is in memory at a time
+        models[case.model] = random_model(case.model, options.quick)
+    llm, policy = models[case.model], POLICIES[case.policy]
+    if case.phase == "decode":
+        work = decode_after_prompt(llm, policy, case.length, options.new, case.batch)
+        work()
+        return np.array([work() for _ in range(options.rounds)])
+    prompts = [prompt(llm, case.length, seed) for seed in range(case.batch)]
+    read = partial(prefill, llm, policy, prompts, case.length + options.new)
+    return clocked(read, options.rounds)
+
+
+def clocked(work: Any, rounds: int) -> np.ndarray:
+    """The seconds of each round, after one that compiles."""
+    work()
+    seconds = []
+    for _ in range(rounds):
+        start = perf_counter()
+        work()
+        seconds.append(perf_counter() - start)
+    return np.array(seconds)
+
+
+def random_model(name: str, quick: bool) -> Llm:
+    """A model of these shapes with random weights."""
+    config = config_of(name, **(TINY if quick else {}))
+    rng = jax.random.key(0)
+    weights = {}
+    for number, (weight, (_, shape)) in enumerate(shapes(config).items()):
+        draw = jax.random.normal(jax.random.fold_in(rng, number), shape, jnp.bfloat16)
+        weights[weight] = jnp.ones(shape, jnp.bfloat16) if len(shape) == 1 else draw * 0.02
+    return Llm(config, weights, None, None, Path(name), "bfloat16")
+
+
+def transformers_seconds(case: RateCase, options: Any) -> np.ndarray:
+    """The same of transformers: a forward pass, or greedy `generate` with a static cache."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = COMMON | MODELS[case.model] | (TINY if options.quick else {})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16).eval()
+        ids = torch.randint(3, fields["vocab_size"], (case.batch, case.length))
+    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def read() -> None:
+        with torch.inference_mode():
+            model(ids, use_cache=True, logits_to_keep=1)
+        synchronise()
+
+    def write(new: int) -> None:
+        with torch.inference_mode():
+            model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                           cache_implementation="static", pad_token_id=0)  # fmt: skip
+        synchronise()
+
+    if case.phase == "prefill":
+        return clocked(read, options.rounds)
+    one, many = (clocked(partial(write, new), options.rounds) for new in (1, options.new + 1))
+    return many - one
+
+
+MEASURE = Measure("device_rates", measure, FLAGS)
+
+if __name__ == "__main__":
+    run(MEASURE)
