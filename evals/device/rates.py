@@ -37,7 +37,7 @@ LEAST = {
 }  # tokens a second, on an H100
 
 
-class RateCase(NamedTuple):
+class DeviceCase(NamedTuple):
     """phase: prefill or decode. batch, length: of the prompts."""
 
     model: str
@@ -90,29 +90,29 @@ def measure(run: Run) -> dict[str, Any]:
     return {"new": options.new, "rates": rates, "bars": bars}
 
 
-def cases_of(options: Any) -> Iterable[RateCase]:
+def cases_of(options: Any) -> Iterable[DeviceCase]:
     """The cases in order: single sequences of all models before batches."""
     for model in options.models:
         for policy in options.policies:
             for length in options.lengths:
-                yield RateCase(model, policy, "prefill", 1, length)
-            yield RateCase(model, policy, "decode", 1, options.lengths[0])
+                yield DeviceCase(model, policy, "prefill", 1, length)
+            yield DeviceCase(model, policy, "decode", 1, options.lengths[0])
     for batch in options.batches[1:]:
         for model in options.models:
             for policy in options.policies:
-                yield RateCase(model, policy, "decode", batch, options.lengths[0])
+                yield DeviceCase(model, policy, "decode", batch, options.lengths[0])
 
 
-def part_name(case: RateCase) -> str:
+def part_name(case: DeviceCase) -> str:
     return ", ".join(map(str, case))
 
 
-def stored(parts: Parts, case: RateCase) -> bool:
+def stored(parts: Parts, case: DeviceCase) -> bool:
     """Whether an earlier run computed this case."""
     return (parts.folder / f"{part_name(case)}.npz").exists()
 
 
-def seconds_of(case: RateCase, models: dict[str, Llm], options: Any) -> np.ndarray:
+def seconds_of(case: DeviceCase, models: dict[str, Llm], options: Any) -> np.ndarray:
     """The seconds of each round."""
     if case.policy == PEER:
         return transformers_seconds(case, options)
@@ -151,7 +151,7 @@ def random_model(name: str, quick: bool) -> Llm:
     return Llm(config, weights, None, None, Path(name), "bfloat16")
 
 
-def transformers_seconds(case: RateCase, options: Any) -> np.ndarray:
+def transformers_seconds(case: DeviceCase, options: Any) -> np.ndarray:
     """The same of transformers: a forward pass, or greedy `generate` with a static cache."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

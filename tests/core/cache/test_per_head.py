@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
+from jaxkv.platform import gpu
 
 BATCH, KV_HEADS = 2, 3
 
@@ -35,8 +36,8 @@ def test_ranks_count_the_older_filled_slots(rng, monkeypatch, slots, start, fill
     for at in np.ndindex(BATCH, KV_HEADS):
         for slot in range(slots):
             expected[at][slot] = (everywhere[at] & (numbers[at] < numbers[at][slot])).sum()
-    for compared in (per_head._COMPARED, 0, slots):
-        monkeypatch.setattr(per_head, "_COMPARED", compared)
+    for compared in (gpu.slots_compared(), 0, slots):
+        monkeypatch.setattr(gpu, "slots_compared", lambda compared=compared: compared)
         actual = jax.jit(lambda s, f: per_head.ranks(s, f))(sample, jnp.asarray(filled))
         assert actual.dtype == jnp.int32
         # The rank of an empty slot is not used.
