@@ -38,7 +38,6 @@ def test_a_port_in_use(run):
     (["--served-model-name", "a,b,a"], ["must give each name once", "a,b,a", "leave the second"]),
     (["--chat-template", "absent"], ["no such chat template absent"]),
     (["--chat-template", "{bad}"], ["--chat-template {bad}: the chat", "Jinja", "leave it out"]),
-    (["--mesh", "model=2"], ["--mesh"]),
     (["--chunk", "5000"], ["--chunk", "from 1 to 4096", "'5000'"]),
     (["--max-batch", "0"], ["--max-batch", "at least 1"]),
     (["--memory", "lots"], ["--memory", "such as 512MiB", "lots"]),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv.cli import main
 from jaxkv.errors import UserError
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.sampling import Sampling
@@ -79,3 +80,10 @@ def test_a_mesh_that_splits_sequences_is_one_line(folder):
     with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
         engine_of(folder, "full", "model=8")
     assert jax.device_count() >= 8
+
+
+def test_the_flag_refuses_a_mesh_of_sequences(folder, capsys):
+    words = ["serve", "--model", str(folder), "--port", "0", "--mesh", "data=2"]
+    assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "give model=N alone" in said[0]

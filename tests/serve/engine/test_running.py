@@ -114,7 +114,7 @@ def test_a_move_copies_entries_in_place(sizes):
     )  # fmt: skip
     compiled = []
 
-    def begin(function, *shapes, donate):
+    def begin(function, *shapes, donate, out):
         program = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
         compiled.append(program)
         done = Future()

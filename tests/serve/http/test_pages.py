@@ -28,7 +28,7 @@ OTHERS = {
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
     *("--balance-abs-threshold", "--balance-rel-threshold"),
     *("--limit", "--metadata", "--tasks"),
-    *("--mesh", "--api-key", "--gpu-memory-utilization", "--worker-urls"),
+    *("--tensor-parallel-size", "--api-key", "--gpu-memory-utilization", "--worker-urls"),
 }
 
 
