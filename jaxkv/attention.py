@@ -235,7 +235,8 @@ def local_attention(
     window: a query sees keys less than this many positions back, its own included; None: all.
     hidden: keys that another part covers. like: rows of the cache; if they are in int8, the tokens
     of the chunk are read as they will be stored. Queries are read in blocks and keys outside every
-    query's view are skipped, so memory is linear in T.
+    query's view are skipped, so memory is linear in T; where a kernel reads the chunk, gradients
+    take memory for all logits.
     """
     if xla_gpu.reads_by_flash(spec, chunk.q, chunk.k if like is None else like):
         keys = chunk_keys(spec, chunk, window, hidden)

@@ -44,7 +44,7 @@ def main() -> None:
         return
     print(f"{words[0]} on {jax.devices()[0].device_kind}", flush=True)
     sys.argv = [*words]
-    runpy.run_module(words[0], run_name="__main__")
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

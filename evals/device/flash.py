@@ -1,28 +1,31 @@
-"""Flash attention on this device against XLA's plain attention: errors, times, and bandwidth.
+"""Flash attention on this device against XLA's plain attention: errors and times.
 
-Chunks of a prompt over a cache, and one token over caches, at the heads of three models. The error
-is the largest difference from attention in float32 over the largest output. Both sides alternate.
+Chunks of a prompt over a cache, and one token over caches, at the heads of three models; and the
+masks of a cache: a ring that has wrapped, a window, sinks, hidden keys, padding and odd sizes. The
+error is the largest difference from attention in float32 over the largest output. A time is that of
+CALLS calls in one program, because one call would measure its launch. Both sides alternate.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention, refusal
-from jaxkv.pallas_kernels.online_softmax import AttentionOutput
 from jaxkv.pallas_kernels.timing import KERNEL, time_interleaved
 
 MAX_ERROR = 0.01  # of the largest output; bfloat16 rounds to 1 part in 256
-SEED = 0
+SEED, SCALE, CALLS = 0, 0.125, 20
 
 
 class FlashShape(NamedTuple):
@@ -56,7 +59,10 @@ def measure(run: Run) -> dict[str, Any]:
     quick, reason = run.options.quick, refusal(64, jnp.dtype("bfloat16"))
     if reason is not None and not quick:
         raise UserError(f"flash attention needs its kernel: {reason}; --quick tries the program")
-    rows = {}
+    rows: dict[str, Any] = {}
+    for tokens in (1, 70):
+        sets = masked_sets(tokens, 16 if quick else 64)
+        rows[f"masks, {tokens} tokens"] = {"error": error(sets)}
     for shape in QUICK if quick else SHAPES:
         rows[shape.name] = compared(shape, 2 if quick else run.options.rounds)
         print(f"{shape.name}: {rows[shape.name]}", flush=True)
@@ -65,31 +71,65 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def compared(shape: FlashShape, rounds: int) -> dict[str, Any]:
-    """The error of the kernel, milliseconds of both, and how many times as fast it is."""
+    """The error, milliseconds of a call of both, and how many times as fast the kernel is."""
     sets = key_sets(shape)
-    scale = shape.head_dim**-0.5
-    names = ["xla", *([KERNEL[jax.default_backend()]] if jax.default_backend() in KERNEL else [])]
-    attend = {
-        name: jax.jit(partial(flash_attention, scale=scale, implementation=name)) for name in names
-    }
-    exact = jax.jit(partial(flash_attention, scale=scale, implementation="xla"))(
-        jax.tree.map(lambda a: a.astype("f4") if a.dtype == jnp.bfloat16 else a, sets)
-    )
+    attend = {name: jax.jit(partial(repeated, name)) for name in implementations()}
     times = time_interleaved(attend, (sets,), rounds)
-    row: dict[str, Any] = {
-        "error": error(attend[names[-1]](sets), exact),
-        "milliseconds": {name: spread(values) for name, values in times.items()},
-    }
-    if len(names) > 1:
-        ratios = np.asarray(times["xla"]) / np.asarray(times[names[1]])
-        row["times as fast"] = spread(ratios)
+    milliseconds = {name: np.asarray(values) / CALLS for name, values in times.items()}
+    row = {"error": error(sets), "milliseconds": {n: spread(v) for n, v in milliseconds.items()}}
+    if len(times) > 1:
+        row["times as fast"] = spread(np.divide(*milliseconds.values()))
     return row
 
 
-def error(actual: AttentionOutput, exact: AttentionOutput) -> float:
-    """The largest difference over the largest output."""
-    difference = jnp.max(jnp.abs(actual.out - exact.out))
-    return float(difference / jnp.max(jnp.abs(exact.out)))
+def implementations() -> list[str]:
+    """XLA's, and the kernel of this device."""
+    kernel = KERNEL.get(jax.default_backend())
+    return ["xla", *([kernel] if kernel else [])]
+
+
+def repeated(implementation: str, sets: list[KeySet]) -> Array:
+    """CALLS calls, each of which depends on the one before."""
+
+    def call(_: Array, total: Array) -> Array:
+        changed = [replace(keys, q=keys.q + (0 * total).astype(keys.q.dtype)) for keys in sets]
+        return total + jnp.sum(flash_attention(changed, SCALE, implementation=implementation).lse)
+
+    return jax.lax.fori_loop(0, CALLS, call, jnp.float32(0))
+
+
+def error(sets: list[KeySet]) -> float:
+    """The largest difference from float32, of the kernel where there is one, over the largest."""
+    attend = lambda name: jax.jit(partial(flash_attention, scale=SCALE, implementation=name))
+    wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
+    exact = attend("xla")(jax.tree.map(wide, sets)).out
+    actual = attend(implementations()[-1])(sets).out
+    return float(jnp.max(jnp.abs(actual - exact)) / jnp.max(jnp.abs(exact)))
+
+
+def masked_sets(tokens: int, head_dim: int) -> list[KeySet]:
+    """A wrapped ring of 300 slots with a window, its sinks, a sample, and the chunk itself."""
+    rng, batch, heads, kv_heads, slots = np.random.default_rng(SEED), 2, 6, 2, 300
+    array = lambda *size: jnp.asarray(rng.normal(size=size), jnp.bfloat16)
+    rows = lambda count: (array(batch, kv_heads, count, head_dim) for _ in range(2))
+    query = lambda: array(batch, tokens, heads, head_dim)
+    positions = jnp.arange(tokens, dtype=jnp.uint32)[None] + jnp.array([[2**32 - 9], [700]], "u4")
+    ages = jnp.asarray(np.stack([rng.permutation(slots) for _ in range(batch)]), jnp.uint32)
+    end = lambda count: jnp.full((batch, tokens), count, jnp.int32)
+    where = {"query_positions": positions, "window": slots - 2}
+    cached = KeySet(query(), *rows(slots), end(slots), first=4, **where,
+                    key_positions=positions[:, :1] - 1 - ages)  # fmt: skip
+    weight = jnp.asarray(rng.normal(size=(batch, kv_heads, 37)), jnp.float32)
+    valid = jnp.asarray(rng.random((batch, tokens)) < 0.8)
+    hidden = jnp.where(valid, 0, -jnp.inf).astype(jnp.float32)[:, None]
+    causal = jnp.where(valid, jnp.arange(1, tokens + 1, dtype=jnp.int32)[None], 0)
+    return [
+        cached,
+        replace(cached, q=query(), end=end(4), first=0, window=None, query_positions=None,
+                key_positions=None),
+        KeySet(query(), *rows(37), end(37), weight),
+        KeySet(query(), *rows(tokens), causal, hidden, **where, key_positions=positions),
+    ]  # fmt: skip
 
 
 def key_sets(shape: FlashShape) -> list[KeySet]:

@@ -435,6 +435,8 @@ def decode(
     if xla_gpu.reads_by_flash(spec, chunk.q, ring.k):
         sets = _key_sets_of_token(spec, ring, chunk, settings, numbers, num_sampled)
         return Partial(*flash_attention([*sets, *beside], spec.scale, spec.softcap)), ring
+    if beside:
+        raise ValueError("keys beside the ring are read where xla_gpu.reads_by_flash says so only")
     size, kv_heads = ring.positions.shape[1], ring.k.shape[1]
     slot = jnp.arange(size)[None, :]
     visible = (slot < ring.count[:, None]) & chunk.valid

@@ -126,7 +126,7 @@ MESH = (
     str,
     None,
     "model=N",
-    "split the KV heads of the model and its caches over N devices",
+    "split the KV heads of the model and its caches over N devices; memory is then per device",
 )
 
 
@@ -417,6 +417,7 @@ def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:
         args.chunk,
         args.seed,
         args.fixed_batch,
+        args.mesh,
         max_batch,
         flags.versions(),
     ]

@@ -1,4 +1,7 @@
-"""Forms for XLA:GPU, chosen by the default backend. Each says what was measured."""
+"""Forms for GPUs, and for TPUs where they are alike, chosen by the default backend.
+
+Each says what was measured.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,17 @@ def carries_shared_once() -> bool:
 
 
 def reads_by_flash(spec: Spec, q: Float[Array, "B T N H"], k: Rows) -> bool:
-    """Whether a chunk reads the rows of a cache and itself in one kernel, `flash_attention`.
+    """Whether tokens read the rows of a cache and themselves in one kernel, `flash_attention`.
 
     On an H100 a layer of a prefill chunk then has half as many kernels, and neither there nor on a
-    v5e do logits lie in memory (compiled, evals/results/compiled.json). No GPU or TPU has run it.
+    v5e do logits lie in memory (compiled, evals/results/compiled.json). No GPU or TPU has run it. A
+    TPU reads a single token by XLA's form: its kernel would read each key once per query head.
     """
-    return not isinstance(k, Int8Rows) and q.dtype == k.dtype and not plain_attention(spec, k.dtype)
+    if isinstance(k, Int8Rows) or q.dtype != k.dtype:
+        return False
+    if q.shape[1] == 1 and jax.default_backend() == "tpu":
+        return False
+    return not plain_attention(spec, k.dtype)
 
 
 def plain_attention(spec: Spec, dtype: jnp.dtype) -> str | None:
@@ -75,7 +83,7 @@ def slots_compared() -> int:
 
     A sort and its inverse are five kernels on a GPU (compiled, evals/results/compiled.json).
     """
-    return 4096 if jax.default_backend() == "gpu" else 256
+    return 1024 if jax.default_backend() == "gpu" else 256
 
 
 def scatter_per_head(

@@ -206,7 +206,7 @@ class Reservoir(Policy):
             sample = self._at_cache_positions(spec, sample, num_evicted)
         keys = spec, chunk.q, query_positions, sample, bias
         decode = partial(ring.decode, spec, state.recent, chunk, self._recent, num_sampled)
-        if xla_gpu.reads_by_flash(spec, chunk.q, sample.k):
+        if xla_gpu.reads_by_flash(spec, chunk.q, state.recent.k):
             attended, recent = decode(beside=[per_head.key_set(*keys)])
         else:
             seen, recent = decode()

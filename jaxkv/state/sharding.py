@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv import arguments, driver
 from jaxkv.contract import Policy, Spec, State
@@ -84,6 +85,22 @@ def check_heads_together(mesh: Mesh, policy: Policy) -> None:
             f"got a mesh with {heads}={mesh.shape[heads]}; use a mesh of data alone, or "
             "budgets=equal where the policy has budgets"
         )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of arrays, or of shapes with a sharding, on each device.
+
+    The virtual devices of a CPU share one memory, so there it is the bytes of all.
+    """
+    split = jax.default_backend() != "cpu"
+
+    def of_leaf(leaf: Any) -> int:
+        shape, place = leaf.shape, getattr(leaf, "sharding", None)
+        if split and isinstance(place, NamedSharding):
+            shape = place.shard_shape(shape)
+        return math.prod(shape) * np.dtype(leaf.dtype).itemsize
+
+    return sum(map(of_leaf, jax.tree.leaves(tree)))
 
 
 def specs(leaves: State, batch: str | None = "data", heads: str | None = "model") -> State:

@@ -217,16 +217,16 @@ def without_weights(
         raise UserError(
             f"weights in {weights} run on one device, got a mesh; leave one of them out"
         )
+    place = None if mesh is None else _placement(mesh)
     tensors = {
         name: quantised.shapes(name, shape, weights)
         if weights is not None and quantised.is_matrix(name)
-        else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place and place(name, shape))
         for name, (_, shape) in shapes(config).items()
     }
     tokenizer, chat, sampling = source.tokenizer(), source.chat(), source.sampling()
     if sinks is not None:
         config, tokenizer, learned = with_sinks(sinks, source, tokenizer)
-        place = None if mesh is None else _placement(mesh)
         tensors |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in learned.items()}
     tell_plain_attention(spec_of(config, dtype))
     return Llm(config, tensors, tokenizer, chat, source.path, dtype, mesh, sampling)
@@ -236,10 +236,9 @@ def tell_plain_attention(spec: Spec) -> None:
     """Say on standard error that an accelerator reads prompts by plain attention, and why."""
     reason = xla_gpu.plain_attention(spec, jnp.dtype(spec.dtype))
     if jax.default_backend() != "cpu" and reason is not None:
-        print(
-            f"jaxkv: prompts are read by XLA's attention, which is slower: {reason}",
-            file=sys.stderr,
-        )
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the line of progress
+        said = f"{erase}jaxkv: prompts are read by XLA's attention, which is slower: {reason}"
+        print(said, file=sys.stderr, flush=True)
 
 
 def load_weights(

@@ -20,6 +20,7 @@ from jax import Array
 from jaxkv.pallas_kernels.flash_attention import reference
 from jaxkv.pallas_kernels.flash_attention.reference import KeySet
 from jaxkv.pallas_kernels.online_softmax import AttentionOutput
+from jaxkv.pallas_kernels.timing import KERNEL
 
 FlashKernel = Literal["xla", "pallas_gpu", "pallas_tpu"]
 
@@ -33,7 +34,7 @@ def flash_attention(
     """Softmax attention over the keys of all sets together; query head n*G+g has KV head n.
 
     A logit is softcap(scale x q.k) + log weight. Products have the dtype of the keys and are
-    accumulated in float32; all else is in float32.
+    accumulated in float32. A kernel rounds the output, and not the log-sum-exp, to the dtype of q.
 
     implementation: None chooses for the platform. A name raises ValueError where it is unsupported.
     q, k and v have gradients, computed by XLA with all logits in memory.
@@ -51,7 +52,7 @@ def _attend(
     k = sets[0].k
     if implementation is None:
         platform = jax.default_backend()
-        implementation = "xla" if refusal(k.shape[3], k.dtype) else KERNELS[platform]
+        implementation = "xla" if refusal(k.shape[3], k.dtype) else KERNEL[platform]
     reason = _refusal(implementation, k.shape[3], k.dtype)
     if reason is not None:
         raise ValueError(
@@ -61,22 +62,19 @@ def _attend(
     return _module(implementation).attend(sets, scale, softcap)
 
 
-KERNELS = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}
-
-
 def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
     """Why no kernel of the default backend reads this head dim and dtype; None if one does."""
     platform = jax.default_backend()
-    if platform not in KERNELS:
+    if platform not in KERNEL:
         return f"there is no kernel for {platform}"
-    return _refusal(KERNELS[platform], head_dim, dtype)
+    return _refusal(KERNEL[platform], head_dim, dtype)
 
 
 def _refusal(name: str, head_dim: int, dtype: jnp.dtype) -> str | None:
     if name == "xla":
         return None
-    if name not in KERNELS.values():
-        return f"the names are xla, {', '.join(KERNELS.values())}"
+    if name not in KERNEL.values():
+        return f"the names are xla, {', '.join(KERNEL.values())}"
     return _module(name).refusal(head_dim, dtype)
 
 
@@ -104,11 +102,12 @@ def _backward(
     sets: tuple[KeySet, ...],
     cotangent: AttentionOutput,
 ) -> tuple[tuple[KeySet, ...]]:
-    def again(arrays: list[tuple[Array, Array, Array]]) -> AttentionOutput:
-        again = [replace(keys, q=q, k=k, v=v) for keys, (q, k, v) in zip(sets, arrays, strict=True)]
-        return reference.attend(again, scale, softcap)
+    def attend(arrays: list[tuple[Array, Array, Array]]) -> AttentionOutput:
+        pairs = zip(sets, arrays, strict=True)
+        replaced = [replace(keys, q=q, k=k, v=v) for keys, (q, k, v) in pairs]
+        return reference.attend(replaced, scale, softcap)
 
-    _, pull = jax.vjp(again, [(keys.q, keys.k, keys.v) for keys in sets])
+    _, pull = jax.vjp(attend, [(keys.q, keys.k, keys.v) for keys in sets])
     (gradients,) = pull(cotangent)
     nothing = {"end": None, "log_weight": None, "query_positions": None, "key_positions": None}
     gradients = zip(sets, gradients, strict=True)

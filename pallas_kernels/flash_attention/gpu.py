@@ -1,6 +1,7 @@
 """Flash attention on an NVIDIA GPU in Triton. No GPU has run it yet; it is compiled for an H100.
 
-One program per block of queries and query head. jax 0.12 deprecates Triton in Pallas. Once it is
+One program per block of queries and query head. The one query of a sequence in decode is read by
+several programs per KV head, which share its keys. jax 0.12 deprecates Triton in Pallas. Once it is
 removed, `supports` returns False and XLA's form is chosen. cuDNN's kernel, which JAX has as
 `jax.nn.dot_product_attention`, cannot replace this one: it rounds the log-sum-exp to the dtype of
 the output, so that parts cannot be merged, and it has no mask for a ring that has wrapped.
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.tree_util import PyTreeDef
 
 from jaxkv.pallas_kernels import triton
-from jaxkv.pallas_kernels.flash_attention.reference import KeySet, capped, in_window
+from jaxkv.pallas_kernels.flash_attention.reference import ARRAYS, KeySet, capped, dot, in_window
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
@@ -40,8 +41,6 @@ KEYS = 64  # in the registers of a program at a time
 SMALLEST = 16  # the least size of a product
 PROGRAMS = 128  # aimed at for the one query of a sequence: about one per multiprocessor
 HEAD_DIMS = 16, 32, 64, 128, 256
-# The fields of a KeySet that are arrays, in the order of its leaves.
-DATA = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
 
 
 def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
@@ -157,7 +156,7 @@ def _block_specs(keys: KeySet, group: int) -> list[pl.BlockSpec]:
         pl.BlockSpec((None, tokens, None, head_dim), lambda t, p, n, b: (b, 0, n, 0)),
         of_head, of_head, of_query, pl.BlockSpec((None, None, slots), weights), of_query, of_key,
     )  # fmt: skip
-    return [getattr(specs, name) for name in DATA if getattr(keys, name) is not None]
+    return [getattr(specs, name) for name in ARRAYS if getattr(keys, name) is not None]
 
 
 def _by_kv_head(keys: KeySet) -> KeySet:
@@ -204,7 +203,9 @@ def _attend_set(
 ) -> Sums:
     """The sums with the keys of one set, whose arrays are references, that are in this part."""
     slots = keys.k.shape[0]
-    size = max(SMALLEST, min(KEYS, pl.next_power_of_2(slots)))
+    # Wider heads need more registers and shared memory.
+    most = KEYS if keys.k.shape[1] <= 128 else KEYS // 2
+    size = max(SMALLEST, min(most, pl.next_power_of_2(slots)))
     q, end = keys.q[queries, :], keys.end[queries]
 
     def attend_keys(i: Array, so_far: Sums) -> Sums:
@@ -219,17 +220,11 @@ def _attend_set(
         if keys.window is not None:
             now, then = keys.query_positions[queries], keys.key_positions[at]
             seen &= in_window(now[:, None], then[None, :], keys.window)
-        logits = capped(_dot(q, k, 1), scale, softcap)
+        logits = capped(dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[at][None, :]
         logits = jnp.where(seen, logits, np.float32(-np.inf))
-        return accumulate(so_far, logits, lambda share: _dot(share.astype(v.dtype), v, 0))
+        return accumulate(so_far, logits, lambda share: dot(share.astype(v.dtype), v, 0))
 
     blocks = pl.cdiv(jnp.max(end), size)
     return jax.lax.fori_loop(0, pl.cdiv(blocks - part, parts), attend_keys, sums)
-
-
-def _dot(x: Array, y: Array, axis: int) -> Array:
-    return jax.lax.dot_general(
-        x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
-    )

@@ -74,6 +74,10 @@ def attend(sets: Sequence[KeySet], scale: float, softcap: float | None) -> Atten
     return AttentionOutput(out, lse.reshape(batch, heads, tokens).transpose(0, 2, 1))
 
 
+# The fields of a KeySet that are arrays, in the order of its leaves.
+ARRAYS = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
+
+
 def in_window(queries: Array, keys: Array, window: int) -> Array:
     """Whether keys are fewer than `window` positions before the queries."""
     distance = (queries - keys).astype(jnp.int32)
@@ -86,6 +90,13 @@ def capped(product: Array, scale: float, softcap: float | None) -> Array:
     if softcap is None:
         return logits
     return np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
+
+
+def dot(x: Array, y: Array, axis: int) -> Array:
+    """The product over the last axis of x and this axis of y, accumulated in float32."""
+    return jax.lax.dot_general(
+        x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:

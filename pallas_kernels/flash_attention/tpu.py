@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.pallas_kernels.flash_attention.reference import KeySet, capped, in_window
+from jaxkv.pallas_kernels.flash_attention.reference import ARRAYS, KeySet, capped, dot, in_window
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
@@ -30,7 +30,7 @@ from jaxkv.pallas_kernels.online_softmax import (
 
 QUERIES = 256  # of one program
 KEYS = 512  # in the registers of a program at a time
-LANES = 128
+SMALLEST = 16  # slots: Mosaic multiplies no smaller block
 HEAD_DIMS = 64, 128, 256
 
 
@@ -59,6 +59,7 @@ def _attend_set(
     keys: KeySet, scale: float, softcap: float | None, interpret: object
 ) -> tuple[Array, Array]:
     """out [B,T,N,H] and lse [B,T,N,1]."""
+    keys = _with_slots(keys, SMALLEST)
     batch, tokens, heads, head_dim = keys.q.shape
     kv_heads, slots = keys.k.shape[1:3]
     group, size = heads // kv_heads, min(QUERIES, pl.cdiv(tokens, 16) * 16)
@@ -94,7 +95,7 @@ def _attend_set(
     queries = pl.BlockSpec((None, None, size, head_dim), lambda b, n, t, s, last: (b, n, t, 0))
     specs = KeySet(queries, of_head, of_head, of_query, of_weight, of_query, of_key)
     leaves, structure = jax.tree.flatten(replace(arrays, first=keys.first, window=keys.window))
-    names = [name for name in DATA if getattr(arrays, name) is not None]
+    names = [name for name in ARRAYS if getattr(arrays, name) is not None]
     number = pl.BlockSpec((None, None, size, 1), lambda b, n, t, s, last: (b, n, t, 0))
     out, lse = pl.pallas_call(
         partial(_attend_block, structure=structure, slots=slots, scale=scale, softcap=softcap),
@@ -122,8 +123,15 @@ def _attend_set(
     return out, lse[:, :, :tokens].transpose(0, 2, 1, 3)
 
 
-# The fields of a KeySet that are arrays, in the order of its leaves.
-DATA = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
+def _with_slots(keys: KeySet, slots: int) -> KeySet:
+    """At least so many slots; those that are added are beyond all ends."""
+    if (missing := slots - keys.k.shape[2]) <= 0:
+        return keys
+    pad = lambda a, axis: jnp.pad(a, [(0, missing if n == axis else 0) for n in range(a.ndim)])
+    axes = {"k": 2, "v": 2, "log_weight": 2, "key_positions": 1}
+    arrays = {name: getattr(keys, name) for name in axes}
+    padded = {name: pad(a, axes[name]) for name, a in arrays.items() if a is not None}
+    return replace(keys, **padded)
 
 
 def _signed(array: Array) -> Array:
@@ -159,7 +167,7 @@ def _attend_block(
             seen &= slot >= keys.first
         if keys.window is not None:
             seen &= in_window(keys.query_positions[...], keys.key_positions[...], keys.window)
-        logits = capped(_dot(q, k, 1), scale, softcap)
+        logits = capped(dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[...]
         logits = jnp.where(seen, logits, np.float32(-np.inf))
@@ -167,7 +175,7 @@ def _attend_block(
             row = step * shape[1] + jax.lax.broadcasted_iota(jnp.int32, v.shape, 0)
             v = jnp.where(row < slots, v, jnp.zeros_like(v))
         so_far = Sums(*(ref[...] for ref in sums))
-        after = accumulate(so_far, logits, lambda share: _dot(share.astype(v.dtype), v, 0))
+        after = accumulate(so_far, logits, lambda share: dot(share.astype(v.dtype), v, 0))
         for ref, new in zip(sums, after, strict=True):
             ref[...] = new
 
@@ -176,9 +184,3 @@ def _attend_block(
         out, lse = normalize(Sums(*(ref[...] for ref in sums)))
         out_ref[...] = out.astype(out_ref.dtype)
         lse_ref[...] = lse
-
-
-def _dot(x: Array, y: Array, axis: int) -> Array:
-    return jax.lax.dot_general(
-        x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
-    )

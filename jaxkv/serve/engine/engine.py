@@ -44,7 +44,7 @@ from jaxkv.serve.engine.store import (
     prefix_metrics,
 )
 from jaxkv.serve.prefix.index import Lease
-from jaxkv.state.batch import nbytes
+from jaxkv.state.sharding import bytes_per_device
 
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
@@ -157,7 +157,7 @@ class Engine:
             self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
         self.bytes = {
-            "weights": nbytes(model.weights),
+            "weights": bytes_per_device(model.weights),
             "sequences": self._programs.bytes,
             "prefixes": 0 if self._store is None else self._store.bytes,
         }

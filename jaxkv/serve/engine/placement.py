@@ -26,17 +26,18 @@ def shardings(model: Model, tree: Any) -> Any:
 
     A cache is known by the structure of its policy's `leaves`, anywhere in the tree.
     """
-    whole = NamedSharding(model.mesh, PartitionSpec())
+    heads = sharding.axes_in(model.mesh)[1]
+    replicated = NamedSharding(model.mesh, PartitionSpec())
     by_structure = {}
     for policy in model.programs:
-        specs = sharding.specs(policy.leaves, None, "model")
+        specs = sharding.specs(policy.leaves, None, heads)
         place = lambda spec: NamedSharding(model.mesh, spec)
         by_structure[jax.tree.structure(policy.leaves)] = jax.tree.map(place, specs)
     types = {type(policy.leaves) for policy in model.programs}
     is_state = lambda node: type(node) in types and jax.tree.structure(node) in by_structure
 
     def of_node(node: Any) -> Any:
-        return by_structure[jax.tree.structure(node)] if is_state(node) else whole
+        return by_structure[jax.tree.structure(node)] if is_state(node) else replicated
 
     return jax.tree.map(of_node, tree, is_leaf=is_state)
 
@@ -47,11 +48,19 @@ def pool_shardings(model: Model, layout: Layout, shapes: Pool) -> Pool:
     XLA splits no array of size 0.
     """
     leaves = jax.tree.leaves([policy.leaves for policy in model.policies])
-    places = [NamedSharding(model.mesh, spec) for spec in sharding.specs(leaves, None)]
+    specs = sharding.specs(leaves, None, sharding.axes_in(model.mesh)[1])
+    places = [NamedSharding(model.mesh, spec) for spec in specs]
     pairs = zip(places, layout.axes, strict=True)
     places = Pool([place for place, axis in pairs if axis is not None], places)
-    whole = NamedSharding(model.mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf, place: place if leaf.size else whole, shapes, places)
+    replicated = NamedSharding(model.mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf, place: place if leaf.size else replicated, shapes, places)
+
+
+def placed_pool(model: Model, layout: Layout, shapes: Pool) -> Pool:
+    """The shapes of a pool with the sharding of each."""
+    if not is_split(model):
+        return shapes
+    return with_sharding(shapes, pool_shardings(model, layout, shapes))
 
 
 def placed(model: Model, tree: Any) -> Any:

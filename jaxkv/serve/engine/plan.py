@@ -12,10 +12,11 @@ from jaxkv.defaults import GROWING_LEN, MAX_BATCH, MEMORY_SHARE, PREFIX_MEMORY
 from jaxkv.errors import UserError, check_int
 from jaxkv.serve.engine import pool
 from jaxkv.serve.engine.model import Model
+from jaxkv.serve.engine.placement import placed, placed_pool
 from jaxkv.serve.engine.prefill import init_prefill
 from jaxkv.serve.engine.programs import PREFILLS, batch_sizes, empty_batch
 from jaxkv.state import memory
-from jaxkv.state.batch import nbytes
+from jaxkv.state.sharding import bytes_per_device
 
 
 class ServingMemory(NamedTuple):
@@ -56,9 +57,14 @@ def sizes(model: Model, max_len: int | None, chunk: int, has_owners: bool = Fals
     state = jax.eval_shape(lambda: init_prefill(model, max_len, jax.numpy.uint32(0)))
     batch = jax.eval_shape(lambda: empty_batch(model, 1, max_len))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
-    prefix = pool.bytes_per_prefix(layout, model.policies, state.states)
-    prefills = (PREFILLS + has_owners) * nbytes(state)
-    return EngineBytes(nbytes(model.weights), prefills, nbytes(batch), prefix)
+    prefix = pool.shapes_of_prefix(layout, model.policies, state.states)
+    prefills = (PREFILLS + has_owners) * bytes_per_device(placed(model, state))
+    return EngineBytes(
+        bytes_per_device(model.weights),
+        prefills,
+        bytes_per_device(placed(model, batch)),
+        bytes_per_device(placed_pool(model, layout, prefix)),
+    )
 
 
 def plan_memory(

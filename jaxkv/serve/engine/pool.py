@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Leaf, Pages, Policy, State
-from jaxkv.state import batch
 from jaxkv.state.batch import Shaped
 from jaxkv.typing import Array, Int32
 
@@ -72,9 +71,10 @@ def prefix_layout(policies: tuple[Policy, ...], states: States, chunk: int) -> L
     return snapshot_layout(policies)
 
 
-def bytes_per_prefix(layout: Layout, policies: tuple[Policy, ...], states: States) -> int:
-    """The bytes of one block or snapshot on the device."""
-    return nbytes(layout, states, 1 if all_append_only(policies) else layout.max_pages, 1)
+def shapes_of_prefix(layout: Layout, policies: tuple[Policy, ...], states: States) -> Pool:
+    """The shapes of a pool of one block or snapshot."""
+    pages = 1 if all_append_only(policies) else layout.max_pages
+    return jax.eval_shape(lambda: empty(layout, states, pages, 1))
 
 
 def pages_of(policy: Policy) -> Pages | None:
@@ -101,11 +101,6 @@ def empty(layout: Layout, states: States, pages: int, records: int) -> Pool:
             shape[axis - 1] = layout.first
         pool.records.append(jnp.zeros((records, *shape), leaf.dtype))
     return pool
-
-
-def nbytes(layout: Layout, states: States, pages: int, records: int) -> int:
-    """The bytes of such a pool; nothing is allocated."""
-    return batch.nbytes(jax.eval_shape(lambda: empty(layout, states, pages, records)))
 
 
 def save(

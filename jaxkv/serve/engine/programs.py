@@ -29,7 +29,7 @@ from jaxkv.serve.engine.model import Model, StepOutput, forward, score
 from jaxkv.serve.engine.placement import is_split, placed, shardings
 from jaxkv.serve.engine.prefill import PrefillState, init_prefill, submit_prefill
 from jaxkv.state import memory
-from jaxkv.state.batch import nbytes
+from jaxkv.state.sharding import bytes_per_device
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 GROWTH = 4  # between two sizes of the decode batch
@@ -294,7 +294,7 @@ class Programs:
 
     sizes: entries of the decode batches, in order. widths: tokens in the chunks of a prompt.
     progress: called with (programs compiled, all programs).
-    bytes: memory of `prefills` prefills and of a decode batch of each size.
+    bytes: memory, on each device, of `prefills` prefills and of a decode batch of each size.
     num_compiled: the number of programs.
     Raises UserError if these bytes do not fit into memory.
     """
@@ -312,9 +312,9 @@ class Programs:
         shapes = lambda make: placed(model, jax.eval_shape(make))
         state = shapes(lambda: init_prefill(model, max_len, jnp.uint32(0)))
         batches = {size: shapes(partial(empty_batch, model, size, max_len)) for size in self.sizes}
-        self.prefill_shapes, self.prefill_bytes = state, nbytes(state)
+        self.prefill_shapes, self.prefill_bytes = state, bytes_per_device(state)
         self.num_compiled, self._lock = 0, threading.Lock()
-        self.bytes = sum(map(nbytes, batches.values())) + prefills * self.prefill_bytes
+        self.bytes = sum(map(bytes_per_device, batches.values())) + prefills * self.prefill_bytes
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
         memory.check(self.bytes, f"{sum(sizes)} sequences and {prefills} prefills{length}")

@@ -27,6 +27,7 @@ from jaxkv.serve.engine.disk_tier import (
     settings_hash,
 )
 from jaxkv.serve.engine.model import Model
+from jaxkv.serve.engine.placement import placed_pool
 from jaxkv.serve.engine.prefill import PrefillState, init_prefill
 from jaxkv.serve.engine.programs import Programs
 from jaxkv.serve.engine.request import Request
@@ -36,6 +37,7 @@ from jaxkv.serve.prefix.folder import PrefixFolder
 from jaxkv.serve.prefix.index import Counts, Entry, Lease, PrefixIndex, parse_rules
 from jaxkv.state import memory
 from jaxkv.state.batch import nbytes
+from jaxkv.state.sharding import bytes_per_device
 
 DISK = ("entries", "bytes", "entries_waiting", "hits", "writes", "failures", "evictions", "lost")
 
@@ -95,9 +97,10 @@ def check_prefixes(config: PrefixConfig, model: Model, max_len: int | None, chun
     """Raise UserError where a memory or the folder cannot hold one prefix; nothing is compiled."""
     state = jax.eval_shape(lambda: init_prefill(model, max_len, np.uint32(0)))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
-    size = pool.bytes_per_prefix(layout, model.policies, state.states)
-    linked = pool.all_append_only(model.policies)
-    config.counts(size, size if linked else nbytes(state))
+    prefix = pool.shapes_of_prefix(layout, model.policies, state.states)
+    size, linked = nbytes(prefix), pool.all_append_only(model.policies)
+    on_device = bytes_per_device(placed_pool(model, layout, prefix))
+    config.counts(on_device, size if linked else nbytes(state))
     if config.folder is not None:
         check_limit(config.folder, size if linked else nbytes(state.states))
 
@@ -114,10 +117,11 @@ class PrefixStore:
     ) -> None:
         states = programs.prefill_shapes.states
         layout = pool.prefix_layout(model.policies, states, chunk)
-        size = pool.bytes_per_prefix(layout, model.policies, states)
+        prefix = pool.shapes_of_prefix(layout, model.policies, states)
         linked = pool.all_append_only(model.policies)
-        host_size = size if linked else programs.prefill_bytes
-        capacity, host = config.counts(size, host_size)
+        host_size = nbytes(prefix) if linked else nbytes(programs.prefill_shapes)
+        on_device = bytes_per_device(placed_pool(model, layout, prefix))
+        capacity, host = config.counts(on_device, host_size)
         self._device: BlockTier | SnapshotTier
         if linked:
             movable = host > 0 or config.folder is not None

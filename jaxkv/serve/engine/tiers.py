@@ -14,13 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.contract import Pages
 from jaxkv.serve.engine import pool
-from jaxkv.serve.engine.placement import is_split, pool_shardings, with_sharding
+from jaxkv.serve.engine.placement import is_split, placed_pool, pool_shardings, with_sharding
 from jaxkv.serve.engine.pool import SKIP, Layout, Pool
 from jaxkv.serve.engine.prefill import PrefillState
 from jaxkv.serve.engine.programs import Programs
 from jaxkv.serve.prefix.block_hash import TOKEN, HashedPrompt
 from jaxkv.serve.prefix.index import Entry
-from jaxkv.state import batch, memory
+from jaxkv.state import memory
+from jaxkv.state.sharding import bytes_per_device
 
 PageIds = list[Hashable]
 
@@ -150,12 +151,7 @@ class HostTier:
 
 def in_memory(arrays: Any, kind: str) -> Any:
     """The same arrays in this kind of memory, those of several devices beside each of them."""
-    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def move(array: Any) -> jax.Array:
-        place = array.sharding if isinstance(array, jax.Array) else alone
-        return jax.device_put(array, place.with_memory_kind(kind))
-
+    move = lambda array: jax.device_put(array, array.sharding.with_memory_kind(kind))
     return jax.tree.map(move, arrays)
 
 
@@ -177,7 +173,8 @@ class DevicePool:
     ) -> None:
         states, zero = programs.prefill_shapes.states, np.int32(0)
         shape = jax.eval_shape(lambda: pool.empty(layout, states, pages, records))
-        self.bytes = batch.nbytes(shape)
+        shape = placed_pool(programs.model, layout, shape)
+        self.bytes = bytes_per_device(shape)
         memory.check(self.bytes, f"{records} prefixes", fewer="bytes for prefixes")
 
         def load(
@@ -189,7 +186,6 @@ class DevicePool:
         place, piece_place, compile = None, None, programs.compile
         if is_split(programs.model):
             place = pool_shardings(programs.model, layout, shape)
-            shape = with_sharding(shape, place)
             piece_place = jax.tree.map(
                 lambda of_array: NamedSharding(of_array.mesh, PartitionSpec(*of_array.spec[1:])),
                 place,

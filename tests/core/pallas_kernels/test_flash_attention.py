@@ -5,6 +5,7 @@ The kernel runs on a GPU where the tests have it, and is interpreted elsewhere.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.evals.lib.ahead import abstract_h100
+from jaxkv.evals.lib.ahead import abstract_h100, reports_of, v5e
 from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention, gpu, reference, tpu
 from tests.core.pallas_kernels.test_sign_walk import interpreted
 
@@ -22,6 +23,7 @@ ON = {
     "gpu": partial(gpu.attend, interpret=interpreted("gpu")),
     "tpu": partial(tpu.attend, interpret=interpreted("tpu")),
 }
+KERNELS = {"gpu": gpu, "tpu": tpu}
 DTYPES = {"float32": (0, 2e-6), "bfloat16": (2**-8, 6e-3)}  # relative and absolute tolerance
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 16
 
@@ -104,6 +106,9 @@ def on_device(sets):
 @pytest.mark.parametrize("name", CASES)
 def test_every_implementation_is_the_softmax(name, softcap, dtype, on):
     sets = sets_of(name, dtype)
+    on_hardware = on in KERNELS and not interpreted(on)
+    if on_hardware and (reason := KERNELS[on].refusal(HEAD_DIM, jnp.dtype(dtype))):
+        pytest.skip(reason)
     attended = jax.jit(ON[on], static_argnums=(1, 2))(on_device(sets), 0.3, softcap)
     out, lse = plain(sets, 0.3, softcap)
     for actual, expected in ((attended.out, out), (attended.lse, lse)):
@@ -180,7 +185,7 @@ def test_gradients_are_those_of_a_softmax():
     "name, dtype, reason",
     [("pallas_gpu", "float32", "the dtype is float32, not bfloat16 or float16"),
      ("pallas_tpu", "bfloat16", "the head dim is 16, not 64, 128, 256"),
-     ("cudnn", "bfloat16", "the names are xla, pallas_gpu, pallas_tpu")],
+     ("cudnn", "bfloat16", "the names are xla, pallas_tpu, pallas_gpu")],
 )  # fmt: skip
 def test_unsupported_implementations_are_refused_by_name(name, dtype, reason):
     sets = on_device(sets_of("one set", dtype))
@@ -196,3 +201,36 @@ def test_the_kernel_is_lowered_for_cuda_and_no_mask_lies_in_memory():
         text = attend.trace(sets).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 1
     assert "70x64x" not in text and "70x70x" not in text and "128x64x" not in text
+
+
+# Tokens, slots, head dim: more slots than a block and odd numbers, one slot, all head dims.
+COMPILED = [(1024, 1024, 64), (70, 300, 64), (33, 37, 128), (1024, 1300, 256), (1, 1, 64)]
+
+
+@pytest.mark.tpu_check
+def test_the_kernel_is_compiled_for_a_tpu():
+    reports = reports_of("tests.core.pallas_kernels.test_flash_attention")
+    assert [report["shape"] for report in reports] == [list(shape) for shape in COMPILED]
+    assert all(report["kernels"] == 3 for report in reports), "one for each set"
+
+
+def compile_for_tpu() -> None:
+    """Compile `tpu.attend` for a v5e, and print a line of JSON per shape."""
+    place = jax.sharding.SingleDeviceSharding(v5e())
+    struct = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    for tokens, slots, head_dim in COMPILED:
+        rows = [struct(1, 2, slots, head_dim)] * 2
+        queries = struct(1, tokens, 4, head_dim), *rows, struct(1, tokens, dtype="int32")
+        positions = struct(1, tokens, dtype="uint32"), struct(1, slots, dtype="uint32")
+        keys = KeySet(*queries)
+        weight = struct(1, 2, slots, dtype="float32")
+        window = {"query_positions": positions[0], "key_positions": positions[1], "window": 9}
+        sets = [keys, replace(keys, log_weight=weight), replace(keys, first=1, **window)]
+        attend = jax.jit(partial(tpu.attend, scale=0.3, softcap=None))
+        text = attend.lower(sets).compile().as_text()
+        kernels = text.count('custom_call_target="tpu_custom_call"')
+        print(json.dumps({"shape": (tokens, slots, head_dim), "kernels": kernels}), flush=True)
+
+
+if __name__ == "__main__":
+    compile_for_tpu()
