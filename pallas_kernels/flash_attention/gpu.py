@@ -206,11 +206,12 @@ def _attend_set(
     # Wider heads need more registers and shared memory.
     most = KEYS if keys.k.shape[1] <= 128 else KEYS // 2
     size = max(SMALLEST, min(most, pl.next_power_of_2(slots)))
+    begin = keys.first // size
     q, end = keys.q[queries, :], keys.end[queries]
 
     def attend_keys(i: Array, so_far: Sums) -> Sums:
         # Blocks alternate between parts, so that all parts have equal work for any number of keys.
-        first = (part + i * parts) * size
+        first = (begin + part + i * parts) * size
         slot = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
         at = pl.ds(first, size) if slots % size == 0 else jnp.minimum(slot, slots - 1)
         k, v = keys.k[at, :], keys.v[at, :]
@@ -226,5 +227,5 @@ def _attend_set(
         logits = jnp.where(seen, logits, np.float32(-np.inf))
         return accumulate(so_far, logits, lambda share: dot(share.astype(v.dtype), v, 0))
 
-    blocks = pl.cdiv(jnp.max(end), size)
+    blocks = pl.cdiv(jnp.max(end), size) - begin
     return jax.lax.fori_loop(0, pl.cdiv(blocks - part, parts), attend_keys, sums)

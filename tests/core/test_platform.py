@@ -82,6 +82,7 @@ CHUNKED = {  # the first are everyday cases
     "reservoir:sinks=3,window=4,sample=5,positions=absolute,weighted=true": [1],
     "reservoir:sinks=3,window=4,sample=5,storage=int8": [1],
     "balance-stream:sinks=2,window=4,levels=2,block=4": [1, 13],
+    "stratified:sinks=2,window=4,sample=8,positions=absolute,weighted=true": [1],
 }  # fmt: skip
 SEVERAL = [(policy, chunk) for policy, chunks in CHUNKED.items() for chunk in chunks]
 

@@ -23,13 +23,15 @@ from jaxkv.cache import per_head, ring
 from jaxkv.cache.per_head import Evicted, PerHeadTokens
 from jaxkv.cache.ring import Ring, RingSettings
 from jaxkv.contract import Cached, Chunk, Leaf, Pages, Partial, Policy, Spec
+from jaxkv.pallas_kernels.flash_attention import KeySet
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policies.discrepancy import Halving
 from jaxkv.policies.merge_reduce import occupancy
 from jaxkv.policies.merge_reduce.occupancy import TreeSize
 from jaxkv.policies.merge_reduce.tree import HALVE_COUNT_AT, Reducer, absorb, fill_level_0
 from jaxkv.rows import Rows, Storage
-from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
 
 class TreeState(NamedTuple):
@@ -140,9 +142,14 @@ class TreePolicy(Policy):
         num_evicted = after.num_evicted[:, None]
         num_sampled = self._num_sampled(num_evicted)
         chunk = xla_cpu.order_after(chunk, after.sample.k, after.sample.v)
-        seen, recent = ring.decode(spec, state.recent, chunk, self._recent, num_sampled)
-        halves = self._attend_halves(spec, after, chunk, chunk.valid, numbers, num_evicted)
-        return merge(seen, *halves), after._replace(recent=recent)
+        decode = partial(ring.decode, spec, state.recent, chunk, self._recent, num_sampled)
+        halves = spec, after, chunk, chunk.valid, numbers, num_evicted
+        if xla_gpu.reads_by_flash(spec, chunk.q, state.recent.k):
+            attended, recent = decode(beside=self._key_sets_of_halves(*halves))
+        else:
+            seen, recent = decode()
+            attended = merge(seen, *self._attend_halves(*halves))
+        return attended, after._replace(recent=recent)
 
     def _update_block(
         self, spec: Spec, state: TreeState, chunk: Chunk
@@ -203,16 +210,7 @@ class TreePolicy(Policy):
         batch, queries, heads, head_dim = chunk.q.shape
         kv_heads, width = state.rng.shape[1], self.size.half
         parts = self.size.slots // width
-        query_positions = jnp.broadcast_to(chunk.positions[:, :, None], (batch, queries, parts))
-        if self.cache_relative:
-            num_sampled = self._num_sampled(num_evicted)
-            cache_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
-            first = self.sinks + occupancy.tokens_before_half(self.size, num_evicted)  # [B,T,P]
-            query_positions = cache_positions[:, :, None] - first.astype(jnp.uint32)
-        q = jnp.broadcast_to(chunk.q[:, :, None], (batch, queries, parts, heads, head_dim))
-        q = spec.encoding.rotate(
-            q.reshape(batch, -1, heads, head_dim), query_positions.reshape(batch, -1)
-        )
+        q, query_positions = self._queries_of_halves(spec, state, chunk, numbers, num_evicted)
         group = heads // kv_heads
         q = q.reshape(batch, queries, parts, kv_heads, group, head_dim).transpose(0, 1, 3, 2, 4, 5)
         weights = self._bias(num_evicted, state.rng)
@@ -245,6 +243,46 @@ class TreePolicy(Policy):
             )
             for part in range(parts)
         ]
+
+    def _queries_of_halves(
+        self,
+        spec: Spec,
+        state: TreeState,
+        chunk: Chunk,
+        numbers: Int32[Array, "B T"],
+        num_evicted: UInt32[Array, "B T"],
+    ) -> tuple[Float[Array, "B X N H"], UInt32[Array, "B T P"]]:
+        """The queries rotated for each of P halves, X = T P of them, and their positions there."""
+        batch, queries, heads, head_dim = chunk.q.shape
+        parts = self.size.slots // self.size.half
+        query_positions = jnp.broadcast_to(chunk.positions[:, :, None], (batch, queries, parts))
+        if self.cache_relative:
+            num_sampled = self._num_sampled(num_evicted)
+            cache_positions = ring.cache_relative_positions(state.recent, numbers, num_sampled)
+            first = self.sinks + occupancy.tokens_before_half(self.size, num_evicted)  # [B,T,P]
+            query_positions = cache_positions[:, :, None] - first.astype(jnp.uint32)
+        q = jnp.broadcast_to(chunk.q[:, :, None], (batch, queries, parts, heads, head_dim))
+        q = q.reshape(batch, -1, heads, head_dim)
+        return spec.encoding.rotate(q, query_positions.reshape(batch, -1)), query_positions
+
+    def _key_sets_of_halves(
+        self,
+        spec: Spec,
+        state: TreeState,
+        chunk: Chunk,
+        active: Bool[Array, "B 1"],
+        numbers: Int32[Array, "B 1"],
+        num_evicted: UInt32[Array, "B 1"],
+    ) -> list[KeySet]:
+        """What `_attend_halves` reads of one token, for `flash_attention`: a set per half."""
+        q, _ = self._queries_of_halves(spec, state, chunk, numbers, num_evicted)
+        weights, width = self._bias(num_evicted, state.rng)[:, :, 0], self.size.half
+        k, v = self._rotated_to_slots(spec, state.sample)
+        sets = []
+        for part in range(self.size.slots // width):
+            end = jnp.where(active, (part + 1) * width, 0).astype(jnp.int32)
+            sets.append(KeySet(q[:, part : part + 1], k, v, end, weights, first=part * width))
+        return sets
 
     def _rotated_to_slots(self, spec: Spec, sample: PerHeadTokens) -> tuple[Rows, Rows]:
         """Keys, rotated to their slot within a half with cache-relative positions, and values."""
