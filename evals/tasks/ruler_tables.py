@@ -81,13 +81,14 @@ def by_task(record: str) -> str:
 
 
 def policies(columns: dict[str, list[Results]], caption: str) -> str:
-    """A row per policy. columns: by head, the rows of all policies in each task."""
+    """A row per measured policy. columns: by head, the rows of all policies in each task."""
     if not columns:
         return table(("policy", "score / KL"), [("all", UNMEASURED)], caption)
-    rows = (
-        (f"`{policy}`", *(score_and_kl([row.get(policy) for row in c]) for c in columns.values()))
+    cells = {
+        policy: [score_and_kl([row.get(policy) for row in rows]) for rows in columns.values()]
         for policy in NAMES
-    )
+    }
+    rows = [(f"`{policy}`", *row) for policy, row in cells.items() if {*row} != {UNMEASURED}]
     return table(("policy", *columns), rows, caption)
 
 
