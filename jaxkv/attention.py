@@ -310,8 +310,9 @@ def within(
     """The same keys, seen by queries fewer than `window` positions later; None: by all."""
     if window is None:
         return keys
-    where = {"query_positions": query_positions, "key_positions": key_positions}
-    return replace(keys, window=window, **where)
+    return replace(
+        keys, window=window, query_positions=query_positions, key_positions=key_positions
+    )
 
 
 def chunked_scan(update: Update, carry: Carry, chunk: Chunk, size: int) -> tuple[Partial, Carry]:

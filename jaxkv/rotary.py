@@ -183,7 +183,9 @@ def rotary(
         )
     check_int("head_dim", head_dim, 2)
     if head_dim % 2:
-        raise UserError(f"rotary positions need an even head dim, got {head_dim}")
+        raise UserError(
+            f"rotary positions need an even head dim, got {head_dim}; use {head_dim + 1}"
+        )
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     frequencies = frequencies / np.asarray(scaling.get("factors", 1.0), np.float64)
     amplitude = scaling.get("attention_factor") or 1.0

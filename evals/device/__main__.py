@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxkv.evals.lib.record import RESULTS, make_parser
+from jaxkv.errors import UserError
+from jaxkv.evals.lib.record import RESULTS, make_parser, run_command
 
 
 class DeviceRun(NamedTuple):
@@ -42,10 +43,14 @@ def main() -> None:
     if not starts:
         print(f"python -m {' '.join(words)}")
         return
+    if jax.default_backend() == "cpu":
+        raise UserError(
+            f"runs are for a GPU or a TPU, got a CPU; python -m {' '.join(words)} --quick tries it"
+        )
     print(f"{words[0]} on {jax.devices()[0].device_kind}", flush=True)
     sys.argv = [*words]
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -58,11 +58,12 @@ def measure(run: Run) -> dict[str, Any]:
     """Errors and times by shape."""
     quick, reason = run.options.quick, refusal(64, jnp.dtype("bfloat16"))
     if reason is not None and not quick:
-        raise UserError(f"flash attention needs its kernel: {reason}; --quick tries the program")
+        raise UserError(f"flash attention needs its kernel: {reason}; give --quick for a trial")
     rows: dict[str, Any] = {}
     for tokens in (1, 70):
         sets = masked_sets(tokens, 16 if quick else 64)
         rows[f"masks, {tokens} tokens"] = {"error": error(sets)}
+        print(f"masks, {tokens} tokens: {rows[f'masks, {tokens} tokens']}", flush=True)
     for shape in QUICK if quick else SHAPES:
         rows[shape.name] = compared(shape, 2 if quick else run.options.rounds)
         print(f"{shape.name}: {rows[shape.name]}", flush=True)

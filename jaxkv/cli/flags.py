@@ -291,6 +291,10 @@ def open_model(
         from jaxkv.policy_spec import by_layer
         from jaxkv.state import sharding
 
+        if engine and args.mesh is not None:
+            from jaxkv.models.generation.serving import check_mesh
+
+            check_mesh(sharding.mesh_sizes(args.mesh))  # before devices are counted
         mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
         source = open_source(DEFAULT if args.model is None else args.model)
         config = source.config

@@ -24,10 +24,10 @@ from jaxkv.typing import Array, Bool, Float, Float32, UInt32
 AXES = ("data", "model")
 
 
-def mesh_of(text: str) -> Mesh:
-    """The mesh that `data=2,model=4` names; either axis may be left out.
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The axes that `data=2,model=4` names; either may be left out.
 
-    Raises UserError for anything else, or where there are too few devices.
+    Raises UserError for anything else.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -38,6 +38,12 @@ def mesh_of(text: str) -> Mesh:
                 f"{text!r}; try data=1,model=1"
             )
         sizes[name] = int(size)
+    return sizes
+
+
+def mesh_of(text: str) -> Mesh:
+    """The mesh of `mesh_sizes`; raises UserError where there are too few devices."""
+    sizes = mesh_sizes(text)
     needed = math.prod(sizes.values())
     devices = jax.devices()
     if needed > len(devices):
@@ -68,9 +74,10 @@ def check(mesh: Mesh, batch: int, kv_heads: int, policies: Iterable[Policy]) -> 
     axes = zip(axes_in(mesh), (batch, kv_heads), ("sequences", "KV heads"), strict=True)
     for axis, size, noun in axes:
         if axis is not None and size % mesh.shape[axis]:
+            fitting = [f"{axis}={n}" for n in range(1, size + 1) if size % n == 0]
             raise UserError(
-                f"the mesh axis {axis!r} must divide the {noun}: {size} {noun} over "
-                f"{mesh.shape[axis]} places; choose another mesh or number of {noun}"
+                f"the mesh axis {axis!r} must divide the {noun}: {size} {noun[:-1]}"
+                f"{'s' * (size != 1)} over {mesh.shape[axis]} places; use {' or '.join(fitting)}"
             )
     for policy in policies:
         check_heads_together(mesh, policy)

@@ -38,12 +38,7 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
     not divide, and for learned sink tokens.
     """
     if llm.mesh is not None:
-        if llm.mesh.shape.get("data", 1) > 1:
-            raise UserError(
-                f"the engine splits KV heads over devices and not sequences, got a mesh with "
-                f"data={llm.mesh.shape['data']}; give model=N alone, and start a server for each N "
-                "devices"
-            )
+        check_mesh(llm.mesh.shape)
         sharding.check(
             llm.mesh, llm.mesh.shape.get("data", 1), llm.config.kv_heads, llm.policies(policy)
         )
@@ -79,6 +74,15 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
         identity,
         llm.mesh,
     )
+
+
+def check_mesh(sizes: Mapping[str, int]) -> None:
+    """Raise UserError for the sizes of a mesh that splits sequences."""
+    if sizes.get("data", 1) > 1:
+        raise UserError(
+            f"the engine splits KV heads over devices and not sequences, got a mesh with "
+            f"data={sizes['data']}; give model=N alone, and start a server for each N devices"
+        )
 
 
 def make_engine(

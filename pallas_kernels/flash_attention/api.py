@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv.pallas_kernels.flash_attention import reference
-from jaxkv.pallas_kernels.flash_attention.reference import KeySet
+from jaxkv.pallas_kernels.flash_attention.reference import ARRAYS, KeySet
 from jaxkv.pallas_kernels.online_softmax import AttentionOutput
 from jaxkv.pallas_kernels.timing import KERNEL
 
@@ -109,9 +109,9 @@ def _backward(
 
     _, pull = jax.vjp(attend, [(keys.q, keys.k, keys.v) for keys in sets])
     (gradients,) = pull(cotangent)
-    nothing = {"end": None, "log_weight": None, "query_positions": None, "key_positions": None}
+    no_gradients = dict.fromkeys(ARRAYS[3:])
     gradients = zip(sets, gradients, strict=True)
-    return (tuple(replace(keys, q=q, k=k, v=v, **nothing) for keys, (q, k, v) in gradients),)
+    return (tuple(replace(keys, q=q, k=k, v=v, **no_gradients) for keys, (q, k, v) in gradients),)
 
 
 _attend.defvjp(_forward, _backward)

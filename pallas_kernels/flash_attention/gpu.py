@@ -204,8 +204,8 @@ def _attend_set(
     """The sums with the keys of one set, whose arrays are references, that are in this part."""
     slots = keys.k.shape[0]
     # Wider heads need more registers and shared memory.
-    most = KEYS if keys.k.shape[1] <= 128 else KEYS // 2
-    size = max(SMALLEST, min(most, pl.next_power_of_2(slots)))
+    limit = KEYS if keys.k.shape[1] <= 128 else KEYS // 2
+    size = max(SMALLEST, min(limit, pl.next_power_of_2(slots)))
     begin = keys.first // size
     q, end = keys.q[queries, :], keys.end[queries]
 
@@ -219,8 +219,8 @@ def _attend_set(
         if keys.first:
             seen &= (slot >= keys.first)[None, :]
         if keys.window is not None:
-            now, then = keys.query_positions[queries], keys.key_positions[at]
-            seen &= in_window(now[:, None], then[None, :], keys.window)
+            of_query, of_key = keys.query_positions[queries], keys.key_positions[at]
+            seen &= in_window(of_query[:, None], of_key[None, :], keys.window)
         logits = capped(dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[at][None, :]

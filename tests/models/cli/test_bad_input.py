@@ -58,7 +58,7 @@ FLAGS = {
     "dtype": ("--dtype int8", "float32, bfloat16, float16", "'int8'"),
     "mesh": ("--mesh rows=2", "data=BATCH,model=HEADS", "'rows=2'", "try data=1"),
     "mesh beyond the batch": (
-        *("--mesh data=2", "must divide the sequences", "1 sequences over 2 places"),
+        *("--mesh data=2", "must divide the sequences", "1 sequence over 2 places; use data=1"),
     ),
     "sink without a token": ("--sinks constant:", "constant: needs a token after it"),
     "prompt twice": ("--prompt-file x", "given twice", "not both"),

@@ -38,7 +38,7 @@ def test_a_kernel_is_needed_beyond_a_trial(monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         run(flash.MEASURE, [])
     said = capsys.readouterr().err
-    assert error.value.code == 2 and "there is no kernel for cpu; --quick tries" in said
+    assert error.value.code == 2 and "there is no kernel for cpu; give --quick for a trial" in said
 
 
 def test_rates_go_on_where_they_stopped(trials, capsys):
@@ -72,3 +72,16 @@ def test_the_next_run_is_the_first_without_a_record(tmp_path):
         (tmp_path / f"{run_.record}.json").touch()
     assert device.next_run(tmp_path) is None
     assert jax.default_backend() == "cpu"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--runn"], "unrecognized arguments: --runn; did you mean --run?"),
+    (["--run"], "runs are for a GPU or a TPU, got a CPU; python -m jaxkv.evals.device.flash --q"),
+])  # fmt: skip
+def test_the_launcher_refuses_in_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(device, "next_run", lambda: device.RUNS[0])
+    monkeypatch.setattr("sys.argv", ["device", *words])
+    with pytest.raises(SystemExit) as error:
+        record.run_command(device.main)
+    written = capsys.readouterr().err
+    assert error.value.code == 2 and written.count("\n") == 1 and said in written
