@@ -189,7 +189,7 @@ def _attend_block(
         sums = _attend_set(sums, keys, at, pl.program_id(1), parts, scale, softcap)
     out, lse = normalize(sums)
     out_ref[...] = out.astype(out_ref.dtype)
-    lse_ref[...] = lse[:, 0]
+    lse_ref[...] = lse.reshape(lse_ref.shape)
 
 
 def _attend_set(

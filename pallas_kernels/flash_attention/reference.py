@@ -100,7 +100,8 @@ def dot(x: Array, y: Array, axis: int) -> Array:
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
+    a = a.astype(b.dtype)
+    if jax.default_backend() == "cpu":  # before jax 0.8 it multiplies no bfloat16 into float32
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.einsum(
-        subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
