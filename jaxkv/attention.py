@@ -234,26 +234,27 @@ def local_attention(
 
     window: a query sees keys less than this many positions back, its own included; None: all.
     hidden: keys that another part covers. like: rows of the cache; if they are in int8, the tokens
-    of the chunk are read as they will be stored. Queries are read in blocks and keys outside every
-    query's view are skipped, so memory is linear in T; where a kernel reads the chunk, gradients
-    take memory for all logits.
+    of the chunk are read as they will be stored. Keys outside every query's view are skipped, so
+    memory is linear in T; where a kernel reads the chunk, gradients take memory for all logits.
     """
+    positions, valid = chunk.positions, chunk.valid
+    shown = valid if hidden is None else valid & ~hidden
     if xla_gpu.reads_by_flash(spec, chunk.q, chunk.k if like is None else like):
-        keys = chunk_keys(spec, chunk, window, hidden)
-        return Partial(*flash_attention([keys], spec.scale, spec.softcap))
+        q, k = (spec.encoding.rotate(array, positions) for array in (chunk.q, chunk.k))
+        k, v = (array.transpose(0, 2, 1, 3) for array in (k, chunk.v))
+        sets = [chunk_keys(chunk, q, k, v, shown, window)]
+        return Partial(*flash_attention(sets, spec.scale, spec.softcap))
     tokens = chunk.valid.shape[1]
     if tokens > _MAX_UNROLLED and (padding := -tokens % _BLOCK_QUERIES):
         pad = lambda a: jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))
         unseen = None if hidden is None else pad(hidden)
         padded = local_attention(spec, jax.tree.map(pad, chunk), window, unseen, like)
         return Partial(padded.out[:, :tokens], padded.lse[:, :tokens])
-    positions, valid = chunk.positions, chunk.valid
     q = spec.encoding.rotate(chunk.q, positions)
     keys_values = spec.encoding.rotate(chunk.k, positions), chunk.v
     k, v = (array.transpose(0, 2, 1, 3) for array in keys_values)
     if like is not None:
         k, v = rows.store(k, like), rows.store(v, like)
-    shown = valid if hidden is None else valid & ~hidden
 
     def attend_block(start: Array | int, size: int, keys: int) -> Partial:
         """Queries start .. start+size-1 over the first `keys` keys."""
@@ -285,19 +286,19 @@ def local_attention(
 
 
 def chunk_keys(
-    spec: Spec,
     chunk: Chunk,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    shown: Bool[Array, "B T"],
     window: int | None = None,
-    hidden: Bool[Array, "B T"] | None = None,
 ) -> KeySet:
-    """The keys of `local_attention`, as the kernel `flash_attention` reads them."""
-    q = spec.encoding.rotate(chunk.q, chunk.positions)
-    k = spec.encoding.rotate(chunk.k, chunk.positions).transpose(0, 2, 1, 3)
-    shown = chunk.valid if hidden is None else chunk.valid & ~hidden
+    """The tokens of a chunk that are shown, as `flash_attention` reads them, causally.
+
+    q, k: rotated.
+    """
     end = jnp.where(chunk.valid, jnp.arange(1, chunk.valid.shape[1] + 1)[None, :], 0)
-    keys = KeySet(
-        q, k, chunk.v.transpose(0, 2, 1, 3), end, jnp.where(shown, 0.0, -jnp.inf)[:, None]
-    )
+    keys = KeySet(q, k, v, end, jnp.where(shown, np.float32(0), -jnp.inf)[:, None])
     return within(keys, chunk.positions, chunk.positions, window)
 
 

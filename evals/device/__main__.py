@@ -14,11 +14,10 @@ from jaxkv.evals.lib.record import RESULTS, make_parser, run_command
 
 
 class DeviceRun(NamedTuple):
-    """A module with its flags, and the record that it writes."""
+    """A module, and the record that it writes."""
 
     record: str
     module: str
-    flags: tuple[str, ...] = ()
 
 
 RUNS = (  # sink_tables, the arms of the 160M preset, has its record
@@ -39,17 +38,17 @@ def main() -> None:
     if run is None:
         print("every run has a record")
         return
-    words = (f"jaxkv.evals.{run.module}", *run.flags)
+    module = f"jaxkv.evals.{run.module}"
     if not starts:
-        print(f"python -m {' '.join(words)}")
+        print(f"python -m {module}")
         return
     if jax.default_backend() == "cpu":
         raise UserError(
-            f"runs are for a GPU or a TPU, got a CPU; python -m {' '.join(words)} --quick tries it"
+            f"runs are for a GPU or a TPU, got a CPU; python -m {module} --quick tries it"
         )
-    print(f"{words[0]} on {jax.devices()[0].device_kind}", flush=True)
-    sys.argv = [*words]
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    print(f"{module} on {jax.devices()[0].device_kind}", flush=True)
+    sys.argv = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

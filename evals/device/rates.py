@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from jaxkv.evals.benchmarks.policy_rates import POLICIES, prefill
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
-from jaxkv.evals.lib.timing import bar, decode_after_prompt, prompt
+from jaxkv.evals.lib.timing import Variant, bar, decode_after_prompt, prompt, timed
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.weight_names import shapes
 
@@ -121,22 +120,16 @@ def seconds_of(case: DeviceCase, models: dict[str, Llm], options: Any) -> np.nda
     llm, policy = models[case.model], POLICIES[case.policy]
     if case.phase == "decode":
         work = decode_after_prompt(llm, policy, case.length, options.new, case.batch)
-        work()
-        return np.array([work() for _ in range(options.rounds)])
+        return seconds_of_rounds(work, options.rounds)
     prompts = [prompt(llm, case.length, seed) for seed in range(case.batch)]
     read = partial(prefill, llm, policy, prompts, case.length + options.new)
-    return clocked(read, options.rounds)
+    return seconds_of_rounds(timed(read), options.rounds)
 
 
-def clocked(work: Any, rounds: int) -> np.ndarray:
+def seconds_of_rounds(variant: Variant, rounds: int) -> np.ndarray:
     """The seconds of each round, after one that compiles."""
-    work()
-    seconds = []
-    for _ in range(rounds):
-        start = perf_counter()
-        work()
-        seconds.append(perf_counter() - start)
-    return np.array(seconds)
+    variant()
+    return np.array([variant() for _ in range(rounds)])
 
 
 def random_model(name: str, quick: bool) -> Llm:
@@ -176,9 +169,10 @@ def transformers_seconds(case: DeviceCase, options: Any) -> np.ndarray:
         synchronise()
 
     if case.phase == "prefill":
-        return clocked(read, options.rounds)
+        return seconds_of_rounds(timed(read), options.rounds)
     first, all_tokens = (
-        clocked(partial(write, new), options.rounds) for new in (1, options.new + 1)
+        seconds_of_rounds(timed(partial(write, new)), options.rounds)
+        for new in (1, options.new + 1)
     )
     return all_tokens - first
 

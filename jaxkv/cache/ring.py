@@ -16,6 +16,7 @@ token is lost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from jaxkv import rows
 from jaxkv.attention import (
     blend,
+    chunk_keys,
     local_attention,
     masked_bias,
     merge,
@@ -344,23 +346,21 @@ def key_sets(
     sinks, numbers = settings.sinks, token_numbers(ring, chunk.valid)
     k, v = new_rows(spec, chunk, numbers, settings)
     q = spec.encoding.rotate(chunk.q, chunk.positions)
-    slot = jnp.arange(1, chunk.valid.shape[1] + 1)[None]
     count = jnp.minimum(ring.count, ring.k.shape[2])[:, None]
-    cached, new = (jnp.where(chunk.valid, end, 0) for end in (count, slot))
+    end = jnp.where(chunk.valid, count, 0)
     is_sink = chunk.valid & (numbers < sinks) if sinks else jnp.zeros_like(chunk.valid)
-    bias = lambda shown: jnp.where(shown, np.float32(0), -jnp.inf)[:, None]
-    in_ring = KeySet(q, ring.k, ring.v, cached, first=sinks)
-    in_chunk = KeySet(q, k, v, new, bias(chunk.valid & ~is_sink))
+    in_ring = KeySet(q, ring.k, ring.v, end, first=sinks)
     sets = [
         within(in_ring, chunk.positions, ring.positions, settings.window),
-        within(in_chunk, chunk.positions, chunk.positions, settings.window),
+        chunk_keys(chunk, q, k, v, chunk.valid & ~is_sink, settings.window),
     ]
     if sinks:
         if settings.cache_relative:
             q = spec.encoding.rotate(chunk.q, cache_relative_positions(ring, numbers, num_sampled))
-        new = jnp.where(ring.count[:, None] < sinks, new, 0)
-        sets.append(KeySet(q, ring.k, ring.v, jnp.minimum(cached, sinks)))
-        sets.append(KeySet(q, k, v, new, bias(is_sink)))
+        new = chunk_keys(chunk, q, k, v, is_sink)
+        sets.append(KeySet(q, ring.k, ring.v, jnp.minimum(end, sinks)))
+        # Once all sinks are in the ring, no block of the chunk is read for them.
+        sets.append(replace(new, end=jnp.where(ring.count[:, None] < sinks, new.end, 0)))
     return sets
 
 

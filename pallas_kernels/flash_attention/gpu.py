@@ -2,7 +2,7 @@
 
 One program per block of queries and query head. The one query of a sequence in decode is read by
 several programs per KV head, which share its keys. jax 0.12 deprecates Triton in Pallas. Once it is
-removed, `supports` returns False and XLA's form is chosen. cuDNN's kernel, which JAX has as
+removed, `refusal` says so and XLA's form is chosen. cuDNN's kernel, which JAX has as
 `jax.nn.dot_product_attention`, cannot replace this one: it rounds the log-sum-exp to the dtype of
 the output, so that parts cannot be merged, and it has no mask for a ring that has wrapped.
 """
@@ -21,7 +21,13 @@ from jax.experimental import pallas as pl
 from jax.tree_util import PyTreeDef
 
 from jaxkv.pallas_kernels import triton
-from jaxkv.pallas_kernels.flash_attention.reference import ARRAYS, KeySet, capped, dot, in_window
+from jaxkv.pallas_kernels.flash_attention.reference import (
+    KeySet,
+    capped,
+    dot,
+    visible,
+    where_present,
+)
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
@@ -156,7 +162,7 @@ def _block_specs(keys: KeySet, group: int) -> list[pl.BlockSpec]:
         pl.BlockSpec((None, tokens, None, head_dim), lambda t, p, n, b: (b, 0, n, 0)),
         of_head, of_head, of_query, pl.BlockSpec((None, None, slots), weights), of_query, of_key,
     )  # fmt: skip
-    return [getattr(specs, name) for name in ARRAYS if getattr(keys, name) is not None]
+    return where_present(specs, keys)
 
 
 def _by_kv_head(keys: KeySet) -> KeySet:
@@ -215,12 +221,11 @@ def _attend_set(
         slot = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
         at = pl.ds(first, size) if slots % size == 0 else jnp.minimum(slot, slots - 1)
         k, v = keys.k[at, :], keys.v[at, :]
-        seen = slot[None, :] < end[:, None]
-        if keys.first:
-            seen &= (slot >= keys.first)[None, :]
-        if keys.window is not None:
-            of_query, of_key = keys.query_positions[queries], keys.key_positions[at]
-            seen &= in_window(of_query[:, None], of_key[None, :], keys.window)
+        positions = lambda: (
+            keys.query_positions[queries][:, None],
+            keys.key_positions[at][None, :],
+        )
+        seen = visible(keys, slot[None, :], end[:, None], positions)
         logits = capped(dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[at][None, :]

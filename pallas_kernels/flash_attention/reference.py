@@ -5,9 +5,10 @@ Axis letters: B sequences, T queries, N query heads, K KV heads, S keys, H head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,11 @@ from jax import Array
 
 from jaxkv.pallas_kernels.online_softmax import AttentionOutput, accumulate, empty_sums, normalize
 
+# The fields of a KeySet that are arrays, in the order of its leaves.
+ARRAYS = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("q", "k", "v", "end", "log_weight", "query_positions", "key_positions"),
-    meta_fields=("first", "window"),
-)
+
+@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=("first", "window"))
 @dataclass(frozen=True)
 class KeySet:
     """Keys and values, and the queries as they are rotated for them.
@@ -56,10 +56,11 @@ def attend(sets: Sequence[KeySet], scale: float, softcap: float | None) -> Atten
         q = keys.q.transpose(0, 2, 1, 3).reshape(*grouped, -1)
         product = _product("bkgth,bksh->bkgts", q, keys.k)
         slot = jnp.arange(keys.k.shape[2])[None, None]
-        seen = (slot >= keys.first) & (slot < keys.end[:, :, None])
-        if keys.window is not None:
-            queries, positions = keys.query_positions[:, :, None], keys.key_positions[:, None]
-            seen &= in_window(queries, positions, keys.window)
+        positions = lambda keys=keys: (
+            keys.query_positions[:, :, None],
+            keys.key_positions[:, None],
+        )
+        seen = visible(keys, slot, keys.end[:, :, None], positions)
         bias = jnp.where(seen, np.float32(0), -jnp.inf)[:, None, None]
         if keys.log_weight is not None:
             bias += keys.log_weight[:, :, None, None]
@@ -74,14 +75,26 @@ def attend(sets: Sequence[KeySet], scale: float, softcap: float | None) -> Atten
     return AttentionOutput(out, lse.reshape(batch, heads, tokens).transpose(0, 2, 1))
 
 
-# The fields of a KeySet that are arrays, in the order of its leaves.
-ARRAYS = "q", "k", "v", "end", "log_weight", "query_positions", "key_positions"
+def visible(
+    keys: KeySet, slot: Array, end: Array, positions: Callable[[], tuple[Array, Array]]
+) -> Array:
+    """Whether queries see slots; all shapes broadcast to [..., queries, slots].
+
+    positions: gives those of the queries and of the slots, if `keys` has a window.
+    """
+    seen = slot < end
+    if keys.first:
+        seen &= slot >= keys.first
+    if keys.window is not None:
+        queries, stored = positions()
+        distance = (queries - stored).astype(jnp.int32)
+        seen &= (distance >= 0) & (distance < keys.window)
+    return seen
 
 
-def in_window(queries: Array, keys: Array, window: int) -> Array:
-    """Whether keys are fewer than `window` positions before the queries."""
-    distance = (queries - keys).astype(jnp.int32)
-    return (distance >= 0) & (distance < window)
+def where_present(values: KeySet, keys: KeySet) -> list[Any]:
+    """The fields of `values` in which `keys` has an array, in the order of its leaves."""
+    return [getattr(values, name) for name in ARRAYS if getattr(keys, name) is not None]
 
 
 def capped(product: Array, scale: float, softcap: float | None) -> Array:

@@ -18,7 +18,13 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.pallas_kernels.flash_attention.reference import ARRAYS, KeySet, capped, dot, in_window
+from jaxkv.pallas_kernels.flash_attention.reference import (
+    KeySet,
+    capped,
+    dot,
+    visible,
+    where_present,
+)
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
@@ -95,14 +101,13 @@ def _attend_set(
     queries = pl.BlockSpec((None, None, size, head_dim), lambda b, n, t, s, last: (b, n, t, 0))
     specs = KeySet(queries, of_head, of_head, of_query, of_weight, of_query, of_key)
     leaves, structure = jax.tree.flatten(replace(arrays, first=keys.first, window=keys.window))
-    names = [name for name in ARRAYS if getattr(arrays, name) is not None]
     number = pl.BlockSpec((None, None, size, 1), lambda b, n, t, s, last: (b, n, t, 0))
     out, lse = pl.pallas_call(
         partial(_attend_block, structure=structure, slots=slots, scale=scale, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, padded // size, pl.cdiv(slots, block)),
-            in_specs=[getattr(specs, name) for name in names],
+            in_specs=where_present(specs, arrays),
             out_specs=[queries, number],
             scratch_shapes=[
                 pltpu.VMEM((size, 1), jnp.float32),
@@ -162,11 +167,8 @@ def _attend_block(
         q, k, v = keys.q[...], keys.k[...], keys.v[...]
         shape = q.shape[0], k.shape[0]
         slot = step * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        seen = slot < keys.end[...]
-        if keys.first:
-            seen &= slot >= keys.first
-        if keys.window is not None:
-            seen &= in_window(keys.query_positions[...], keys.key_positions[...], keys.window)
+        positions = lambda: (keys.query_positions[...], keys.key_positions[...])
+        seen = visible(keys, slot, keys.end[...], positions)
         logits = capped(dot(q, k, 1), scale, softcap)
         if keys.log_weight is not None:
             logits += keys.log_weight[...]
