@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.contract import Partial, Spec
+from jaxkv.pallas_kernels import host_memory
 from jaxkv.pallas_kernels.flash_attention import refusal
 from jaxkv.platform.cpu import always_after
 from jaxkv.rotary import Alibi
@@ -76,6 +77,15 @@ def write_after(read: Partial | None, written: Tree) -> Tree:
 def scatters_per_head() -> bool:
     """Whether `scatter_per_head` writes a token to a sample."""
     return jax.default_backend() == "gpu"
+
+
+def finds_at_once(tables: Array) -> bool:
+    """Whether the keys in the buckets of all query heads are found in a few kernels, without loops.
+
+    Loops that suit a CPU take a GPU many launches per query head, and the host decides their end.
+    Tables in host memory are read by those loops.
+    """
+    return jax.default_backend() == "gpu" and not host_memory.on_host(tables)
 
 
 def slots_compared() -> int:

@@ -28,12 +28,12 @@ from jaxkv.pallas_kernels.flash_attention.reference import (
     visible,
     where_present,
 )
+from jaxkv.pallas_kernels.merge_parts import merge_parts
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
     accumulate,
     empty_sums,
-    merge,
     normalize,
 )
 
@@ -108,44 +108,12 @@ def attend(
         interpret=interpret,
     )(*operands)
     if parts > 1:
-        out, lse = _merged(out, lse, tokens, sets[0].q.dtype, interpret)
+        out, lse = merge_parts(out, lse, tokens, sets[0].q.dtype, interpret)
     else:
         out, lse = out[0, :, :tokens], lse[0, :, :tokens]
     if folded:  # [B,G,K,*] as [B,1,N,*]
         out, lse = (a.swapaxes(1, 2).reshape(batch, 1, -1, *a.shape[3:]) for a in (out, lse))
     return AttentionOutput(out.astype(jnp.float32), lse)
-
-
-def _merged(
-    out: Array, lse: Array, tokens: int, dtype: jnp.dtype, interpret: bool
-) -> tuple[Array, Array]:
-    """The parts of out [P,B,T,N,H] and lse [P,B,T,N] as one, of the first tokens."""
-    parts, batch, _, heads, head_dim = out.shape
-    rows = lambda *shape: (parts, None, None, None, *shape)
-    return pl.pallas_call(
-        _merge_parts,
-        grid=(tokens, heads, batch),
-        in_specs=[
-            pl.BlockSpec(rows(head_dim), lambda t, n, b: (0, b, t, n, 0)),
-            pl.BlockSpec(rows(), lambda t, n, b: (0, b, t, n)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, head_dim), lambda t, n, b: (b, t, n, 0)),
-            pl.BlockSpec((None, None, 1), lambda t, n, b: (b, t, n)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=1),
-        interpret=interpret,
-    )(out, lse)
-
-
-def _merge_parts(part_ref, part_lse_ref, out_ref, lse_ref) -> None:
-    out, lse = merge(part_ref[...], part_lse_ref[...][:, None], axis=0)
-    out_ref[...] = out.astype(out_ref.dtype)
-    lse_ref[...] = lse
 
 
 def _block_specs(keys: KeySet, group: int) -> list[pl.BlockSpec]:

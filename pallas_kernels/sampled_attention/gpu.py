@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from jaxkv.pallas_kernels.merge_parts import merge_parts
 from jaxkv.pallas_kernels.online_softmax import (
     AttentionOutput,
     Sums,
     accumulate,
     empty_sums,
-    merge,
     normalize,
 )
 from jaxkv.pallas_kernels.sampled_attention.reference import (
@@ -68,6 +68,7 @@ def attend(
     slots = flatten_heads(pad_sample(slots, BLOCK))
     # Independent of the batch, so that other sequences do not change how a sample is split.
     parts = min(pl.cdiv(PROGRAMS, heads), slots.shape[-1] // BLOCK)
+    parts = pl.next_power_of_2(parts + 1) // 2
     number = pl.BlockSpec((None, 1), lambda i, _: (i, 0))
     of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))
     of_group = lambda *shape: pl.BlockSpec(
@@ -87,17 +88,21 @@ def attend(
         grid=(all_heads, parts),
         in_specs=[*specs, of_group(num_slots, head_dim), of_group(num_slots, head_dim)],
         out_specs=[
-            pl.BlockSpec((None, None, head_dim), lambda i, part: (i, part, 0)),
-            pl.BlockSpec((None, None, 1), lambda i, part: (i, part, 0)),
+            pl.BlockSpec((None, None, head_dim), lambda i, part: (part, i, 0)),
+            pl.BlockSpec((None, 1), lambda i, part: (part, i)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((all_heads, parts, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((all_heads, parts, 1), jnp.float32),
+            jax.ShapeDtypeStruct((parts, all_heads, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, all_heads), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
     )(*args, flatten_heads(k), flatten_heads(v))
-    out, lse = merge(out, lse, axis=1)
+    if parts == 1:
+        out, lse = out[0], lse[0]
+    else:
+        rows = lambda a: a[:, None, None]
+        out, lse = merge_parts(rows(out), rows(lse), 1, jnp.dtype(jnp.float32), interpret)
     return AttentionOutput(out.reshape(q.shape), lse.reshape(q.shape[:2]))
 
 

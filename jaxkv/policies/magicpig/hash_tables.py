@@ -223,6 +223,28 @@ def select(words: UInt32[Array, " W"], max_places: int, draw: Float32[Array, ""]
     return SampledPlaces(places[:max_places], count, total)
 
 
+def select_at_once(
+    matching: Bool[Array, "B N P"], max_places: int, draw: Float32[Array, "B N"]
+) -> SampledPlaces:
+    """`select` for all query heads in a few kernels, without a loop; matching: a bool per place."""
+    batch, heads, places = matching.shape
+    upto = jnp.cumsum(matching, axis=2, dtype=jnp.int32)
+    total = upto[:, :, -1]
+    sequence, head, place = jnp.ogrid[:batch, :heads, :places]
+    rank = jnp.where(matching, upto - 1, places)
+    place = jnp.broadcast_to(place.astype(jnp.int32), rank.shape)
+    # XLA:GPU computes these zeros in the kernel of `rank`, and copies constant ones in every step.
+    zeros = jnp.minimum(upto, 0)
+    listed = zeros.at[sequence, head, rank].set(place, mode="drop", unique_indices=True)
+    slot = jnp.arange(max_places, dtype=jnp.uint32)[None, None]
+    drawn = _systematic(slot, total[:, :, None], max_places, draw[:, :, None])
+    # Ranks of samples that hold all matches are the slots: `listed` itself.
+    drawn = jnp.take_along_axis(listed, jnp.minimum(drawn, places - 1), axis=2)
+    all_fit = (total <= max_places)[:, :, None]
+    sampled = jnp.where(all_fit, listed[:, :, :max_places], drawn)
+    return SampledPlaces(sampled, jnp.minimum(total, max_places), total)
+
+
 def _systematic(slot: Array, total: Array, max_places: int, draw: Array) -> Int32[Array, " M"]:
     """floor((slot x total + begin) / max_places), begin from 0 to total - 1, in 32 bits."""
     total, size = total.astype(jnp.uint32), np.uint32(max_places)

@@ -11,20 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import draws, rows
-from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
+from jaxkv.attention import (
+    chunked_scan,
+    local_attention,
+    masked_bias,
+    merge,
+    slot_attention,
+    within,
+)
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.pallas_kernels import import_pallas
+from jaxkv.pallas_kernels.bucket_counts import bucket_counts
+from jaxkv.pallas_kernels.flash_attention import KeySet, flash_attention
 from jaxkv.pallas_kernels.sampled_attention import LogitSettings, sampled_attention
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policies.magicpig import hash_tables, index, lsh
 from jaxkv.policies.magicpig.hash_tables import SampledPlaces
 from jaxkv.policies.magicpig.index import IndexSettings, IndexState
 from jaxkv.policies.magicpig.lsh import Hashing
 from jaxkv.state import memory
-from jaxkv.typing import Array, Float, Int32, UInt32
+from jaxkv.typing import Array, Float, Float32, Int32, UInt32
 
 _SCAN = 256  # queries that share one read of the newest tokens
 
@@ -161,6 +171,12 @@ class MagicPIG(Policy):
     ) -> tuple[Partial, IndexState]:
         numbers = index.token_numbers(state, chunk.valid)
         q = spec.encoding.rotate(chunk.q, chunk.positions)
+        if xla_gpu.reads_by_flash(spec, chunk.q, state.dense.k):
+            after = index.append(spec, state, chunk, self.settings)
+            sets = self._end_sets(after, chunk, q, numbers)
+            ends = Partial(*flash_attention(sets, spec.scale, spec.softcap))
+            seen = merge(ends, self._sample_of_tokens(spec, after, q, numbers, chunk.positions))
+            return ring.refuse_overfull(seen, after.dense), after
         seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
         attended = merge(seen, local_attention(spec, chunk))
@@ -189,15 +205,31 @@ class MagicPIG(Policy):
         numbers: the queries' token numbers, -1 on padding. A query sees its key if it is cached.
         """
         ends = self._attend_ends(spec, state, q, numbers, positions)
+        return merge(ends, self._sample_of_tokens(spec, state, q, numbers, positions))
+
+    def _sample_of_tokens(
+        self, spec: Spec, state: IndexState, q: Array, numbers: Array, positions: Array
+    ) -> Partial:
+        """`sample` of every token."""
         queries = q, numbers, positions
         if numbers.shape[1] == 1:
             sample = self.sample(spec, state, *(leaf[:, 0] for leaf in queries))
-            sample = Partial(*(leaf[:, None] for leaf in sample))
-        else:
-            queries = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in queries)
-            sample = jax.lax.map(lambda query: self.sample(spec, state, *query), queries)
-            sample = Partial(*(jnp.moveaxis(leaf, 0, 1) for leaf in sample))
-        return merge(ends, sample)
+            return Partial(*(leaf[:, None] for leaf in sample))
+        queries = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in queries)
+        sample = jax.lax.map(lambda query: self.sample(spec, state, *query), queries)
+        return Partial(*(jnp.moveaxis(leaf, 0, 1) for leaf in sample))
+
+    def _end_sets(self, state: IndexState, chunk: Chunk, q: Array, numbers: Array) -> list[KeySet]:
+        """What one token, which is cached already, reads of the sinks and the window."""
+        k, v, positions, count, _ = state.dense
+        end = jnp.where(chunk.valid, jnp.minimum(count, k.shape[2])[:, None], 0)
+        newest = KeySet(q, k, v, end, first=self.sinks)
+        if self.hash_generated:  # the window counts tokens
+            slots = jnp.arange(k.shape[2], dtype=jnp.uint32)[None]
+            query_slots = index.slot_of(state, numbers).astype(jnp.uint32)
+            slots = jnp.broadcast_to(slots, positions.shape)
+            newest = within(newest, query_slots, slots, self.window)
+        return [newest, KeySet(q, k, v, jnp.minimum(end, self.sinks))] if self.sinks else [newest]
 
     def _attend_ends(
         self, spec: Spec, state: IndexState, q: Array, numbers: Array, positions: Array
@@ -252,7 +284,10 @@ class MagicPIG(Policy):
                 arguments = state.dense, state.tail_norms, q, positions, slots, count - indexed
                 return merge(part, self._attend_found(spec, state, *arguments))
 
-            part = jax.lax.cond(jnp.any(count > indexed), attend_tail, lambda: part)
+            if xla_gpu.finds_at_once(state.tables.entries):
+                part = attend_tail()
+            else:
+                part = jax.lax.cond(jnp.any(count > indexed), attend_tail, lambda: part)
         nan = jnp.repeat(index.has_nan(state), q.shape[1] // state.center.shape[1], axis=1)
         part = Partial(
             jnp.where(nan[:, :, None], np.float32(np.nan), part.out),
@@ -333,9 +368,35 @@ def find(
         skip = jnp.where(selected.places >= tables_end, tables_end - places, 0)
         return selected._replace(places=selected.places - skip)
 
+    if xla_gpu.finds_at_once(state.tables.entries):
+        per_head = codes.reshape(batch, heads, -1), uniforms.reshape(batch, heads)
+        return _find_at_once(state, settings, max_places, *per_head, query_slots)
     every = jnp.arange(batch * heads, dtype=jnp.int32), codes, uniforms.reshape(-1)
     sampled = jax.lax.map(lambda arguments: find_for_head(*arguments), every)
     return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), sampled)
+
+
+def _find_at_once(
+    state: IndexState,
+    settings: IndexSettings,
+    max_places: int,
+    codes: Int32[Array, "B N L"],
+    draw: Float32[Array, "B N"],
+    query_slots: Int32[Array, " B"],
+) -> SampledPlaces:
+    """`find` for all heads in a few kernels, without a loop."""
+    min_tables, places = settings.hashing.min_tables, state.indexed.positions.shape[1]
+    counts = bucket_counts(*state.tables, codes, places)
+    if settings.hash_generated:
+        batch, kv_heads, tables, tail = state.tail_codes.shape
+        grouped = codes.reshape(batch, kv_heads, -1, tables, 1).astype(state.tail_codes.dtype)
+        equal = state.tail_codes[:, :, None] == grouped
+        equal = jnp.sum(equal, axis=3, dtype=jnp.int32).reshape(batch, -1, tail)
+        last = query_slots - settings.window - settings.sinks
+        left_window = jnp.arange(tail)[None] <= last[:, None]
+        equal = jnp.where(left_window[:, None], equal, 0)
+        counts = jnp.concatenate([counts, equal], axis=2)
+    return hash_tables.select_at_once(counts >= min_tables, max_places, draw)
 
 
 def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:

@@ -112,6 +112,20 @@ def test_of_more_places_than_fit_each_is_drawn_equally_often(total, max_places):
     )
 
 
+@pytest.mark.parametrize("max_places", [1, 7, 60, 97])
+def test_selection_at_once_equals_that_by_head(rng, max_places):
+    """For no match, few, as many as fit, more, and all."""
+    share = np.array([[0, 0.02, 0.08], [0.5, 0.9, 1]])[..., None]
+    matching = rng.random((2, 3, 97)) < share
+    draw = jnp.asarray(rng.random((2, 3)), jnp.float32)
+    at_once = hash_tables.select_at_once(jnp.asarray(matching), max_places, draw)
+    for head in np.ndindex(2, 3):
+        by_head = select(pack(matching[head]), max_places, draw[head])
+        assert (by_head.count, by_head.total) == (at_once.count[head], at_once.total[head])
+        count = int(by_head.count)
+        np.testing.assert_array_equal(at_once.places[head][:count], by_head.places[:count])
+
+
 def test_ranks_of_large_samples_do_not_overflow():
     total, max_places = 2_000_003, hash_tables.MAX_FOUND
     selected = select(pack(np.ones(total, bool)), max_places, jnp.float32(0.999999))

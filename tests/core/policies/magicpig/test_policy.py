@@ -18,11 +18,16 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.evals.magicpig import inclusion
 from jaxkv.pallas_kernels import host_memory
+from jaxkv.platform import gpu
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
-from jaxkv.rotary import NoPosition
+from jaxkv.rotary import Alibi, NoPosition, rotary
 from jaxkv.state import batch
+from jaxkv.testing import check_law
+from jaxkv.testing.laws import LAWS
+from tests.core.laws.cases import CASES, VARIANTS, subject
+from tests.core.laws.test_laws import ELSEWHERE
 
 HEADS, DIM = 2, 32
 SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
@@ -65,8 +70,54 @@ def output(policy, prompt, new):
     return np.asarray(jitted_step(policy, SPEC, after(policy, prompt), *new)[0])
 
 
-def test_tables_find_the_keys_that_comparing_all_codes_finds():
+def use_form(monkeypatch, on_gpu):
+    """Use the forms of a platform; on a CPU the kernels of a GPU are their XLA references."""
+    reads = lambda spec, q, k: on_gpu and not isinstance(spec.encoding, Alibi)
+    monkeypatch.setattr(gpu, "finds_at_once", lambda tables: on_gpu)
+    monkeypatch.setattr(gpu, "reads_by_flash", reads)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"budget": 9, "sinks": 0},
+        pytest.param({"hash_generated": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_form_for_gpus_changes_no_output(monkeypatch, changes):
+    """One token at a time, past the window and past the tail, which is then indexed; positions
+    have gaps."""
+    policy = MagicPIG(**{"K": 3, "L": 8, "sinks": 2, "window": 4, "tail": 16} | changes)
+    spec = dataclasses.replace(SPEC, encoding=rotary(DIM, 100.0))
+    prompt, new = chunk(200, batch=2), chunk(40, 200, seed=1, batch=2)
+    new, outs = new._replace(valid=new.valid.at[1, 7:30:3].set(False)), []
+    for on_gpu in (False, True):
+        use_form(monkeypatch, on_gpu)
+        jitted, state = jax.jit(partial(step, policy, spec)), after(policy, prompt, spec)
+        for at in range(40):
+            state = policy.reserve(spec, state, at + 1)
+            out, state = jitted(state, *(leaf[:, at : at + 1] for leaf in new))
+            outs.append(np.where(new.valid[:, at, None, None], out[:, 0], 0))
+    np.testing.assert_allclose(outs[40:], outs[:40], atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["magicpig", "magicpig-overflowing"])
+def test_the_laws_hold_in_the_form_for_gpus(monkeypatch, name):
+    use_form(monkeypatch, True)
+    case = next(case for case in (*CASES, *VARIANTS) if case.name == name)
+    subject_on_gpu = subject.__wrapped__(case)
+    for law in LAWS:
+        result = None if law[2] in ELSEWHERE else check_law(law, subject_on_gpu)
+        assert result is None or result.holds, result.reason
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_tables_find_the_keys_that_comparing_all_codes_finds(monkeypatch, on_gpu):
     """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
+    use_form(monkeypatch, on_gpu)
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
     prompt, rest = chunk(2000), chunk(300, 2000, seed=1)
     fresh = after(policy, prompt)
