@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks import compiled_worker
-from jaxkv.evals.benchmarks.compiled_worker import CompiledCase
+from jaxkv.evals.benchmarks.compiled_worker import ENGINE_BATCH, TRAINED, CompiledCase
 from jaxkv.evals.lib.ahead import reports_of
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import Measure, Run, flag, run
@@ -27,18 +27,21 @@ WORKER = compiled_worker.__name__
 
 class Device(NamedTuple):
     """What a device can do. bandwidth: bytes a second. peak: FLOP a second in bfloat16. launch:
-    seconds of a kernel that waits for nothing. package, extra: of the compiler."""
+    seconds of a kernel that waits for nothing. memory: bytes. package, extra: of the compiler."""
 
     bandwidth: float
     peak: float
     launch: float
+    memory: float
     package: str
     extra: str
 
 
+V5E = Device(819e9, 197e12, 0.0, 16e9, "libtpu", "tpu-check")
 DEVICES = {
-    "h100": Device(3.35e12, 989e12, 1.4e-6, "jax_cuda12_plugin", "gpu-check"),
-    "v5e": Device(819e9, 197e12, 0.0, "libtpu", "tpu-check"),
+    "h100": Device(3.35e12, 989e12, 1.4e-6, 80e9, "jax_cuda12_plugin", "gpu-check"),
+    "v5e": V5E,
+    "v5e-8": V5E,  # each of eight
 }
 # The most kernels that a layer may have, by program and policy of SmolLM2-135M on an H100.
 MOST_KERNELS = {
@@ -48,6 +51,7 @@ MOST_KERNELS = {
     },
 }  # fmt: skip
 MAX_MOVED = 1.1  # bytes of a decode step on a v5e over weights and caches
+MAX_COLLECTIVES = 2  # of a layer: one after attention, one after the MLP
 FLAGS = (flag("--devices", tuple(DEVICES), choices=DEVICES),)
 
 
@@ -85,7 +89,12 @@ def bars(cases: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         if device == "v5e" and program == "decode":
             ratio = report["moved_bytes"] / report["argument_bytes"]
             lines.append(bar(f"{name}: bytes over weights and caches", ratio, "<=", MAX_MOVED))
-        if device != "h100" or model != "SmolLM2-135M" or kind not in MOST_KERNELS[program]:
+        if device == "v5e-8":
+            share = report["device_bytes"] / DEVICES[device].memory
+            lines.append(bar(f"{name}: share of a device's memory", share, "<=", 1))
+            title = f"{name}: collectives of a layer"
+            lines.append(bar(title, layer["collectives"], "<=", MAX_COLLECTIVES))
+        if device != "h100" or model != "SmolLM2-135M" or kind not in MOST_KERNELS.get(program, {}):
             continue
         most = MOST_KERNELS[program][kind]
         lines.append(bar(f"{name}: kernels of a layer", layer["kernels"], "<=", most))
@@ -100,8 +109,8 @@ def cases_table() -> str:
     """A row per case."""
     results = read("compiled")["results"]
     heads = ("device", "model", "program", "policy", "kernels of a layer", "copies", "conditions",
-             "largest float32", "bytes over weights and caches", "temporary",
-             "expected (ms)")  # fmt: skip
+             "collectives", "largest float32", "bytes over weights and caches", "temporary",
+             "in all", "expected (ms)")  # fmt: skip
     rows = []
     for name, report in results["cases"].items():
         device, model, program, policy = CompiledCase.of(name)
@@ -115,15 +124,20 @@ def cases_table() -> str:
                 f"{layer['kernels']:g}",
                 f"{layer['copies']:g}",
                 f"{layer['host_conditions']:g}",
+                f"{layer['collectives']:g}",
                 " x ".join(map(str, report["largest_float32"])),
                 f"{report['moved_bytes'] / report['argument_bytes']:.2f}",
                 show(report["temporary_bytes"]),
+                show(report["device_bytes"]),
                 f"{1e3 * report['expected_seconds']:.3g}",
             )
         )
     caption = (
-        "In bfloat16, one sequence. Prefill: one layer, a chunk of 1,024 tokens. Decode: a token "
-        "after 2,048, all layers; kernels, copies and conditions are those that a layer adds."
+        "In bfloat16. Prefill: one layer, one sequence, a chunk of 1,024 tokens. Decode: a token "
+        f"after 2,048 of one sequence. Engine: a token of each of {ENGINE_BATCH} sequences. "
+        f"Training: a step of {TRAINED[0]} samples of 2,048 tokens; the policy names its sinks. "
+        "Except for prefill, kernels, copies, conditions and collectives are those that a layer "
+        "adds, and the rest is of all layers. Bytes are those of one device, v5e-8 one of eight."
     )
     return table(heads, rows, caption)
 

@@ -12,6 +12,9 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,26 +22,45 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxkv.contract import Policy, Spec, State, nbytes, shapes_after_prefill, shapes_of_prompt
 from jaxkv.evals.lib import ahead, hlo
 from jaxkv.models.generation.decoding import Static, decode_block, run_donated
+from jaxkv.models.generation.serving import make_model
 from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.llm import Llm, placement
 from jaxkv.models.loading.weight_names import shapes
+from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import layer_weights, spec_of, step_on
+from jaxkv.models.training import training
+from jaxkv.models.training.data import FRONT
+from jaxkv.models.training.pretrain import setting_for
+from jaxkv.models.training.recipes import PRESETS
+from jaxkv.models.training.training import TrainingSetting
 from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
+from jaxkv.serve.engine import programs
+from jaxkv.serve.engine.placement import placed, shardings
+from jaxkv.state.sharding import bytes_per_device
 
 DEPTHS = 2, 4  # layers of the two programs
 DTYPE = jnp.bfloat16
 PROMPT, ANSWER, CHUNK = 2048, 256, 1024  # tokens
+ENGINE_BATCH = 32  # sequences
+TRAINED = 32, 16384  # samples in a step, vocabulary
 # Every kernel of a step is launched. XLA's command buffers would hide them in the text.
-OPTIONS = {"h100": {"xla_gpu_enable_command_buffer": ""}, "v5e": {}}
-SCALARS = {"h100": 0, "v5e": 1024}  # elements of operations that run beside the kernels
-DEVICES = {"h100": ahead.h100, "v5e": ahead.v5e}
+OPTIONS = {"h100": {"xla_gpu_enable_command_buffer": ""}, "v5e": {}, "v5e-8": {}}
+SCALARS = {"h100": 0, "v5e": 1024, "v5e-8": 1024}  # elements of operations beside the kernels
+Place = SingleDeviceSharding | Mesh
+DEVICES: dict[str, Callable[[], Place]] = {
+    "h100": lambda: SingleDeviceSharding(ahead.h100()),
+    "v5e": lambda: SingleDeviceSharding(ahead.v5e()),
+    "v5e-8": ahead.v5e_8,
+}
+COUNT_OF_DEVICES = {"v5e-8": 8}
 # Fields of config.json that all models share.
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
@@ -64,7 +86,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class CompiledCase(NamedTuple):
-    """A program of a model under a policy. program: decode, or prefill of one layer."""
+    """A program of a model under a policy.
+
+    program: prefill of one layer; decode; engine, which decodes ENGINE_BATCH sequences; or
+    training, with sinks in place of a policy.
+    """
 
     device: str
     model: str
@@ -94,6 +120,9 @@ CASES = (
       for program in ("prefill", "decode") for policy in ("full", WINDOW)),
     *(CompiledCase("v5e", "Llama-3.2-1B", program, policy)
       for program in ("prefill", "decode") for policy in ("full", WINDOW)),
+    CompiledCase("h100", "SmolLM2-135M", "engine", WINDOW),
+    CompiledCase("v5e-8", "Llama-3.1-8B", "engine", WINDOW),
+    *(CompiledCase("h100", "160m", "training", sinks) for sinks in ("none", "token")),
 )  # fmt: skip
 
 
@@ -112,67 +141,151 @@ def state_of(policy: Policy, spec: Spec, program: str) -> State:
     return shapes_after_prefill(policy, spec, PROMPT, ANSWER)
 
 
-def lowered(case: CompiledCase, layers: int, place: SingleDeviceSharding) -> tuple[Any, int]:
-    """The lowered program, and the bytes of its weights and caches."""
+def lowered(case: CompiledCase, layers: int, place: Place) -> tuple[Any, int]:
+    """The lowered program, and the bytes of its weights and caches on a device."""
+    if case.program == "training":
+        return lowered_training(case, layers, place)
     config = config_of(case.model, num_hidden_layers=layers)
-    policy = by_layer(case.policy, layers)[0]
-    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    state = jax.tree.map(on_device, state_of(policy, spec_of(config, "bfloat16"), case.program))
-    weights = {name: array(shape, DTYPE) for name, (_, shape) in shapes(config).items()}
+    policies = by_layer(case.policy, layers)
+    sharding_of = (lambda name, shape: place) if not isinstance(place, Mesh) else placement(place)
+    weights = {
+        name: jax.ShapeDtypeStruct(shape, DTYPE, sharding=sharding_of(name, shape))
+        for name, (_, shape) in shapes(config).items()
+    }
+    if case.program == "engine":
+        return lowered_engine(case, config, weights, place)
+    policy = policies[0]
+    state = on_device(state_of(policy, spec_of(config, "bfloat16"), case.program), place)
     if case.program == "prefill":
         weights = layer_weights(weights, 0)
-        x = array((1, CHUNK, config.width), DTYPE)
-        where = array((1, CHUNK), jnp.uint32), array((1, CHUNK), jnp.bool_)
+        where = (jnp.uint32, jnp.bool_)
+        x, *where = on_device(
+            [jax.ShapeDtypeStruct((1, CHUNK, config.width), DTYPE)]
+            + [jax.ShapeDtypeStruct((1, CHUNK), dtype) for dtype in where],
+            place,
+        )
         program = run_donated.lower(config, policy, step_on(None), weights, x, state, *where)
         return program, nbytes((weights, state))
     decoding = ahead.shapes_of_decoding(config, (state,) * layers, place=place)
     sampling = Sampling()
-    static = Static(config, (policy,) * layers, None, xla_gpu.carries_shared_once())
+    static = Static(config, policies, None, xla_gpu.carries_shared_once())
     step = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
     arguments = static, sampling.filters, config.eos, weights, decoding, sampling.knobs
     return step.lower(*arguments, np.int32(1)), nbytes((weights, decoding.states))
 
 
-def report(case: CompiledCase, place: SingleDeviceSharding) -> dict[str, Any]:
+def lowered_engine(
+    case: CompiledCase, config: Config, weights: dict[str, Any], place: Place
+) -> tuple[Any, int]:
+    """A decode step of the serving engine."""
+    mesh = place if isinstance(place, Mesh) else None
+    llm = Llm(config, weights, None, None, Path(case.model), "bfloat16", mesh)
+    model = make_model(llm, case.policy)
+    make = partial(programs.empty_batch, model, ENGINE_BATCH, None)
+    like = jax.eval_shape(make)
+    batch = jax.eval_shape(partial(programs.carry, model), like)
+    inputs = (
+        batch,
+        jax.ShapeDtypeStruct((ENGINE_BATCH,), jnp.bool_),
+        jax.ShapeDtypeStruct((), jnp.bool_),
+    )
+    inputs = on_device(inputs, place) if mesh is None else placed(model, inputs)
+    function, out = partial(programs.decode, model, like), None
+    if mesh is not None:
+        out = shardings(model, jax.eval_shape(function, weights, *inputs))
+    step = jax.jit(function, donate_argnums=1, out_shardings=out)
+    return step.lower(weights, *inputs), bytes_per_device((weights, inputs[0].states))
+
+
+def lowered_training(case: CompiledCase, layers: int, place: Place) -> tuple[Any, int]:
+    """A training step of a preset on a GPU, whose attention is cuDNN's."""
+    setting = training_setting(case, layers)
+    state = on_device(jax.eval_shape(partial(training.init, setting)), place)
+    recipe = setting.recipe
+    parts = setting.split(np.zeros((recipe.batch_size, recipe.context + 1), np.int32))
+    parts = on_device(jax.ShapeDtypeStruct(parts.shape, parts.dtype), place)
+    with mock.patch.object(uncached, "cudnn_lacks", lambda *_: None):
+        return training.update.lower(setting, state, parts), nbytes((state.weights, state.moments))
+
+
+def training_setting(case: CompiledCase, layers: int) -> TrainingSetting:
+    """The setting of a training step with so many layers."""
+    recipe = replace(
+        PRESETS[case.model], layers=layers, sink_variant=case.policy, batch_size=TRAINED[0],
+        grad_accum_steps=1,
+    )  # fmt: skip
+    front = tuple(range(1, 1 + len(FRONT.get(recipe.sink_variant, ()))))
+    return replace(setting_for(recipe, TRAINED[1], front, 0), dtype="bfloat16")
+
+
+def on_device(tree: Any, place: SingleDeviceSharding) -> Any:
+    """The shapes of a tree on that device."""
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    return jax.tree.map(shape, tree)
+
+
+def report(case: CompiledCase, place: Place) -> dict[str, Any]:
     """What the compiler made of a case."""
     if case.program == "prefill":
-        return figures(*lowered(case, 1, place), case) | {"flops": flops(case, 1, CHUNK)}
-    layers = config_of(case.model).layers
+        return figures(*lowered(case, 1, place), case) | {"flops": flops(case, 1)}
+    layers = layers_of(case)
     few, many = (figures(*lowered(case, depth, place), case) for depth in DEPTHS)
     step = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
     of_layer = {
         name: (many[name] - few[name]) / (DEPTHS[1] - DEPTHS[0])
-        for name in ("kernels", "copies", "host_conditions")
+        for name in hlo.COUNTS
+        if name != "moved_bytes"
     }
     extended = {name: few[name] + step * (many[name] - few[name]) for name in NUMBERS}
-    return many | extended | {"of_layer": of_layer, "flops": flops(case, layers, 1)}
+    return many | extended | {"of_layer": of_layer, "flops": flops(case, layers)}
 
 
-NUMBERS = ("kernels", "copies", "host_conditions", "moved_bytes", "argument_bytes")
+def layers_of(case: CompiledCase) -> int:
+    """The layers of the model of a case."""
+    if case.program == "training":
+        return PRESETS[case.model].layers
+    return config_of(case.model).layers
 
 
-def flops(case: CompiledCase, layers: int, tokens: int) -> int:
-    """Those of the products with weights; one token's logits are part of a decode step."""
+NUMBERS = (*hlo.COUNTS, "argument_bytes", "temporary_bytes", "device_bytes")
+
+
+def flops(case: CompiledCase, layers: int) -> float:
+    """Those of the products with weights on a device; in training those of attention too.
+
+    One token's logits are part of a decode step.
+    """
+    if case.program == "training":
+        setting = training_setting(case, layers)
+        tokens = setting.recipe.batch_size * setting.recipe.context
+        return training.flops_per_token(setting.config, setting.recipe.context) * tokens
+    tokens = {"prefill": CHUNK, "decode": 1, "engine": ENGINE_BATCH}[case.program]
     config = config_of(case.model, num_hidden_layers=layers)
     head = "head" if config.untied_head else "embed"
-    used = ("layers.", head) if case.program == "decode" else ("layers.",)
+    used = ("layers.",) if case.program == "prefill" else ("layers.", head)
     sizes = {name: math.prod(shape) for name, (_, shape) in shapes(config).items()}
-    return 2 * tokens * sum(size for name, size in sizes.items() if name.startswith(used))
+    products = sum(size for name, size in sizes.items() if name.startswith(used))
+    return 2 * tokens * products / COUNT_OF_DEVICES.get(case.device, 1)
 
 
 def figures(program: Any, argument_bytes: int, case: CompiledCase) -> dict[str, Any]:
-    """The figures of one compiled program; of a decode step, those of its loop."""
+    """The figures of one compiled program; of decode, those of its loop.
+
+    device_bytes: of arguments, results and temporaries on a device.
+    """
     compiled = program.compile(compiler_options=OPTIONS[case.device])
-    return hlo.step_of(compiled.as_text(), SCALARS[case.device]) | {
+    memory, loop = compiled.memory_analysis(), case.program in ("prefill", "decode")
+    in_all = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return hlo.step_of(compiled.as_text(), SCALARS[case.device], loop) | {
         "argument_bytes": argument_bytes,
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "device_bytes": in_all - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
     }
 
 
 def main() -> None:
     device, *names = sys.argv[1:]
-    place = SingleDeviceSharding(DEVICES[device]())
+    place = DEVICES[device]()
     platform = "gpu" if device == "h100" else "tpu"
     # The forms of jaxkv/platform follow the default backend.
     with (

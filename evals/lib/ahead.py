@@ -16,7 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Mesh, Sharding
 
 from jaxkv.contract import State
 from jaxkv.evals.lib.record import ROOT
@@ -91,6 +91,12 @@ def triton_for_h100() -> AbstractContextManager[Any]:
 def v5e() -> jax.Device:
     """A TPU v5e to compile for, without a TPU. Needs the extra tpu-check, and LIBTPU."""
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+
+
+def v5e_8() -> Mesh:
+    """Eight TPU v5e to compile for, over which a model is split."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    return jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def shapes_of_decoding(

@@ -49,14 +49,18 @@ FREE = {
     "parameter", "bitcast", "constant", "get-tuple-element", "tuple", "while", "conditional",
     "call", "after-all", "copy-done", "slice-done", "all-reduce-done", "partition-id", "replica-id",
 }  # fmt: skip
+COLLECTIVES = "all-", "reduce-scatter", "collective-"
+COUNTS = "kernels", "copies", "moved_bytes", "host_conditions", "collectives"
 PREFETCHES = {"copy-start", "slice-start"}
 OPERATION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
 ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 BITS = {"pred": 8, "bf16": 16}  # of types whose name does not tell them
 
 
-def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
+def step_of(text: str, scalars: int = 0, loop: bool = True) -> dict[str, Any]:
     """The kernels of a program: of the body of its largest loop, else of its entry.
+
+    loop: whether a step is the body of a loop, if there is one.
 
     scalars: operations outside fusions with at most so many elements are no kernels: a TPU computes
     them beside these.
@@ -65,13 +69,13 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
     results of all kernels in the memory of the device. host_conditions: conditions and loops within
     a step, for which a GPU waits for the host; what stands in the branches of a condition is not
     counted, because it runs seldom. largest_float32: the shape of the largest array in float32 that
-    a kernel writes to memory.
+    a kernel writes to memory. collectives: kernels that exchange data between devices.
     """
     bodies = computations(text)
     loops = re.findall(r"\bbody=%?([\w.\-]+)", text)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
-    step = max(loops, key=lambda name: len(bodies[name])) if loops else entry[1]
-    counts = {"kernels": 0, "copies": 0, "moved_bytes": 0, "host_conditions": 0}
+    step = max(loops, key=lambda name: len(bodies[name])) if loops and loop else entry[1]
+    counts = dict.fromkeys(COUNTS, 0)
     largest: list[int] = []
     todo, seen = [step], set()
     while todo:
@@ -99,6 +103,7 @@ def step_of(text: str, scalars: int = 0) -> dict[str, Any]:
             if kind not in ("fusion", "custom-call") and elements <= scalars:
                 continue
             counts["kernels"] += 1
+            counts["collectives"] += kind.startswith(COLLECTIVES)
             counts["copies"] += kind == "copy" or _only_moves(line, bodies)
             operands = [(name, results.get(name, "")) for name in _operands(line, operation)]
             whole = sum(map(_in_memory, (result, *dict(operands).values())))
@@ -140,6 +145,8 @@ def _unread(body: Sequence[str], operands: Sequence[str]) -> int:
                 touched += _in_memory(types[use[1]])
             elif use[3] == "dynamic-update-slice" and read[0] in names:
                 in_place, touched = True, touched + _in_memory(types.get(read[1], ""))
+            elif use[3] == "scatter" and read[0] in names:
+                in_place, touched = True, touched + _in_memory(types.get(read[-1], ""))
             else:
                 break
         else:

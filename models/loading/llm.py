@@ -217,7 +217,7 @@ def without_weights(
         raise UserError(
             f"weights in {weights} run on one device, got a mesh; leave one of them out"
         )
-    place = None if mesh is None else _placement(mesh)
+    place = None if mesh is None else placement(mesh)
     tensors = {
         name: quantised.shapes(name, shape, weights)
         if weights is not None and quantised.is_matrix(name)
@@ -245,7 +245,7 @@ def load_weights(
     llm: Llm, source: ModelSource, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Replace the shapes in `llm.weights` by arrays; progress: as in `load`."""
-    place = None if llm.mesh is None else _placement(llm.mesh)
+    place = None if llm.mesh is None else placement(llm.mesh)
     chosen, dtype = llm.weight_format, jnp.dtype(llm.dtype)
     tensors = source.tensors() if chosen or source.path.is_file() else {}
     missing = {name: llm.weights[name] for name in tensors}
@@ -285,7 +285,8 @@ SPLIT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "q_bias"
          "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sink_logits": 0}  # fmt: skip
 
 
-def _placement(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+def placement(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """The sharding of a weight of this name and shape over a mesh."""
     size = mesh.shape.get("model", 1)
 
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding:

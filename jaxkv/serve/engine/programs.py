@@ -24,12 +24,14 @@ import numpy as np
 
 from jaxkv.contract import Policy, State
 from jaxkv.platform.cpu import flatten_heads, restore_heads
+from jaxkv.platform.gpu import carries_shared_once
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.serve.engine.model import Model, StepOutput, forward, score
 from jaxkv.serve.engine.placement import is_split, placed, shardings
 from jaxkv.serve.engine.prefill import PrefillState, init_prefill, submit_prefill
 from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
+from jaxkv.state.shared import deduplicate_shared, without_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 GROWTH = 4  # between two sizes of the decode batch
@@ -80,16 +82,23 @@ def carry(model: Model, batch: DecodeBatch) -> DecodeBatch:
     XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
     Measured in evals/results/workarounds.json, row carry.
     """
-    if batch.token.shape[0] > 1:
-        return batch
-    return batch._replace(states=flatten_heads(batch.states, sharded=model.mesh is not None))
+    states = batch.states
+    if batch.token.shape[0] == 1:
+        states = flatten_heads(states, sharded=is_split(model))
+    return batch._replace(states=without_shared(model.programs, states) if _once(model) else states)
 
 
-def restore(batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
+def restore(model: Model, batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
     """The inverse of `carry`; like: the shapes of the result."""
-    if batch.token.shape[0] > 1:
-        return batch
-    return batch._replace(states=restore_heads(batch.states, like.states))
+    states = deduplicate_shared(model.programs, batch.states) if _once(model) else batch.states
+    if batch.token.shape[0] == 1:
+        states = restore_heads(states, like.states)
+    return batch._replace(states=states)
+
+
+def _once(model: Model) -> bool:
+    """Whether the batch has arrays that layers share once. `shardings` knows whole states alone."""
+    return carries_shared_once() and not is_split(model)
 
 
 def insert(
@@ -119,7 +128,7 @@ def insert(
         bias=params.bias,
     )
     sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
-    batch = restore(batch, like)
+    batch = restore(model, batch, like)
     batch = jax.tree.map(lambda all, new: all.at[index].set(new[0]), batch, sequence)
     return carry(model, batch), output
 
@@ -136,7 +145,7 @@ def decode(
 
     like: as in `insert`.
     """
-    batch = restore(batch, like)
+    batch = restore(model, batch, like)
     logits, states = forward(
         model,
         weights,
@@ -314,7 +323,8 @@ class Programs:
         batches = {size: shapes(partial(empty_batch, model, size, max_len)) for size in self.sizes}
         self.prefill_shapes, self.prefill_bytes = state, bytes_per_device(state)
         self.num_compiled, self._lock = 0, threading.Lock()
-        self.bytes = sum(map(bytes_per_device, batches.values())) + prefills * self.prefill_bytes
+        self.bytes = prefills * self.prefill_bytes
+        self.bytes += sum(bytes_per_device(self._carried(batch)) for batch in batches.values())
         # Before minutes of compilation.
         length = "" if max_len is None else f" of {max_len} tokens"
         memory.check(self.bytes, f"{sum(sizes)} sequences and {prefills} prefills{length}")

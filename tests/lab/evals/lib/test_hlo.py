@@ -121,9 +121,12 @@ def test_the_kernels_of_a_step():
         # Of the cache two rows are read and one is written, from a row and a number.
         "moved_bytes": 2 * 128 + 128 + 6 + 4 + 100 + 2 * 400 + 32 + 16 + 16 + 4,
         "host_conditions": 2,
+        "collectives": 0,
         "largest_float32": [50, 4],
     }
     assert hlo.step_of(STEP, scalars=10)["kernels"] == 4
     (entry,) = re.findall(r"ENTRY.*", STEP, re.DOTALL)
     alone = hlo.step_of(entry.replace("while(", "tuple(").replace("body=", "x="))
+    every = hlo.step_of(STEP.replace("copy(%a)", "all-reduce(%a)"), loop=False)
+    assert every["collectives"] == 1 and every["kernels"] == 1 + hlo.step_of(STEP)["kernels"]
     assert alone["kernels"] == alone["copies"] == 1 and alone["moved_bytes"] == 2 * 128
