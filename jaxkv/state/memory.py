@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -134,6 +137,41 @@ def check_host(purpose: str, device: jax.Device | None = None) -> None:
             f"{purpose} needs a platform with pinned host memory, and {device.platform} has "
             f"{', '.join(kinds)}; leave it out"
         )
+
+
+class MemoryUse(NamedTuple):
+    """Arrays in the memory of a device. fewer: what lowers their bytes, for a message."""
+
+    name: str
+    nbytes: int
+    fewer: str
+
+
+@contextlib.contextmanager
+def explained(uses: Callable[[], Sequence[MemoryUse]], fewer: str) -> Iterator[None]:
+    """Raise UserError, with what takes the memory, where a device has too little.
+
+    uses: the arrays that live there. fewer: what lowers the bytes of temporary arrays.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _out_of_memory(str(error), uses(), fewer) from error
+
+
+def _out_of_memory(reason: str, uses: Sequence[MemoryUse], fewer: str) -> UserError:
+    """reason: the message of XLA, which names the bytes of the allocation that failed."""
+    parts = [f"{use.name} take {show(use.nbytes)}" for use in uses]
+    largest = max(uses, key=lambda use: use.nbytes)
+    asked = re.search(r"allocat\w+ ([\d.]+) ?(bytes|[KMGT]iB)", reason)
+    if asked is not None:
+        nbytes = float(asked[1]) * 1024 ** UNITS.index(asked[2])
+        parts.append(f"a program asked for {show(nbytes)} more")
+        if nbytes > largest.nbytes:
+            return UserError(f"the device is out of memory: {', '.join(parts)}; give {fewer}")
+    return UserError(f"the device is out of memory: {', '.join(parts)}; give {largest.fewer}")
 
 
 def show(count: int | float) -> str:

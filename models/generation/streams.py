@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from numbers import Integral
 
@@ -86,7 +87,8 @@ class Stream:
             raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}; give 0")
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
-        self.decoding = self._begin(seeds, start)
+        with self._memory_explained():
+            self.decoding = self._begin(seeds, start)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -160,10 +162,12 @@ class Stream:
                     tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
                 decoding, self._usable = self.decoding, False  # its states are donated
                 weights = self.llm.weights
-                self.decoding = prefill_chunk(self.static, weights, decoding, tokens, valid)
+                with self._memory_explained():
+                    self.decoding = prefill_chunk(self.static, weights, decoding, tokens, valid)
+                    if progress is not None:  # report finished chunks, not dispatched ones
+                        jax.block_until_ready(self.decoding.position)
                 self._usable, done = True, np.minimum(counts, start + chunk)
-                if progress is not None:  # report finished chunks, not dispatched ones
-                    jax.block_until_ready(self.decoding.position)
+                if progress is not None:
                     progress(min(start + chunk, longest), longest)
         finally:  # also after Ctrl-C
             self.lengths = before + done
@@ -268,10 +272,12 @@ class Stream:
         limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit, self._room(int(before.max()) + limit))
         self.ahead.wait("decode")
-        self.decoding, out, count, finite = compiled_decode_block()(
-            *self.decode_arguments(self.decoding, sampling, eos, limit)
-        )
-        if not np.asarray(finite).all():
+        with self._memory_explained():
+            self.decoding, out, count, finite = compiled_decode_block()(
+                *self.decode_arguments(self.decoding, sampling, eos, limit)
+            )
+            finite = np.asarray(finite)
+        if not finite.all():
             raise not_finite(self.llm)
         out = np.asarray(out)[:, : int(count)]
         self.lengths = before + (out >= 0).sum(axis=1)  # sequences that end early leave room
@@ -343,10 +349,25 @@ class Stream:
             self._check_memory(peak_bytes, added_host_bytes, "")
         self.decoding = self.decoding._replace(states=())
         try:
-            for layer, make_state in make.items():
-                states[layer] = make_state(states[layer])
+            with self._memory_explained():
+                for layer, make_state in make.items():
+                    states[layer] = make_state(states[layer])
         finally:  # also after Ctrl-C
             self.decoding = self.decoding._replace(states=tuple(states))
+
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        """Say what takes the memory, if the device has too little."""
+
+        def uses() -> list[memory.MemoryUse]:
+            decoding = getattr(self, "decoding", None)
+            caches = 0 if decoding is None else sharding.bytes_per_device(decoding.states)
+            weights = sharding.bytes_per_device(self.llm.weights)
+            return [
+                memory.MemoryUse("weights", weights, "--weights int8, or --mesh model=N"),
+                memory.MemoryUse("caches", caches, f"fewer {memory.FEWER}"),
+            ]
+
+        return memory.explained(uses, "fewer sequences, or a shorter prompt")
 
     def _check_length(self, tokens: int, allocated: int) -> None:
         """Raise UserError where a policy refuses sequences of `tokens`, or memory is too small.

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,12 @@ from jaxkv.models.training.run_folder import lock_folder, writing
 from jaxkv.models.training.run_log import Log, Pace, tensorboard_writer
 from jaxkv.models.training.training import Training, TrainingSetting
 from jaxkv.sampling import Sampling
+from jaxkv.state import memory
+from jaxkv.state.sharding import bytes_per_device
 from jaxkv.typing import Array
 
 PROMPT, SAMPLE = "The", 60  # the prompt of a text sample, and its new tokens
+FEWER_TEMPORARIES = "a larger --set grad_accum_steps, or --set remat=layers"
 ATTENTION_SAMPLES, ATTENTION_LENGTH = 2, 2048  # samples whose attention is analysed, and tokens
 
 
@@ -143,7 +147,8 @@ def train(
     rate, pace = training.lr_schedule(recipe), Pace(setting, first, log.seconds)
     for step in range(first, recipe.steps):
         runs = data.batch(tokens, "train", recipe.seed, step, recipe.batch_size, recipe.context)
-        trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
+        with memory.explained(partial(_memory_uses, trained), FEWER_TEMPORARIES):
+            trained, metrics = training.update(setting, trained, setting.split(runs), frozen)
         done = step + 1
         evaluating = done == recipe.steps or done % recipe.eval_every == 0
         logging = evaluating or 0 in (done % recipe.log_every, done % recipe.save_every)
@@ -226,6 +231,11 @@ def in_first_process(act: Callable[[], object]) -> None:
         failure = bytes(np.asarray(broadcast_one_to_all(message))).rstrip(b"\0")
     if failure:
         raise UserError(failure.decode(errors="ignore"))
+
+
+def _memory_uses(trained: Training) -> list[memory.MemoryUse]:
+    state = bytes_per_device((trained.weights, trained.moments))
+    return [memory.MemoryUse("weights and moments", state, "a smaller model, or --mesh data=N")]
 
 
 def setting_of(recipe: Recipe, tokens: DataFolder, mesh: Mesh | None = None) -> TrainingSetting:

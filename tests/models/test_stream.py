@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.generation import streams
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.generation.text import OutputText
 from jaxkv.sampling import Sampling
+from jaxkv.state import memory
 
 COMPRESSED = "uniform:sinks=2,window=4,rounds=1,start=8"
 
@@ -176,6 +179,39 @@ def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
     for again in (lambda: stream.prefill([[66]]), lambda: stream.decode(Sampling(), 1, ())):
         with pytest.raises(UserError, match="make a new Stream"):
             again()
+
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate {}."
+
+
+@pytest.mark.parametrize(
+    "asked, remedy",
+    [("3221225472 bytes", "fewer sequences, or a shorter prompt"),
+     ("3.00GiB", "fewer sequences, or a shorter prompt"),
+     ("16 bytes", "--weights int8, or --mesh model=N")],
+)  # fmt: skip
+def test_too_little_memory_of_the_device_is_explained(tiny, monkeypatch, asked, remedy):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY.format(asked))
+
+    stream = Stream(tiny, "streaming:sinks=1,window=7")
+    monkeypatch.setattr(streams, "prefill_chunk", exhausted)
+    with pytest.raises(UserError) as error:
+        stream.prefill([[60, 61]])
+    said = str(error.value)
+    assert said.endswith(f"more; give {remedy}") and "\n" not in said
+    caches = memory.show(stream.state_bytes)
+    assert said.startswith("the device is out of memory: weights take ") and caches in said
+    assert ("3.0 GiB more" in said) == ("3" in asked)
+
+
+def test_other_errors_of_a_device_stay_as_they_are(tiny, monkeypatch):
+    def failed(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: bug")
+
+    monkeypatch.setattr(streams, "prefill_chunk", failed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: bug"):
+        Stream(tiny, "streaming:sinks=1,window=7").prefill([[60, 61]])
 
 
 def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxkv.defaults import MAX_CHUNK
-from jaxkv.errors import check_int
+from jaxkv.errors import UserError, check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
 from jaxkv.serve.engine.plan import resolve_max_len
@@ -44,10 +44,17 @@ from jaxkv.serve.engine.store import (
     prefix_metrics,
 )
 from jaxkv.serve.prefix.index import Lease
+from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
 
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
+# What lowers the bytes of each part of the memory.
+LOWERS = {
+    "weights": "--weights int8, or --mesh model=N",
+    "sequences": "a smaller --max-batch, or a smaller policy",
+    "prefixes": "a smaller --prefix-memory",
+}
 LOG = logging.getLogger(__name__)
 
 
@@ -290,6 +297,9 @@ class Engine:
                     return
             try:
                 self.step()
+            except UserError as error:
+                LOG.critical("the engine failed, and answers no more requests: %s", error)
+                return
             except Exception:
                 LOG.critical("the engine failed, and answers no more requests", exc_info=True)
                 return
@@ -301,7 +311,7 @@ class Engine:
         """Run one step; returns whether there was anything to do."""
         busy = self._has_work()
         try:
-            with self._watch:
+            with self._watch, memory.explained(self._memory_uses, "a smaller --chunk"):
                 if busy:
                     self._step()
                 if self._store is not None:
@@ -311,6 +321,9 @@ class Engine:
             self._finish_all("error", self.failure.splitlines()[-1])
             raise
         return busy
+
+    def _memory_uses(self) -> list[memory.MemoryUse]:
+        return [memory.MemoryUse(use, self.bytes[use], fewer) for use, fewer in LOWERS.items()]
 
     def _step(self) -> None:
         self._finish_cancelled()

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -60,6 +61,22 @@ def test_a_failing_thread_logs_the_failure_and_ends(monkeypatch, caplog):
     assert listener.outcome.reason == "error" and "ZeroDivisionError" in engine.failure
     assert engine.stop(10)
     assert "the engine failed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_too_little_memory_of_the_device_is_one_line(monkeypatch, caplog):
+    def exhausted() -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    engine = Engine(plain(), max_batch=2, chunk=16)
+    monkeypatch.setattr(engine, "_step", exhausted)
+    engine.start()
+    listener = Recorder()
+    engine.submit(Request((1, 2), 9), listener)
+    wait_for(lambda: listener.outcomes and caplog.records)
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.exc_info is None and "weights take 15.0 KiB, sequences take" in record.message
+    assert record.message.endswith("9 bytes more; give a smaller --max-batch, or a smaller policy")
+    assert listener.outcome.reason == "error"
 
 
 def test_a_device_call_that_does_not_return(monkeypatch):
