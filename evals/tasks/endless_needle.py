@@ -162,10 +162,10 @@ STATEMENTS = (
               "needles, and all with calibrated budgets", NAME,
               [above("tasks/needle/8192/retrieval/score", 0.5),
                within(f"tasks/needle/8192/{CALIBRATED_HALF_WINDOW}/score", 1)]),
-    *(Statement(page, "20,000 tokens it finds none, and few with calibrated budgets", NAME,
+    *(Statement(page, "20,000 tokens it finds none, and half of them with calibrated "
+                "budgets", NAME,
                 [within("tasks/needle/20000/retrieval/score", 0),
-                 above(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score"),
-                 below(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score", 0.5)])
+                 within(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score", 0.5)])
       for page in (PAGE, "docs/which_cache.md")),
     Statement(PAGE, "`streaming` and `keydiff` find at most one needle of either length", NAME,
               [below(f"tasks/needle/{length}/{name}/score", 0.13)
