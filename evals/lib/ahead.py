@@ -121,7 +121,7 @@ def reports_of(module: str, *words: str) -> list[dict[str, Any]]:
     """
     result = subprocess.run(
         [sys.executable, "-m", module, *words], cwd=ROOT, env=os.environ | LIBTPU,
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
