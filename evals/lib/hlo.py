@@ -47,7 +47,7 @@ def floats_in_loops(text: str, min_floats: int) -> list[str]:
 # Operations that are no kernel, and those that prefetch while others run.
 FREE = {
     "parameter", "bitcast", "constant", "get-tuple-element", "tuple", "while", "conditional",
-    "call", "after-all", "copy-done", "slice-done", "all-reduce-done", "partition-id", "replica-id",
+    "call", "after-all", "async-update", "partition-id", "replica-id",
 }  # fmt: skip
 COLLECTIVES = "all-", "reduce-scatter", "collective-"
 COUNTS = "kernels", "copies", "moved_bytes", "host_conditions", "collectives"
@@ -68,7 +68,8 @@ def step_of(text: str, scalars: int = 0, loop: bool = True) -> dict[str, Any]:
     kernels: their number. copies: kernels that only move an array. moved_bytes: of the operands and
     results of all kernels in the memory of the device. host_conditions: conditions and loops within
     a step, for which a GPU waits for the host; what stands in the branches of a condition is not
-    counted, because it runs seldom. largest_float32: the shape of the largest array in float32 that
+    counted, because it runs seldom. A loop within a step counts as often as it runs, if the program
+    says how often. largest_float32: the shape of the largest array in float32 that
     a kernel writes to memory. collectives: kernels that exchange data between devices.
     """
     bodies = computations(text)
@@ -77,9 +78,9 @@ def step_of(text: str, scalars: int = 0, loop: bool = True) -> dict[str, Any]:
     step = max(loops, key=lambda name: len(bodies[name])) if loops and loop else entry[1]
     counts = dict.fromkeys(COUNTS, 0)
     largest: list[int] = []
-    todo, seen = [step], set()
+    todo, seen = [(step, 1)], set()
     while todo:
-        name = todo.pop()
+        name, times = todo.pop()
         if name in seen:
             continue
         seen.add(name)
@@ -90,26 +91,30 @@ def step_of(text: str, scalars: int = 0, loop: bool = True) -> dict[str, Any]:
                 continue
             label, result, kind = operation.groups()
             results[label] = result
-            counts["host_conditions"] += kind in ("while", "conditional")
+            counts["host_conditions"] += times * (kind in ("while", "conditional"))
             if kind in ("while", "call"):
-                todo += re.findall(r"\b(?:to_apply|body)=%?([\w.\-]+)", line)
-            if kind in FREE:
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+                inner = times * int(trips[1]) if trips else times
+                bodies_called = re.findall(r"\b(?:to_apply|body)=%?([\w.\-]+)", line)
+                todo += [(body, inner) for body in bodies_called]
+            if kind in FREE or kind.endswith("-done"):
                 continue
             if kind in PREFETCHES:
                 copied = [array for array in _arrays(result) if array[1] > 1]  # and a counter
-                counts["moved_bytes"] += min(map(_bytes_of, copied), default=0)
+                counts["moved_bytes"] += times * min(map(_bytes_of, copied), default=0)
                 continue
             elements = max((size for _, size, _ in _arrays(result)), default=0)
             if kind not in ("fusion", "custom-call") and elements <= scalars:
                 continue
-            counts["kernels"] += 1
-            counts["collectives"] += kind.startswith(COLLECTIVES)
-            counts["copies"] += kind == "copy" or _only_moves(line, bodies)
+            counts["kernels"] += times
+            counts["collectives"] += times * kind.startswith(COLLECTIVES)
+            counts["copies"] += times * (kind == "copy" or _only_moves(line, bodies))
             operands = [(name, results.get(name, "")) for name in _operands(line, operation)]
             whole = sum(map(_in_memory, (result, *dict(operands).values())))
             called = re.search(r" fusion\(.*\bcalls=%?([\w.\-]+)", line)
             types = [of_operand for _, of_operand in operands]
-            counts["moved_bytes"] += whole - (_unread(bodies[called[1]], types) if called else 0)
+            unread = _unread(bodies[called[1]], types) if called else 0
+            counts["moved_bytes"] += times * (whole - unread)
             for kind_of_array, sizes, _ in ARRAY.findall(result):
                 if kind_of_array == "f32":
                     shape = [*map(int, filter(None, sizes.split(",")))]

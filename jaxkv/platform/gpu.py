@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.contract import Partial, Spec
 from jaxkv.pallas_kernels import host_memory
+from jaxkv.pallas_kernels.bucket_counts import has_kernel
 from jaxkv.pallas_kernels.flash_attention import refusal
 from jaxkv.platform.cpu import always_after
 from jaxkv.rotary import Alibi
@@ -83,9 +84,9 @@ def finds_at_once(tables: Array) -> bool:
     """Whether the keys in the buckets of all query heads are found in a few kernels, without loops.
 
     Loops that suit a CPU take a GPU many launches per query head, and the host decides their end.
-    Tables in host memory are read by those loops.
+    GPUs without the kernel `bucket_counts` have these loops too, and so have tables in host memory.
     """
-    return jax.default_backend() == "gpu" and not host_memory.on_host(tables)
+    return has_kernel() and not host_memory.on_host(tables)
 
 
 def slots_compared() -> int:

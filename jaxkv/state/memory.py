@@ -140,38 +140,52 @@ def check_host(purpose: str, device: jax.Device | None = None) -> None:
 
 
 class MemoryUse(NamedTuple):
-    """Arrays in the memory of a device. fewer: what lowers their bytes, for a message."""
+    """Arrays in the memory of a device. advice: what lowers their bytes, to complete a message."""
 
     name: str
     nbytes: int
-    fewer: str
+    advice: str
+
+
+class OutOfMemory(UserError):
+    """A device has too little memory; the message says what takes it."""
 
 
 @contextlib.contextmanager
-def explained(uses: Callable[[], Sequence[MemoryUse]], fewer: str) -> Iterator[None]:
-    """Raise UserError, with what takes the memory, where a device has too little.
+def explained(uses: Callable[[], Sequence[MemoryUse]], advice: str) -> Iterator[None]:
+    """Raise OutOfMemory, with what takes the memory, where a device has too little.
 
-    uses: the arrays that live there. fewer: what lowers the bytes of temporary arrays.
+    uses: the arrays that are in its memory. advice: what lowers the bytes of temporary arrays.
+    Errors of a kernel that asks for too much of the memory on the chip stay as they are.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error) or ON_CHIP.search(str(error)):
             raise
-        raise _out_of_memory(str(error), uses(), fewer) from error
+        raise out_of_memory(str(error), uses(), advice) from error
 
 
-def _out_of_memory(reason: str, uses: Sequence[MemoryUse], fewer: str) -> UserError:
-    """reason: the message of XLA, which names the bytes of the allocation that failed."""
+ON_CHIP = re.compile(r"shared memory|\b[vsc]mem\b", re.IGNORECASE)
+# Bytes that an allocation asked for, as XLA writes them: 24 bytes, 1.50GiB, 1.50G.
+REQUESTED = re.compile(
+    r"(?:allocat\w+|exceeded \w+ capacity by) ([\d.]+) ?(bytes|[KMGT](?=i?B?\b))", re.IGNORECASE
+)
+
+
+def out_of_memory(reason: str, uses: Sequence[MemoryUse], advice: str) -> OutOfMemory:
+    """reason: the message of XLA. The other arguments are those of `explained`."""
+    uses = [use for use in uses if use.nbytes]
     parts = [f"{use.name} take {show(use.nbytes)}" for use in uses]
-    largest = max(uses, key=lambda use: use.nbytes)
-    asked = re.search(r"allocat\w+ ([\d.]+) ?(bytes|[KMGT]iB)", reason)
-    if asked is not None:
-        nbytes = float(asked[1]) * 1024 ** UNITS.index(asked[2])
+    largest = max(uses, key=lambda use: use.nbytes, default=MemoryUse("", 0, advice))
+    requested = REQUESTED.search(reason)
+    if requested is not None:
+        power = "bKMGT".index(requested[2][0])
+        nbytes = float(requested[1]) * 1024**power
         parts.append(f"a program asked for {show(nbytes)} more")
         if nbytes > largest.nbytes:
-            return UserError(f"the device is out of memory: {', '.join(parts)}; give {fewer}")
-    return UserError(f"the device is out of memory: {', '.join(parts)}; give {largest.fewer}")
+            largest = MemoryUse("", 0, advice)
+    return OutOfMemory(f"the device is out of memory: {', '.join(parts)}; give {largest.advice}")
 
 
 def show(count: int | float) -> str:

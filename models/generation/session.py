@@ -28,9 +28,11 @@ IDENTITY, VERSION = "jaxkv chat session", "jaxkv {}"
 def save(path: str | Path, talk: Conversation) -> None:
     """Write a conversation with its caches to a file.
 
-    Raises UserError where the file cannot be written, or exists and is no session.
+    Raises UserError where the file cannot be written, or exists and is no session, and where the
+    caches are lost.
     """
     path, stream = _expanded(path), talk.stream
+    stream.check_usable()
     if os.path.exists(path):
         try:
             batch.read_notes(path, IDENTITY)

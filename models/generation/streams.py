@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from numbers import Integral
 
@@ -87,7 +87,7 @@ class Stream:
             raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {seeds}; give 0")
         if not isinstance(start, Integral) or not 0 <= start < 2**32:
             raise UserError(f"start must be a whole number from 0 to {2**32 - 1}, got {start!r}")
-        with self._memory_explained():
+        with self._memory_explained(()):
             self.decoding = self._begin(seeds, start)
 
     @property
@@ -146,7 +146,7 @@ class Stream:
                 f"give one list of tokens per sequence: got {len(prompts)} for {batch} sequences"
             )
         ids = list(map(self.llm.checked_ids, prompts))
-        self._check_usable()
+        self.check_usable()
         before, done = self.lengths, np.zeros_like(self.lengths)
         counts = np.array(list(map(len, ids)))
         longest = int(counts.max())
@@ -162,21 +162,22 @@ class Stream:
                     tokens[entry, : len(part)], valid[entry, : len(part)] = part, True
                 decoding, self._usable = self.decoding, False  # its states are donated
                 weights = self.llm.weights
-                with self._memory_explained():
+                with self._memory_explained(decoding.states):
                     self.decoding = prefill_chunk(self.static, weights, decoding, tokens, valid)
+                    self._usable, done = True, np.minimum(counts, start + chunk)
                     if progress is not None:  # report finished chunks, not dispatched ones
                         jax.block_until_ready(self.decoding.position)
-                self._usable, done = True, np.minimum(counts, start + chunk)
                 if progress is not None:
                     progress(min(start + chunk, longest), longest)
         finally:  # also after Ctrl-C
             self.lengths = before + done
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise UserError where the caches are lost."""
         if not self._usable:
             raise UserError(
-                "a prefill of this stream was interrupted within a chunk, and its caches are lost; "
-                "make a new Stream"
+                "the caches of this stream are lost: a prefill was interrupted within a chunk, or "
+                "the device had too little memory; make a new Stream"
             )
 
     def chunk_of(self, chosen: int | None) -> int:
@@ -268,11 +269,11 @@ class Stream:
         eos: token ids that end a sequence.
         Raises UserError where logits are not finite.
         """
-        self._check_usable()
+        self.check_usable()
         limit, before = min(limit, BLOCK), self.lengths
         self.reserve(limit, self._room(int(before.max()) + limit))
         self.ahead.wait("decode")
-        with self._memory_explained():
+        with self._memory_explained(self.decoding.states):
             self.decoding, out, count, finite = compiled_decode_block()(
                 *self.decode_arguments(self.decoding, sampling, eos, limit)
             )
@@ -349,25 +350,27 @@ class Stream:
             self._check_memory(peak_bytes, added_host_bytes, "")
         self.decoding = self.decoding._replace(states=())
         try:
-            with self._memory_explained():
+            with self._memory_explained(states):
                 for layer, make_state in make.items():
                     states[layer] = make_state(states[layer])
         finally:  # also after Ctrl-C
             self.decoding = self.decoding._replace(states=tuple(states))
 
-    def _memory_explained(self) -> AbstractContextManager[None]:
-        """Say what takes the memory, if the device has too little."""
+    @contextlib.contextmanager
+    def _memory_explained(self, states: Sequence[State]) -> Iterator[None]:
+        """Say what takes the memory, if the device has too little; the stream is then lost."""
 
         def uses() -> list[memory.MemoryUse]:
-            decoding = getattr(self, "decoding", None)
-            caches = 0 if decoding is None else sharding.bytes_per_device(decoding.states)
-            weights = sharding.bytes_per_device(self.llm.weights)
+            self._usable = False  # a program may have taken its donated states
+            caches, weights = map(sharding.bytes_per_device, (states, self.llm.weights))
+            fewer = "--mesh model=N" if self.llm.weight_format else "--weights int8"
             return [
-                memory.MemoryUse("weights", weights, "--weights int8, or --mesh model=N"),
+                memory.MemoryUse("weights", weights, f"{fewer}, or a smaller model"),
                 memory.MemoryUse("caches", caches, f"fewer {memory.FEWER}"),
             ]
 
-        return memory.explained(uses, "fewer sequences, or a shorter prompt")
+        with memory.explained(uses, "fewer sequences, or a shorter prompt"):
+            yield
 
     def _check_length(self, tokens: int, allocated: int) -> None:
         """Raise UserError where a policy refuses sequences of `tokens`, or memory is too small.

@@ -53,7 +53,7 @@ from jaxkv.state.sharding import bytes_per_device
 from jaxkv.typing import Array
 
 PROMPT, SAMPLE = "The", 60  # the prompt of a text sample, and its new tokens
-FEWER_TEMPORARIES = "a larger --set grad_accum_steps, or --set remat=layers"
+FEWER_TEMPORARIES = "--set grad_accum_steps=N with a larger N, or --set remat=layers"
 ATTENTION_SAMPLES, ATTENTION_LENGTH = 2, 2048  # samples whose attention is analysed, and tokens
 
 

@@ -1,5 +1,5 @@
 """In how many hash tables each place shares the bucket of a query."""
 
-from jaxkv.pallas_kernels.bucket_counts.api import bucket_counts
+from jaxkv.pallas_kernels.bucket_counts.api import bucket_counts, has_kernel
 
-__all__ = ["bucket_counts"]
+__all__ = ["bucket_counts", "has_kernel"]

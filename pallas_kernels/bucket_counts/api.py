@@ -1,9 +1,10 @@
 """In how many hash tables each place shares the bucket of a query, on any platform.
 
-MagicPIG (2410.16179) samples the keys of the places that share enough buckets. The other form would
-compare the codes of all keys with that of the query. With its L = 150 tables of K = 10 bits, codes
-have L K / 8 = 188 bytes per key; exact attention reads 256 with a head dim of 64. A query head
-reads L / 2^K = 0.15 entries of tables per key, of 2 or 4 bytes each.
+MagicPIG (2410.16179) samples the keys of the places that share enough buckets. To compare the code
+of the query with packed codes of all keys would read more bytes: with L = 150 tables of K = 10
+bits, codes have L K / 8 = 188 bytes per key, where exact attention reads 256 with a head dim of 64.
+A query head reads L / 2^K = 0.15 entries of tables per key, of 2 or 4 bytes each. The counts have
+4 bytes per key and query head.
 """
 
 from __future__ import annotations
@@ -34,16 +35,24 @@ def bucket_counts(
 
     implementation: None chooses for the platform. A name raises ValueError where it is unsupported.
     """
-    from jaxkv.pallas_kernels.bucket_counts import gpu  # Pallas takes a quarter second
-
     if implementation is None:
-        on_gpu = jax.default_backend() == "gpu" and gpu.is_supported()
-        implementation = "pallas_gpu" if on_gpu else "xla"
+        implementation = "pallas_gpu" if has_kernel() else "xla"
     if implementation == "xla":
         return reference.count(entries, first, codes, places)
-    if implementation == "pallas_gpu" and gpu.is_supported():
+    if implementation == "pallas_gpu" and has_kernel():
+        from jaxkv.pallas_kernels.bucket_counts import gpu  # Pallas takes a quarter second
+
         return gpu.count(entries, first, codes, places)
     raise ValueError(
-        f"bucket counts are computed by xla and, on NVIDIA GPUs from capability 8.0, by "
+        "bucket counts are computed by xla and, on NVIDIA GPUs from capability 8.0, by "
         f"pallas_gpu, got {implementation!r}; leave it out to choose by platform"
     )
+
+
+def has_kernel() -> bool:
+    """Whether a kernel of the default backend computes them: on NVIDIA GPUs from capability 8.0."""
+    if jax.default_backend() != "gpu":
+        return False
+    from jaxkv.pallas_kernels.bucket_counts import gpu
+
+    return gpu.is_supported()

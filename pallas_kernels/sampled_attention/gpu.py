@@ -67,8 +67,9 @@ def attend(
     group, all_heads = heads // kv_heads, batch * heads
     slots = flatten_heads(pad_sample(slots, BLOCK))
     # Independent of the batch, so that other sequences do not change how a sample is split.
-    parts = min(pl.cdiv(PROGRAMS, heads), slots.shape[-1] // BLOCK)
-    parts = pl.next_power_of_2(parts + 1) // 2
+    # A power of two, as the merge needs.
+    blocks = pl.next_power_of_2(slots.shape[-1] // BLOCK + 1) // 2
+    parts = min(pl.next_power_of_2(pl.cdiv(PROGRAMS, heads)), blocks)
     number = pl.BlockSpec((None, 1), lambda i, _: (i, 0))
     of_head = lambda width: pl.BlockSpec((None, width), lambda i, _: (i, 0))
     of_group = lambda *shape: pl.BlockSpec(

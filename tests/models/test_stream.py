@@ -182,36 +182,91 @@ def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate {}."
+TEMPORARIES = "fewer sequences, or a shorter prompt"
+
+
+def raising(text):
+    def run(*_):
+        raise jax.errors.JaxRuntimeError(text)
+
+    return run
 
 
 @pytest.mark.parametrize(
-    "asked, remedy",
-    [("3221225472 bytes", "fewer sequences, or a shorter prompt"),
-     ("3.00GiB", "fewer sequences, or a shorter prompt"),
-     ("16 bytes", "--weights int8, or --mesh model=N")],
+    "text, remedy",
+    [(OUT_OF_MEMORY.format("3221225472 bytes"), TEMPORARIES),
+     (OUT_OF_MEMORY.format("3.00GiB"), TEMPORARIES),
+     ("RESOURCE_EXHAUSTED: Attempting to allocate 3.00G. That was not possible.", TEMPORARIES),
+     ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+      "Used 18.48G of 15.48G hbm. Exceeded hbm capacity by 3.00G.", TEMPORARIES),
+     (OUT_OF_MEMORY.format("16 bytes"), "--weights int8, or a smaller model")],
 )  # fmt: skip
-def test_too_little_memory_of_the_device_is_explained(tiny, monkeypatch, asked, remedy):
-    def exhausted(*_):
-        raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY.format(asked))
-
+def test_too_little_memory_of_the_device_is_explained(tiny, monkeypatch, text, remedy):
     stream = Stream(tiny, "streaming:sinks=1,window=7")
-    monkeypatch.setattr(streams, "prefill_chunk", exhausted)
+    monkeypatch.setattr(streams, "prefill_chunk", raising(text))
     with pytest.raises(UserError) as error:
         stream.prefill([[60, 61]])
     said = str(error.value)
     assert said.endswith(f"more; give {remedy}") and "\n" not in said
-    caches = memory.show(stream.state_bytes)
-    assert said.startswith("the device is out of memory: weights take ") and caches in said
-    assert ("3.0 GiB more" in said) == ("3" in asked)
+    assert said.startswith("the device is out of memory: weights take ")
+    assert f"caches take {memory.show(stream.state_bytes)}" in said
+    assert ("3.0 GiB more" in said) == (remedy == TEMPORARIES)
 
 
-def test_other_errors_of_a_device_stay_as_they_are(tiny, monkeypatch):
-    def failed(*_):
-        raise jax.errors.JaxRuntimeError("INTERNAL: bug")
-
-    monkeypatch.setattr(streams, "prefill_chunk", failed)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: bug"):
+@pytest.mark.parametrize(
+    "text",
+    ["INTERNAL: bug",
+     "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 263168, available: 232448",
+     "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"],
+)  # fmt: skip
+def test_other_errors_of_a_device_stay_as_they_are(tiny, monkeypatch, text):
+    monkeypatch.setattr(streams, "prefill_chunk", raising(text))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
         Stream(tiny, "streaming:sinks=1,window=7").prefill([[60, 61]])
+
+
+def test_a_stream_is_lost_where_its_caches_are(tiny, monkeypatch, tmp_path):
+    """In decode the failing program has taken the caches; a cache that grows counts its bytes."""
+    stream = Stream(tiny, "full:start=8")
+    stream.prefill([[60, 61]])
+    failing = lambda: raising(OUT_OF_MEMORY.format("1 bytes"))
+    monkeypatch.setattr(streams, "compiled_decode_block", failing)
+    with pytest.raises(UserError, match=r"out of memory: weights take .*, caches take .* KiB"):
+        stream.decode(Sampling(temperature=0.0), 4, ())
+    for use in (lambda: stream.prefill([[62]]), lambda: stream.decode(Sampling(), 1, ())):
+        with pytest.raises(UserError, match="the caches of this stream are lost"):
+            use()
+
+
+def test_caches_that_grow_count_as_they_were(tiny, monkeypatch):
+    stream = Stream(tiny, "full:start=8")
+    reserve = type(stream.policies[0]).reserve
+
+    def refused(policy, spec, state, tokens):
+        if isinstance(jax.tree.leaves(state)[0], jax.core.Tracer):
+            return reserve(policy, spec, state, tokens)
+        raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY.format("1 bytes"))
+
+    monkeypatch.setattr(type(stream.policies[0]), "reserve", refused)
+    caches = memory.show(stream.state_bytes)
+    with pytest.raises(UserError, match=f"caches take {caches}"):
+        stream.reserve(20)
+
+
+def test_an_interrupted_wait_keeps_the_chunk(tiny, monkeypatch):
+    """Ctrl-C while the device computes a chunk: it is in the caches."""
+    stream = Stream(tiny, "streaming:sinks=1,window=7")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streams.jax, "block_until_ready", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.prefill([[60, 61, 62]], progress=lambda *_: None)
+    assert stream.lengths.tolist() == [3]
+    stream.prefill([[63]])
+    assert stream.lengths.tolist() == [4]
 
 
 def letters(text: str, *, eos: str = "", stops=()) -> tuple[OutputText, list[str]]:

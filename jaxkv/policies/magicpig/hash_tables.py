@@ -2,8 +2,9 @@
 
 In each of L tables the keys of one code are adjacent, padded to whole blocks of W entries. A query
 reads the blocks of its code in every table and counts in how many tables it finds each key. The
-cost is proportional to the keys found, plus one or two bytes per cached key for the counts. An
-entry is the key's place plus one; 0 is no key.
+cost is proportional to the keys found, plus one or two bytes per cached key for the counts of one
+query head; on a GPU plus several arrays of four bytes per cached key and query head. An entry is
+the key's place plus one; 0 is no key.
 """
 
 from __future__ import annotations
@@ -228,20 +229,20 @@ def select_at_once(
 ) -> SampledPlaces:
     """`select` for all query heads in a few kernels, without a loop; matching: a bool per place."""
     batch, heads, places = matching.shape
-    upto = jnp.cumsum(matching, axis=2, dtype=jnp.int32)
-    total = upto[:, :, -1]
+    cumulative = jnp.cumsum(matching, axis=2, dtype=jnp.int32)
+    total = cumulative[:, :, -1]
     sequence, head, place = jnp.ogrid[:batch, :heads, :places]
-    rank = jnp.where(matching, upto - 1, places)
+    rank = jnp.where(matching, cumulative - 1, places)
     place = jnp.broadcast_to(place.astype(jnp.int32), rank.shape)
     # XLA:GPU computes these zeros in the kernel of `rank`, and copies constant ones in every step.
-    zeros = jnp.minimum(upto, 0)
-    listed = zeros.at[sequence, head, rank].set(place, mode="drop", unique_indices=True)
+    zeros = jnp.minimum(cumulative, 0)
+    matches = zeros.at[sequence, head, rank].set(place, mode="drop", unique_indices=True)
     slot = jnp.arange(max_places, dtype=jnp.uint32)[None, None]
     drawn = _systematic(slot, total[:, :, None], max_places, draw[:, :, None])
-    # Ranks of samples that hold all matches are the slots: `listed` itself.
-    drawn = jnp.take_along_axis(listed, jnp.minimum(drawn, places - 1), axis=2)
+    # Ranks of samples that have all matches are the slots.
+    drawn = jnp.take_along_axis(matches, jnp.minimum(drawn, places - 1), axis=2)
     all_fit = (total <= max_places)[:, :, None]
-    sampled = jnp.where(all_fit, listed[:, :, :max_places], drawn)
+    sampled = jnp.where(all_fit, matches[:, :, :max_places], drawn)
     return SampledPlaces(sampled, jnp.minimum(total, max_places), total)
 
 

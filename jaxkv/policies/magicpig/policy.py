@@ -17,7 +17,6 @@ from jaxkv.attention import (
     masked_bias,
     merge,
     slot_attention,
-    within,
 )
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
@@ -175,7 +174,8 @@ class MagicPIG(Policy):
             after = index.append(spec, state, chunk, self.settings)
             sets = self._end_sets(after, chunk, q, numbers)
             ends = Partial(*flash_attention(sets, spec.scale, spec.softcap))
-            seen = merge(ends, self._sample_of_tokens(spec, after, q, numbers, chunk.positions))
+            sampled = self._attend_samples(spec, after, q, numbers, chunk.positions)
+            seen = merge(ends, sampled)
             return ring.refuse_overfull(seen, after.dense), after
         seen = self.attend_after_prefill(spec, state, q, numbers, chunk.positions)
         after = index.append(spec, state, xla_cpu.order_after(chunk, seen.out), self.settings)
@@ -205,12 +205,12 @@ class MagicPIG(Policy):
         numbers: the queries' token numbers, -1 on padding. A query sees its key if it is cached.
         """
         ends = self._attend_ends(spec, state, q, numbers, positions)
-        return merge(ends, self._sample_of_tokens(spec, state, q, numbers, positions))
+        return merge(ends, self._attend_samples(spec, state, q, numbers, positions))
 
-    def _sample_of_tokens(
+    def _attend_samples(
         self, spec: Spec, state: IndexState, q: Array, numbers: Array, positions: Array
     ) -> Partial:
-        """`sample` of every token."""
+        """The sampled attention of several tokens per sequence."""
         queries = q, numbers, positions
         if numbers.shape[1] == 1:
             sample = self.sample(spec, state, *(leaf[:, 0] for leaf in queries))
@@ -221,14 +221,17 @@ class MagicPIG(Policy):
 
     def _end_sets(self, state: IndexState, chunk: Chunk, q: Array, numbers: Array) -> list[KeySet]:
         """What one token, which is cached already, reads of the sinks and the window."""
-        k, v, positions, count, _ = state.dense
-        end = jnp.where(chunk.valid, jnp.minimum(count, k.shape[2])[:, None], 0)
-        newest = KeySet(q, k, v, end, first=self.sinks)
-        if self.hash_generated:  # the window counts tokens
-            slots = jnp.arange(k.shape[2], dtype=jnp.uint32)[None]
-            query_slots = index.slot_of(state, numbers).astype(jnp.uint32)
-            slots = jnp.broadcast_to(slots, positions.shape)
-            newest = within(newest, query_slots, slots, self.window)
+        k, v, _, count, _ = state.dense
+        size = k.shape[2]
+        end = jnp.where(chunk.valid, jnp.minimum(count, size)[:, None], 0)
+        if not self.hash_generated:
+            return [KeySet(q, k, v, end)]
+        width = min(size, self.window)
+        begin = jnp.clip(end[:, 0] - width, 0, size - width)
+        slots = begin[:, None] + jnp.arange(width)[None]
+        is_sink = jnp.where(slots < self.sinks, -jnp.inf, np.float32(0))[:, None]
+        window = (_slice(leaf, begin, width) for leaf in (k, v))
+        newest = KeySet(q, *window, end - jnp.minimum(begin[:, None], end), is_sink)
         return [newest, KeySet(q, k, v, jnp.minimum(end, self.sinks))] if self.sinks else [newest]
 
     def _attend_ends(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxkv.defaults import MAX_CHUNK
-from jaxkv.errors import UserError, check_int
+from jaxkv.errors import check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
 from jaxkv.serve.engine.plan import resolve_max_len
@@ -50,9 +50,9 @@ from jaxkv.state.sharding import bytes_per_device
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
 # What lowers the bytes of each part of the memory.
-LOWERS = {
-    "weights": "--weights int8, or --mesh model=N",
-    "sequences": "a smaller --max-batch, or a smaller policy",
+MEMORY_ADVICE = {
+    "weights": "--weights int8, --mesh model=N, or a smaller model",
+    "sequences": "a smaller --max-batch, or a smaller policy such as streaming:sinks=4,window=252",
     "prefixes": "a smaller --prefix-memory",
 }
 LOG = logging.getLogger(__name__)
@@ -157,14 +157,19 @@ class Engine:
         if prefix_cache is not None:
             check_prefixes(prefix_cache, model, max_len, chunk)  # before minutes of compilation
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
-        self._programs = Programs(model, sizes, max_len, widths, self._max_prefills + 1, progress)
-        self._running = RunningBatch(self._programs, model.vocab)
+        prefills, weights = self._max_prefills + 1, bytes_per_device(model.weights)
+        uses = lambda: [memory.MemoryUse("weights", weights, MEMORY_ADVICE["weights"])]
         self._store: PrefixStore | None = None
-        if prefix_cache is not None:
-            self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
+        with memory.explained(
+            uses, f"{MEMORY_ADVICE['sequences']}, or {MEMORY_ADVICE['prefixes']}"
+        ):
+            self._programs = Programs(model, sizes, max_len, widths, prefills, progress)
+            self._running = RunningBatch(self._programs, model.vocab)
+            if prefix_cache is not None:
+                self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
         self.bytes = {
-            "weights": bytes_per_device(model.weights),
+            "weights": weights,
             "sequences": self._programs.bytes,
             "prefixes": 0 if self._store is None else self._store.bytes,
         }
@@ -297,7 +302,7 @@ class Engine:
                     return
             try:
                 self.step()
-            except UserError as error:
+            except memory.OutOfMemory as error:
                 LOG.critical("the engine failed, and answers no more requests: %s", error)
                 return
             except Exception:
@@ -316,14 +321,17 @@ class Engine:
                     self._step()
                 if self._store is not None:
                     self._store.disk.write()
-        except Exception:
+        except Exception as error:
             self.failure = traceback.format_exc()
-            self._finish_all("error", self.failure.splitlines()[-1])
+            out_of_memory = isinstance(error, memory.OutOfMemory)
+            last = "the device is out of memory" if out_of_memory else self.failure.splitlines()[-1]
+            self._finish_all("error", last)
             raise
         return busy
 
     def _memory_uses(self) -> list[memory.MemoryUse]:
-        return [memory.MemoryUse(use, self.bytes[use], fewer) for use, fewer in LOWERS.items()]
+        advice = MEMORY_ADVICE.items()
+        return [memory.MemoryUse(name, self.bytes[name], text) for name, text in advice]
 
     def _step(self) -> None:
         self._finish_cancelled()

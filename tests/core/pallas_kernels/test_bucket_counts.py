@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.evals.lib.ahead import abstract_h100
 from jaxkv.pallas_kernels.bucket_counts import bucket_counts, gpu, reference
+from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policies.magicpig import hash_tables
 from tests.core.pallas_kernels.test_sign_walk import interpreted
 
@@ -47,3 +50,23 @@ def test_an_implementation_that_is_not_supported_is_refused():
     codes = jnp.zeros((1, 1, 1), jnp.int32)
     with pytest.raises(ValueError, match="leave it out"):
         bucket_counts(entries, first, codes, 1, implementation="pallas_tpu")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.12
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_the_kernel_is_lowered_for_cuda(dtype):
+    shapes = ((1, 2, 150, 3000, 16), dtype), ((1, 2, 150, 1025), "int32"), ((1, 6, 150), "int32")
+    arguments = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
+    with abstract_h100():
+        counts = jax.jit(partial(gpu.count, places=30_000))
+        text = counts.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("platform, triton, at_once", [
+    ("gpu", True, True), ("gpu", False, False), ("cpu", True, False), ("tpu", True, False),
+])  # fmt: skip
+def test_the_loops_remain_where_there_is_no_kernel(monkeypatch, platform, triton, at_once):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(gpu, "is_supported", lambda: triton)
+    assert xla_gpu.finds_at_once(jnp.zeros((1, 1, 1, 1, 1), jnp.int32)) == at_once

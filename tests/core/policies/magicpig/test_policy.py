@@ -70,11 +70,21 @@ def output(policy, prompt, new):
     return np.asarray(jitted_step(policy, SPEC, after(policy, prompt), *new)[0])
 
 
-def use_form(monkeypatch, on_gpu):
-    """Use the forms of a platform; on a CPU the kernels of a GPU are their XLA references."""
-    reads = lambda spec, q, k: on_gpu and not isinstance(spec.encoding, Alibi)
-    monkeypatch.setattr(gpu, "finds_at_once", lambda tables: on_gpu)
-    monkeypatch.setattr(gpu, "reads_by_flash", reads)
+@pytest.fixture
+def use_form(monkeypatch):
+    """A function that chooses the forms of a GPU or of a CPU, there the kernels' XLA references.
+
+    Programs of the GPU's forms are dropped at the end.
+    """
+
+    def choose(on_gpu):
+        reads = lambda spec, q, k: on_gpu and not isinstance(spec.encoding, Alibi)
+        monkeypatch.setattr(gpu, "finds_at_once", lambda tables: on_gpu)
+        monkeypatch.setattr(gpu, "reads_by_flash", reads)
+        jax.clear_caches()
+
+    yield choose
+    monkeypatch.undo()
     jax.clear_caches()
 
 
@@ -86,7 +96,7 @@ def use_form(monkeypatch, on_gpu):
         pytest.param({"hash_generated": False}, marks=pytest.mark.slow),
     ],
 )
-def test_the_form_for_gpus_changes_no_output(monkeypatch, changes):
+def test_the_form_for_gpus_changes_no_output(use_form, changes):
     """One token at a time, past the window and past the tail, which is then indexed; positions
     have gaps."""
     policy = MagicPIG(**{"K": 3, "L": 8, "sinks": 2, "window": 4, "tail": 16} | changes)
@@ -94,7 +104,7 @@ def test_the_form_for_gpus_changes_no_output(monkeypatch, changes):
     prompt, new = chunk(200, batch=2), chunk(40, 200, seed=1, batch=2)
     new, outs = new._replace(valid=new.valid.at[1, 7:30:3].set(False)), []
     for on_gpu in (False, True):
-        use_form(monkeypatch, on_gpu)
+        use_form(on_gpu)
         jitted, state = jax.jit(partial(step, policy, spec)), after(policy, prompt, spec)
         for at in range(40):
             state = policy.reserve(spec, state, at + 1)
@@ -104,9 +114,9 @@ def test_the_form_for_gpus_changes_no_output(monkeypatch, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["magicpig", "magicpig-overflowing"])
-def test_the_laws_hold_in_the_form_for_gpus(monkeypatch, name):
-    use_form(monkeypatch, True)
+@pytest.mark.parametrize("name", ["magicpig", "magicpig-overflowing", "magicpig-bfloat16"])
+def test_the_laws_hold_in_the_form_for_gpus(use_form, name):
+    use_form(True)
     case = next(case for case in (*CASES, *VARIANTS) if case.name == name)
     subject_on_gpu = subject.__wrapped__(case)
     for law in LAWS:
@@ -115,9 +125,9 @@ def test_the_laws_hold_in_the_form_for_gpus(monkeypatch, name):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_tables_find_the_keys_that_comparing_all_codes_finds(monkeypatch, on_gpu):
+def test_tables_find_the_keys_that_comparing_all_codes_finds(use_form, on_gpu):
     """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
-    use_form(monkeypatch, on_gpu)
+    use_form(on_gpu)
     policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
     prompt, rest = chunk(2000), chunk(300, 2000, seed=1)
     fresh = after(policy, prompt)

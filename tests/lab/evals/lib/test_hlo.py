@@ -127,6 +127,12 @@ def test_the_kernels_of_a_step():
     assert hlo.step_of(STEP, scalars=10)["kernels"] == 4
     (entry,) = re.findall(r"ENTRY.*", STEP, re.DOTALL)
     alone = hlo.step_of(entry.replace("while(", "tuple(").replace("body=", "x="))
+    done = "  %x = f32[4] all-gather-start(%a)\n  %y = f32[4] all-gather-done(%x)\n"
+    started = hlo.step_of(STEP.replace("  ROOT %c", done + "  ROOT %c"), loop=False)
+    assert started["collectives"] == 1
+    loop = "while(%t), condition=%inner.condition, body=%inner"
+    often = STEP.replace(loop, loop + ', backend_config={"known_trip_count":{"n":"7"}}')
+    assert hlo.step_of(often)["kernels"] == hlo.step_of(STEP)["kernels"] + 6
     every = hlo.step_of(STEP.replace("copy(%a)", "all-reduce(%a)"), loop=False)
     assert every["collectives"] == 1 and every["kernels"] == 1 + hlo.step_of(STEP)["kernels"]
     assert alone["kernels"] == alone["copies"] == 1 and alone["moved_bytes"] == 2 * 128
