@@ -3,8 +3,8 @@
 Weights are random, in bfloat16, at the shapes of SmolLM2-135M, Llama-3.2-1B and Llama-3.1-8B.
 Prefill of a prompt, then decoding, alone and in a batch; every case is a part that is stored, so a
 run that time cuts short continues. transformers runs the same shapes, and decodes with a static
-cache. `magicpig` is read by name only: on a GPU its decoding was so slow that a run was stopped, and
-its new form has not run yet.
+cache. `magicpig` is read by name only: on a GPU its decoding was so slow that a run was stopped,
+and its new form has not run yet.
 """
 
 from __future__ import annotations

@@ -109,17 +109,30 @@ def step_of(text: str, scalars: int = 0, loop: bool = True) -> dict[str, Any]:
             counts["kernels"] += times
             counts["collectives"] += times * kind.startswith(COLLECTIVES)
             counts["copies"] += times * (kind == "copy" or _only_moves(line, bodies))
-            operands = [(name, results.get(name, "")) for name in _operands(line, operation)]
-            whole = sum(map(_in_memory, (result, *dict(operands).values())))
-            called = re.search(r" fusion\(.*\bcalls=%?([\w.\-]+)", line)
-            types = [of_operand for _, of_operand in operands]
-            unread = _unread(bodies[called[1]], types) if called else 0
-            counts["moved_bytes"] += times * (whole - unread)
+            counts["moved_bytes"] += times * _moved(line, operation, results, bodies)
             for kind_of_array, sizes, _ in ARRAY.findall(result):
                 if kind_of_array == "f32":
                     shape = [*map(int, filter(None, sizes.split(",")))]
                     largest = max(largest, shape, key=math.prod)
     return counts | {"largest_float32": largest}
+
+
+def _moved(
+    line: str,
+    operation: re.Match[str],
+    results: Mapping[str, str],
+    bodies: Mapping[str, list[str]],
+) -> int:
+    """Bytes of the operands and the result of a kernel in the memory of the device.
+
+    results: the types of earlier results, by name.
+    """
+    operands = [(name, results.get(name, "")) for name in _operands(line, operation)]
+    whole = sum(map(_in_memory, (operation[2], *dict(operands).values())))
+    called = re.search(r" fusion\(.*\bcalls=%?([\w.\-]+)", line)
+    if called is None:
+        return whole
+    return whole - _unread(bodies[called[1]], [of_operand for _, of_operand in operands])
 
 
 def _operands(line: str, operation: re.Match[str]) -> list[str]:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,14 @@ class StepWatch:
         return f"a step has taken more than {self._seconds:g} s" if late else ""
 
 
+def _weights_explained(nbytes: int) -> AbstractContextManager[None]:
+    """Say what takes the memory of a device that has too little for an engine beside its weights."""
+    uses = [memory.MemoryUse("weights", nbytes, MEMORY_ADVICE["weights"])]
+    return memory.explained(
+        lambda: uses, f"{MEMORY_ADVICE['sequences']}, or {MEMORY_ADVICE['prefixes']}"
+    )
+
+
 class Engine:
     """A queue, prompts in prefill (one, or those of two owners in turn), and a decode batch.
 
@@ -157,13 +166,12 @@ class Engine:
         if prefix_cache is not None:
             check_prefixes(prefix_cache, model, max_len, chunk)  # before minutes of compilation
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
-        prefills, weights = self._max_prefills + 1, bytes_per_device(model.weights)
-        uses = lambda: [memory.MemoryUse("weights", weights, MEMORY_ADVICE["weights"])]
+        weights = bytes_per_device(model.weights)
         self._store: PrefixStore | None = None
-        with memory.explained(
-            uses, f"{MEMORY_ADVICE['sequences']}, or {MEMORY_ADVICE['prefixes']}"
-        ):
-            self._programs = Programs(model, sizes, max_len, widths, prefills, progress)
+        with _weights_explained(weights):
+            self._programs = Programs(
+                model, sizes, max_len, widths, self._max_prefills + 1, progress
+            )
             self._running = RunningBatch(self._programs, model.vocab)
             if prefix_cache is not None:
                 self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
