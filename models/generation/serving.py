@@ -26,8 +26,9 @@ from jaxkv.models.network.decoder import (
     step_on,
 )
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
+from jaxkv.serve.engine.engine import MEMORY_ADVICE
 from jaxkv.serve.engine.plan import resolve_max_len
-from jaxkv.state import sharding
+from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Float, Float32, Int32
 
 
@@ -111,21 +112,25 @@ def make_engine(
     warn_beyond_context(llm, model.policies, length)
     if length is not None:
         warn_of_short_prompt(model.policies, length, "max_len")
-    return Engine(
-        model,
-        max_batch,
-        max_len,
-        chunk,
-        max_prefill_tokens,
-        queue=queue,
-        queue_tokens=queue_tokens,
-        prefix_cache=prefix_cache,
-        seed=seed,
-        step_seconds=step_seconds,
-        max_per_owner=max_per_owner,
-        fixed_batch=fixed_batch,
-        progress=progress,
-    )
+    nbytes = sharding.bytes_per_device(model.weights)
+    weights = memory.MemoryUse("weights", nbytes, MEMORY_ADVICE["weights"])
+    advice = f"{MEMORY_ADVICE['sequences']}, or {MEMORY_ADVICE['prefixes']}"
+    with memory.explained(lambda: [weights], advice):
+        return Engine(
+            model,
+            max_batch,
+            max_len,
+            chunk,
+            max_prefill_tokens,
+            queue=queue,
+            queue_tokens=queue_tokens,
+            prefix_cache=prefix_cache,
+            seed=seed,
+            step_seconds=step_seconds,
+            max_per_owner=max_per_owner,
+            fixed_batch=fixed_batch,
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -94,14 +93,6 @@ class StepWatch:
         return f"a step has taken more than {self._seconds:g} s" if late else ""
 
 
-def _weights_explained(nbytes: int) -> AbstractContextManager[None]:
-    """Say what takes the memory of a device that has too little for an engine beside its weights."""
-    uses = [memory.MemoryUse("weights", nbytes, MEMORY_ADVICE["weights"])]
-    return memory.explained(
-        lambda: uses, f"{MEMORY_ADVICE['sequences']}, or {MEMORY_ADVICE['prefixes']}"
-    )
-
-
 class Engine:
     """A queue, prompts in prefill (one, or those of two owners in turn), and a decode batch.
 
@@ -166,18 +157,14 @@ class Engine:
         if prefix_cache is not None:
             check_prefixes(prefix_cache, model, max_len, chunk)  # before minutes of compilation
         sizes = (max_batch,) if fixed_batch else batch_sizes(max_batch)
-        weights = bytes_per_device(model.weights)
+        self._programs = Programs(model, sizes, max_len, widths, self._max_prefills + 1, progress)
+        self._running = RunningBatch(self._programs, model.vocab)
         self._store: PrefixStore | None = None
-        with _weights_explained(weights):
-            self._programs = Programs(
-                model, sizes, max_len, widths, self._max_prefills + 1, progress
-            )
-            self._running = RunningBatch(self._programs, model.vocab)
-            if prefix_cache is not None:
-                self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
+        if prefix_cache is not None:
+            self._store = PrefixStore(prefix_cache, model, self._programs, chunk, seed)
         self._compiled = compilations()["all"]
         self.bytes = {
-            "weights": weights,
+            "weights": bytes_per_device(model.weights),
             "sequences": self._programs.bytes,
             "prefixes": 0 if self._store is None else self._store.bytes,
         }
