@@ -11,7 +11,7 @@ from jaxkv.evals.lib.run import run
 
 MODEL, STREAMING = "h100, SmolLM2-135M", "streaming:sinks=4,window=1020"
 NAMES = [f"{MODEL}, prefill, full", f"{MODEL}, prefill, {STREAMING}",
-         f"{MODEL}, decode, {STREAMING}"]  # fmt: skip
+         f"{MODEL}, decode, {STREAMING}", f"{MODEL}, decode, magicpig"]  # fmt: skip
 
 
 @pytest.mark.gpu_check
