@@ -95,18 +95,25 @@ class Rotary:
     """Rotary position embedding (Su et al. 2021), pairs (i, i + H/2) as in Hugging Face's Llama.
 
     frequencies: fixed-point, for each pair round(frequency / 2 pi x 2^32), uint32. amplitude:
-    multiplies cos and sin (YaRN's attention factor).
+    multiplies cos and sin (YaRN's attention factor). head_dim: H, where the pairs are of its first
+    dims alone, and the others keep their values; None where all are rotated.
     """
 
     frequencies: tuple[int, ...]
     amplitude: float = 1.0
+    head_dim: int | None = None
 
     def rotate(self, x: Float[Array, "B T X H"], positions: UInt32[Array, "#B T"]) -> Array:
-        if x.shape[-1] != 2 * len(self.frequencies):
+        rotated = 2 * len(self.frequencies)
+        if x.shape[-1] != (self.head_dim or rotated):
             raise UserError(
                 f"a rotary encoding of {len(self.frequencies)} pairs needs head dim "
-                f"{2 * len(self.frequencies)}, got {x.shape[-1]}; make it for this head dim"
+                f"{self.head_dim or rotated}, got {x.shape[-1]}; make it for this head dim"
             )
+        if self.head_dim is not None:
+            whole = replace(self, head_dim=None)
+            first = whole.rotate(x[..., :rotated], positions)
+            return jnp.concatenate([first, x[..., rotated:]], axis=-1)
         cos, sin = self._cos_sin(positions)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         cos, sin = cos[:, :, None], sin[:, :, None]

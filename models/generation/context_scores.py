@@ -170,6 +170,11 @@ def hidden_states(
 
 
 def _check(llm: Llm, size: int, front: int, longest: int) -> None:
+    if not llm.config.llama_form:
+        raise UserError(
+            f"a context is repeated by models of the form of Llama, got {llm.name} of the family "
+            f"{llm.config.family}; use another model"
+        )
     if any(window is not None for window in llm.config.windows):
         raise UserError(
             f"a context is repeated where every layer sees all of it, got {llm.name} with sliding "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv.contract import Policy, Spec, State
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights, run_layer, step_on
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.sampling import Filters, Knobs, draw
@@ -99,7 +99,7 @@ def run_layers(
     x, new = embed(static.of_model, weights, tokens), []
     for layer, (policy, state) in enumerate(zip(static.programs, states, strict=True)):
         x, state = run_donated(
-            static.config,
+            of_layer(static.config, layer),
             policy,
             step_on(static.mesh),
             layer_weights(weights, layer),
@@ -123,12 +123,14 @@ def prefill_programs(
     shape = partial(jax.ShapeDtypeStruct, (batch, width))
     tokens, valid, positions = shape(jnp.int32), shape(jnp.bool_), shape(jnp.uint32)
     x = jax.ShapeDtypeStruct((batch, width, static.config.width), dtype)
-    first = {policy: layer for layer, policy in reversed(list(enumerate(static.programs)))}
+    kinds = [
+        (of_layer(static.config, layer), policy) for layer, policy in enumerate(static.programs)
+    ]
+    first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
     layers = [
         (
             run_donated,
-            static.config,
-            policy,
+            *kind,
             step_on(static.mesh),
             layer_weights(weights, layer),
             x,
@@ -136,7 +138,7 @@ def prefill_programs(
             positions,
             valid,
         )
-        for policy, layer in first.items()
+        for kind, layer in first.items()
     ]
     return [
         (positions_of, decoding.position, valid),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import jax.numpy as jnp
 
@@ -17,6 +17,7 @@ from jaxkv.models.generation.text import OutputText, warn_beyond_context
 from jaxkv.models.loading.chat import Message, conversation_ids
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import (
     SINK_TOKENS,
     Decoder,
@@ -53,8 +54,12 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
     def embed(weights: Weights, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
         return Decoder(llm.config, weights).embedded(tokens)
 
-    def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "B T D"], State]:
-        return run_layer(llm.config, policy, step_on(llm.mesh), *arguments)
+    @cache  # equal layers have one function
+    def layer_of(config: Config) -> Callable:
+        def layer(policy: Policy, *arguments: object) -> tuple[Float[Array, "B T D"], State]:
+            return run_layer(config, policy, step_on(llm.mesh), *arguments)
+
+        return layer
 
     def head(
         weights: Weights, x: Float[Array, "B T D"], indices: Int32[Array, "B P"]
@@ -65,12 +70,12 @@ def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = default
     identity = f"{llm.name} {llm.config} {llm.dtype} {llm.weight_format}"
     return Model(
         embed,
-        layer,
+        tuple(layer_of(of_layer(llm.config, number)) for number in range(llm.config.layers)),
         head,
         layer_weights,
         llm.weights,
         policies,
-        llm.spec,
+        llm.specs,
         llm.config.vocab,
         identity,
         llm.mesh,

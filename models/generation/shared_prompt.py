@@ -19,7 +19,7 @@ from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models.generation.decoding import embed, finish_prefill_layer
 from jaxkv.models.generation.streams import Stream
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Weights, layer_weights, run_layer
 from jaxkv.policies import Full
 from jaxkv.typing import Array, Bool, Float, UInt32
@@ -67,12 +67,12 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
             policy = of_layers[layer]
             if policy.grows:
                 of_stream[layer] = policy.reserve(llm.spec, of_stream[layer], tokens=before + size)
-        of_layer = layer_weights(llm.weights, layer)
+        weights = layer_weights(llm.weights, layer)
         for number, part in enumerate(parts):
             x[number], states[0][layer], seen = run_recorded(
-                llm.config,
+                of_layer(llm.config, layer),
                 programs[0][layer],
-                of_layer,
+                weights,
                 x[number],
                 states[0][layer],
                 positions[:, part],
@@ -80,11 +80,12 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
             )
             for of_layers, of_stream in zip(programs[1:], states[1:], strict=True):
                 policy = of_layers[layer]
-                of_stream[layer] = absorb(policy, llm.spec, of_stream[layer], seen)
+                of_stream[layer] = absorb(policy, llm.specs[layer], of_stream[layer], seen)
         for of_layers, of_stream in zip(programs, states, strict=True):
             policy = of_layers[layer]
             if policy.min_prompt is not None:
-                of_stream[layer] = finish_prefill_layer(policy, llm.spec, None, of_stream[layer])
+                spec = llm.specs[layer]
+                of_stream[layer] = finish_prefill_layer(policy, spec, None, of_stream[layer])
         jax.block_until_ready(x)
         yield layer
     for stream, of_stream in zip(streams, states, strict=True):
@@ -108,25 +109,26 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
         yield embed, (leader.static.of_model, llm.weights, shape(jnp.int32))
         x = jax.ShapeDtypeStruct((1, width, llm.config.width), llm.weights["norm"].dtype)
         listed = set()
-        for layer, of_layer in enumerate(zip(*states, strict=True)):
+        for layer, layer_states in enumerate(zip(*states, strict=True)):
             weights = layer_weights(llm.weights, layer)
-            static = llm.config, policies[0][layer]
-            arrays = weights, x, of_layer[0], *places
+            static, spec = (of_layer(llm.config, layer), policies[0][layer]), llm.specs[layer]
+            arrays = weights, x, layer_states[0], *places
             seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
             for number, of_stream in enumerate(policies):
                 policy = of_stream[layer]
-                if (number, policy) in listed:
+                if (number, policy, spec) in listed:
                     continue
-                listed.add((number, policy))
+                listed.add((number, policy, spec))
                 if number == 0:
                     yield run_recorded, (*static, *arrays)
                 else:
-                    yield absorb, (policy, llm.spec, of_layer[number], seen)
+                    yield absorb, (policy, spec, layer_states[number], seen)
     for of_layers, of_stream in zip(policies, states, strict=True):
-        for policy in dict.fromkeys(of_layers):
+        kinds = list(zip(of_layers, llm.specs, strict=True))
+        for policy, spec in dict.fromkeys(kinds):
             if policy.min_prompt is not None:
-                state = of_stream[of_layers.index(policy)]
-                yield finish_prefill_layer, (policy, llm.spec, None, state)
+                state = of_stream[kinds.index((policy, spec))]
+                yield finish_prefill_layer, (policy, spec, None, state)
 
 
 def _run_recorded(

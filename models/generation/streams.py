@@ -101,7 +101,7 @@ class Stream:
         rng = jnp.stack([jax.random.key(seed) for seed in seeds])
         token_rng, policy_rng = jnp.moveaxis(jax.vmap(jax.random.split)(rng), 1, 0)
         states = tuple(
-            init_layer(policy, llm.spec, llm.mesh, _rng_of_layer(policy_rng, layer))
+            init_layer(policy, llm.specs[layer], llm.mesh, _rng_of_layer(policy_rng, layer))
             for layer, policy in enumerate(self.policies)
         )
         decoding = Decoding(
@@ -198,11 +198,11 @@ class Stream:
         if self.prefill_finished or not compressing:
             return
         warn_of_short_prompt(self.policies, int(self.lengths.min()))
-        fixed = {"spec": self.llm.spec, "mesh": self.llm.mesh}
+        specs, mesh = self.llm.specs, self.llm.mesh
         self._replace_states(
             {
-                layer: lambda state, policy=policy: finish_prefill_layer(
-                    policy, **fixed, state=state
+                layer: lambda state, policy=policy, spec=specs[layer]: finish_prefill_layer(
+                    policy, spec=spec, mesh=mesh, state=state
                 )
                 for layer, policy in enumerate(self.static.programs)
                 if policy.min_prompt is not None

@@ -1,4 +1,4 @@
-"""Read config.json of the Llama family into a `Config`.
+"""Read config.json into a `Config`: the form of Llama here, others by a table (families/).
 
 Both dialects are supported: `rope_theta`/`rope_scaling`/`torch_dtype`, and the later
 `rope_parameters`/`dtype`. A missing key has the default of the architecture's configuration class
@@ -8,17 +8,20 @@ at Hugging Face (DEFAULTS).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxkv.contract import DTYPES
 from jaxkv.errors import UserError, first_few
+from jaxkv.models.loading.families import FAMILIES
+from jaxkv.models.loading.families.family import Family, activation
 from jaxkv.models.loading.hf.folder import read_json
 from jaxkv.models.loading.known_fields import check_config
 from jaxkv.models.network.config import SINK_LOGITS, Config
-from jaxkv.rotary import Rotary, rotary
+from jaxkv.rotary import NoPosition, Rotary, rotary
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Llama with a sink logit in every head's softmax: its own architecture name keeps other
 # libraries from loading such a model without the logits.
 SINK_LLAMA = "SinkLlamaForCausalLM"
@@ -27,6 +30,9 @@ ARCHITECTURES = {
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
     for suffix in ("ForCausalLM", "Model")
 } | {SINK_LLAMA: "llama"}
+ARCHITECTURES |= {
+    name: family.name for family in FAMILIES.values() for name in family.architectures
+}
 SUPPORTED = ", ".join(name for name in ARCHITECTURES if name.endswith("LM"))
 
 COMMON: dict[str, Any] = {
@@ -125,7 +131,7 @@ def read_config(folder: Path) -> Config:
     fields = read_json(where)
     generation = read_json(folder / "generation_config.json")
     config = config_of(_family(fields, where), fields, generation, where)
-    check_config(fields, rope_fields(fields, where), config, where)
+    check_config(fields, rope_fields(_prepared(config.family, fields), where), config, where)
     return config
 
 
@@ -134,11 +140,14 @@ def config_of(
 ) -> Config:
     """The description that the fields of a config.json give.
 
-    family: one of FAMILIES. generation: fields of generation_config.json. where: the file, for
-    error messages. Raises UserError for a field that is missing, invalid or unsupported.
+    family: one of LLAMA_FAMILIES or FAMILIES. generation: fields of generation_config.json. where:
+    the file, for error messages. Raises UserError for a field that is missing, invalid or
+    unsupported.
     """
-    raw = COMMON | DEFAULTS[family] | dict(fields)
-    if raw["hidden_act"] not in ("silu", "swish"):
+    own = FAMILIES.get(family)
+    defaults = DEFAULTS[family] if own is None else own.defaults
+    raw = COMMON | dict(defaults) | _prepared(family, fields)
+    if own is None and raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
     width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)
     layers, context = _int(raw, "num_hidden_layers", where), _int(raw, CONTEXT, where)
@@ -154,9 +163,10 @@ def config_of(
             f"got {width} and {heads}"
         )
     head_dim = width // heads if raw["head_dim"] is None else _int(raw, "head_dim", where)
-    qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in BIASES[family])
+    biases = BIASES.get(family, BIASES["llama"])
+    qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in biases)
     encoding, context = encoding_of(raw, head_dim, context, where)
-    return Config(
+    config = Config(
         family=family,
         vocab=_int(raw, "vocab_size", where),
         width=width,
@@ -170,8 +180,8 @@ def config_of(
         qkv_bias=qkv,
         out_bias=out,
         mlp_bias=mlp,
-        qk_norm=family in QK_NORM,
-        windows=_windows(family, raw, layers, where),
+        qk_norm="head" if family in QK_NORM else "none",
+        windows=_windows(family, raw, layers, where) if own is None else (None,) * layers,
         encoding=encoding,
         context=context,
         dtype=_dtype(raw, where),
@@ -179,6 +189,44 @@ def config_of(
         eos=_ids("eos_token_id", generation, raw, where),
         sink_logit=_sink_logit(raw, where),
     )
+    return config if own is None else _switched(config, own, raw, where)
+
+
+def _prepared(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json under the names of Llama.
+
+    Rope settings of layers with a window are in `window_rope`, if they are their own.
+    """
+    renamed = FAMILIES[family].renamed if family in FAMILIES else {}
+    raw = {renamed.get(name, name): value for name, value in fields.items()}
+    rope = raw.get("rope_parameters")
+    if isinstance(rope, dict) and {"full_attention", "sliding_attention"} <= {*rope}:
+        raw |= {"rope_parameters": rope["full_attention"]}
+        raw |= {"window_rope": rope["sliding_attention"]}
+    return raw
+
+
+def _switched(config: Config, family: Family, raw: Mapping[str, Any], where: Path) -> Config:
+    """The description with the switches of a family."""
+    try:
+        changes = family.switches(raw)
+        if "activation" not in changes:
+            changes["activation"] = activation(raw)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: {error}; use another model") from None
+    rotated, local = changes.pop("rotated_layers", None), changes.pop("window_rope", None)
+    config = replace(config, **changes)
+    if rotated is not None:
+        layers = tuple(config.encoding if rotates else NoPosition() for rotates in rotated)
+        config = replace(config, encodings=layers)
+    if local is not None:
+        settings = {name: raw[name] for name in raw if not name.startswith("rope_")} | local
+        of_window, _ = encoding_of(settings, config.head_dim, config.context, where)
+        layers = tuple(
+            config.encoding if window is None else of_window for window in config.windows
+        )
+        config = replace(config, encodings=layers)
+    return config
 
 
 def rope_fields(raw: Mapping[str, Any], where: Path) -> dict[str, Any]:
@@ -217,9 +265,14 @@ def encoding_of(
     kind = rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(KINDS)}")
-    part = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-    if part != 1:
-        raise UserError(f"{where}: partial_rotary_factor must be 1 (whole heads), got {part}")
+    parts = (settings.get("partial_rotary_factor") for settings in (rope, raw))
+    part = next((part for part in parts if part is not None), 1)
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise UserError(
+            f"{where}: partial_rotary_factor must be above 0 and at most 1, got {part!r}; "
+            "download the file again"
+        )
+    rotated = int(head_dim * part)
     # The order in which transformers looks for the original length.
     original = raw.get("original_max_position_embeddings")
     original = original or rope.get("original_max_position_embeddings") or context
@@ -233,7 +286,9 @@ def encoding_of(
     theta = rope["rope_theta"]
     _float(rope, "rope_theta", where)
     try:
-        encoding = rotary(head_dim, theta, {"kind": kind} | scaling, context)
+        encoding = rotary(rotated, theta, {"kind": kind} | scaling, context)
+        if rotated < head_dim:
+            encoding = replace(encoding, head_dim=head_dim)
         stretched = int(original * scaling.get("factor", 1)) if kind in STRETCHED else 0
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: {error}") from None
@@ -252,7 +307,7 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
             f"{where}: quantized weights ({method}) are not supported; "
             "use the float32, bfloat16 or float16 version of the model"
         )
-    if named in ARCHITECTURES or (not names and kind in FAMILIES):
+    if named in ARCHITECTURES or (not names and kind in (*LLAMA_FAMILIES, *FAMILIES)):
         return ARCHITECTURES.get(named, kind)
     if not named:
         raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")

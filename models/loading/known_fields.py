@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import UserError, first_few, warn
+from jaxkv.models.loading.families import FAMILIES
 
 if TYPE_CHECKING:
     from jaxkv.models.network.config import Config
@@ -145,6 +146,8 @@ def check_config(
 
     fields: all fields of config.json. rope: its rope settings. config: the description they give.
     """
+    family = FAMILIES.get(config.family)
+    own = APPLIED[config.family] if family is None else SHARED | family.applied
     windowed = all(window is not None for window in config.windows)
     neutral = NEUTRAL | {
         "attention_multiplier": (config.head_dim**-0.5,),
@@ -152,13 +155,14 @@ def check_config(
         "attention_scale": (config.head_dim**-0.5,),
         "rotary_dim": (config.head_dim,),
         "no_rope_layers": ([], [1] * config.layers),
-        "use_qk_norm": (config.qk_norm,),
-        "qk_layernorm": (config.qk_norm,),
+        "use_qk_norm": (config.qk_norm != "none",),
+        "qk_layernorm": (config.qk_norm != "none",),
     }
-    if "layer_types" not in APPLIED[config.family]:
+    if "layer_types" not in own:
         kind = "sliding_attention" if windowed else "full_attention"
         neutral |= {"layer_types": ([kind] * config.layers,), "use_sliding_window": (windowed,)}
-    applied = APPLIED[config.family] | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
+    neutral = {name: values for name, values in neutral.items() if name not in own}
+    applied = own | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
     check(fields, neutral, applied | HARMLESS, where)
     check(rope, neutral, ROPE | {"finetuned"}, where)
 

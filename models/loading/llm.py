@@ -27,7 +27,7 @@ from jaxkv.models.loading.tokenizer import Tokenizer
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
-from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, spec_of
+from jaxkv.models.network.decoder import SINK_TOKENS, Decoder, specs_of
 from jaxkv.models.network.device import inference_dtype
 from jaxkv.models.network.quantised import FORMATS, Quantised
 from jaxkv.platform import gpu as xla_gpu
@@ -112,8 +112,13 @@ class Llm:
 
     @property
     def spec(self) -> Spec:
+        """The attention of the first layer, for the sizes, which all layers share."""
+        return self.specs[0]
+
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
         """The attention of every layer, as policies need it."""
-        return spec_of(self.config, self.dtype)
+        return specs_of(self.config, self.dtype)
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -157,7 +162,7 @@ def check_calibration(
     config: Config, policies: Iterable[Policy], fingerprint: Callable[[], str]
 ) -> None:
     """Raise UserError for policies with head shares of another model."""
-    spec = spec_of(config, "float32")
+    spec = specs_of(config, "float32")[0]
     names = {policy.calibration for policy in policies if isinstance(policy, CompressionPolicy)}
     for name in sorted(name for name in names if name is not None):
         head_shares.check_model(name, spec, config.layers, fingerprint())
@@ -228,7 +233,7 @@ def without_weights(
     if sinks is not None:
         config, tokenizer, learned = with_sinks(sinks, source, tokenizer)
         tensors |= {n: jax.device_put(w, place and place(n, w.shape)) for n, w in learned.items()}
-    tell_plain_attention(spec_of(config, dtype))
+    tell_plain_attention(specs_of(config, dtype)[0])
     return Llm(config, tensors, tokenizer, chat, source.path, dtype, mesh, sampling)
 
 

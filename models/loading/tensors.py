@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv.errors import UserError, first_few
+from jaxkv.models.loading.weight_names import TensorPart
 
 ALIGN = 64  # JAX on CPU adopts a host buffer with this alignment instead of copying it
 
@@ -25,7 +26,8 @@ class Tensor:
     """The place of a tensor: its name in the file; `start` in bytes from the file's beginning.
 
     type: the name of its safetensors dtype, or the number of its ggml type. shape: its shape in
-    row-major order, so (out, in) for a matrix.
+    row-major order, so (out, in) for a matrix. part: the part of the stored tensor that has this
+    shape; None for all of it.
     """
 
     file: Path
@@ -34,6 +36,7 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
     bytes: int
+    part: TensorPart | None = None
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -7,20 +7,27 @@ H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
+from typing import NamedTuple
 
+from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
+from jaxkv.models.loading.families.family import Family
 from jaxkv.models.network.config import Config
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GGUF_EMBED, GGUF_HEAD = "token_embd.weight", "output.weight"
-# our name, Hugging Face's, that in GGUF files, shape, the field of Config that says if it exists
+# our name, Hugging Face's, that in GGUF files, shape, the fields of Config that say if it exists
 OUTER = (
     ("embed", EMBED, GGUF_EMBED, "V D", ""),
     ("norm", "model.norm.weight", "output_norm.weight", "D", ""),
+    ("norm_bias", "model.norm.bias", "output_norm.bias", "D", "norm_bias"),
     ("head", HEAD, GGUF_HEAD, "V D", "untied_head"),
 )
 LAYER = (
-    ("attn_norm", "input_layernorm.weight", "attn_norm.weight", "D", ""),
+    ("attn_norm", "input_layernorm.weight", "attn_norm.weight", "D", "norms_before"),
+    ("attn_norm_bias", "input_layernorm.bias", "attn_norm.bias", "D", "norms_before norm_bias"),
+    ("attn_post_norm", "", "post_attention_norm.weight", "D", "norms_after"),
     ("q", "self_attn.q_proj.weight", "attn_q.weight", "NH D", ""),
     ("k", "self_attn.k_proj.weight", "attn_k.weight", "KH D", ""),
     ("v", "self_attn.v_proj.weight", "attn_v.weight", "KH D", ""),
@@ -29,14 +36,18 @@ LAYER = (
     ("k_bias", "self_attn.k_proj.bias", "attn_k.bias", "KH", "qkv_bias"),
     ("v_bias", "self_attn.v_proj.bias", "attn_v.bias", "KH", "qkv_bias"),
     ("o_bias", "self_attn.o_proj.bias", "attn_output.bias", "D", "out_bias"),
-    ("q_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", "H", "qk_norm"),
-    ("k_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", "H", "qk_norm"),
+    ("q_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", "H", "head_norms"),
+    ("k_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", "H", "head_norms"),
+    ("q_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", "NH", "whole_norms"),
+    ("k_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", "KH", "whole_norms"),
     ("sink_logits", "self_attn.sinks", "", "N", "learned_sinks"),
-    ("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight", "D", ""),
-    ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "F D", ""),
+    ("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight", "D", "mlp_norms"),
+    ("mlp_norm_bias", "post_attention_layernorm.bias", "ffn_norm.bias", "D", "mlp_norms norm_bias"),
+    ("mlp_post_norm", "", "post_ffw_norm.weight", "D", "norms_after"),
+    ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "F D", "gated"),
     ("up", "mlp.up_proj.weight", "ffn_up.weight", "F D", ""),
     ("down", "mlp.down_proj.weight", "ffn_down.weight", "D F", ""),
-    ("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", "F", "mlp_bias"),
+    ("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", "F", "gated mlp_bias"),
     ("up_bias", "mlp.up_proj.bias", "ffn_up.bias", "F", "mlp_bias"),
     ("down_bias", "mlp.down_proj.bias", "ffn_down.bias", "D", "mlp_bias"),
 )
@@ -52,6 +63,20 @@ PAIRED = {"q": "heads", "q_bias": "heads", "k": "kv_heads", "k_bias": "kv_heads"
 NamedShapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
+class TensorPart(NamedTuple):
+    """The part of a stored tensor that is one of our parameters.
+
+    shape: of the stored tensor. rows: its first axis as several. Of the axis `axis` the part has
+    the entries from `first` to before `last`.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    axis: int
+    first: int
+    last: int
+
+
 def shapes(config: Config) -> NamedShapes:
     """Our name of every parameter -> (Hugging Face's name, shape)."""
     return {name: (hf_name, shape) for name, hf_name, _, shape in _parameters(config)}
@@ -62,9 +87,36 @@ def gguf_shapes(config: Config) -> NamedShapes:
     return {name: (gguf_name, shape) for name, _, gguf_name, shape in _parameters(config)}
 
 
-def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
-    """The three names and the shape of every parameter."""
-    sizes = {
+def stored_shapes(config: Config) -> NamedShapes:
+    """Our name of every parameter -> (Hugging Face's name, shape of the stored tensor)."""
+    parts = tensor_parts(config)
+    return {
+        name: (hf_name, parts[name].shape if name in parts else shape)
+        for name, (hf_name, shape) in shapes(config).items()
+    }
+
+
+def tensor_parts(config: Config) -> dict[str, TensorPart]:
+    """Our name of every parameter that is a part of a stored tensor, and which part."""
+    sizes, fused = _sizes(config), _family(config).fused
+    size = lambda text: _size(text, sizes)
+    parts = {}
+    for name, (_, shape) in shapes(config).items():
+        part = fused.get(name.rpartition(".")[2])
+        if part is not None:
+            rows = tuple(map(size, part.rows.split()))
+            stored = (prod(rows), *shape[1:])
+            parts[name] = TensorPart(stored, rows, part.axis, size(part.first), size(part.last))
+    return parts
+
+
+def _family(config: Config) -> Family:
+    return FAMILIES.get(config.family, LLAMA_FORM)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """The letters of shapes."""
+    return {
         "D": config.width,
         "F": config.mlp,
         "V": config.vocab,
@@ -72,23 +124,43 @@ def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
         "K": config.kv_heads,
         "H": config.head_dim,
     }
-    entries = list(OUTER)
+
+
+def _size(word: str, sizes: Mapping[str, int]) -> int:
+    """A sum of products of letters and digits."""
+    return sum(prod(sizes.get(x) or int(x) for x in term) if term != "0" else 0
+               for term in word.split("+"))  # fmt: skip
+
+
+def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
+    """The three names and the shape of every parameter."""
+    family, sizes = _family(config), _sizes(config)
+    own = {name: part.name for name, part in family.fused.items()} | dict(family.names)
+    entries = [(name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
     for i in range(config.layers):
-        before = f"layers.{i}.", f"model.layers.{i}.", f"blk.{i}."
-        for *names, shape, field in LAYER:
+        before = f"layers.{i}.", f"{family.layers}{i}.", f"blk.{i}."
+        for name, hf_name, gguf_name, shape, fields in LAYER:
+            names = name, own.get(name, hf_name), gguf_name
             names = [prefix + name for prefix, name in zip(before, names, strict=True)]
-            entries.append((*names, shape, field))
+            entries.append((*names, shape, fields))
     return [
-        (*names, tuple(prod(sizes[letter] for letter in word) for word in shape.split()))
-        for *names, shape, field in entries
-        if not field or getattr(config, field)
+        (*names, tuple(_size(word, sizes) for word in shape.split()))
+        for *names, shape, fields in entries
+        if all(getattr(config, field) for field in fields.split())
     ]
 
 
-def canonical(name: str) -> str:
+def outer_name(config: Config, name: str) -> str:
+    """Hugging Face's name of a parameter outside the layers; name: ours."""
+    names = {ours: hf_name for ours, hf_name, *_ in OUTER} | dict(_family(config).names)
+    return names[name]
+
+
+def canonical(config: Config, name: str) -> str:
     """The table's form of a name in a file: bare models lack `model.`, heads have two names."""
-    bare = name.removeprefix("model.")
-    return HEAD if bare in HEADS else "model." + bare
+    prefix, head = _family(config).layers.partition(".")[0] + ".", outer_name(config, "head")
+    bare = name.removeprefix(prefix)
+    return head if bare in {*HEADS, head} else prefix + bare
 
 
 def paired_heads(architecture: str, config: Config, name: str) -> int | None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Literal
 
-from jaxkv.rotary import Rotary
+from jaxkv.rotary import Encoding, Rotary
 
 SINK_LOGITS = ("none", "zero", "learned")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A decoder of the Llama family; equal descriptions hash alike.
+    """A decoder; equal descriptions hash alike. The defaults of its switches are those of Llama.
 
+    Sizes: vocab, width (D), layers, heads (N), kv_heads (K), head_dim (H), mlp (F), context.
     windows: the model's own sliding window of each layer, None for full attention; the window
     includes the query's own key. dtype: the dtype of the published weights. sink_logit: the extra
     term in every softmax sum: none, exp(0), or exp of a learned logit per head.
+
+    encoding: the positions of all layers; `encodings` replaces it, one per layer.
+    norm: root mean square times w or 1 + w, or LayerNorm. norm_bias: LayerNorm adds a bias.
+    norm_place: before attention and MLP, after them, or both.
+    qk_norm: none; of each head; or of all heads together.
+    gated: the MLP is down(activation(gate) x up), otherwise down(activation(up)).
+    parallel: attention and MLP both read the layer's input: `shared` by one norm, `separate` by
+    one each.
+    scale: of attention logits; None is H^-0.5. softcap, logit_softcap: c x tanh(x / c) of attention
+    logits and of the model's logits. embedding_scale, residual_scale, logit_scale: factors.
     """
 
     family: str
@@ -31,14 +44,35 @@ class Config:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["none", "head", "whole"]
     windows: tuple[int | None, ...]
-    encoding: Rotary
+    encoding: Encoding
     context: int
     dtype: str
     bos: int | None
     eos: tuple[int, ...]
     sink_logit: str = "none"
+    encodings: tuple[Encoding, ...] | None = None
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_place: Literal["before", "after", "both"] = "before"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    parallel: Literal["none", "shared", "separate"] = "none"
+    scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    @property
+    def llama_form(self) -> bool:
+        """Whether every switch is as in Llama, Mistral, Qwen2 or Qwen3."""
+        switches = fields(self)[[f.name for f in fields(self)].index("encodings") :]
+        whole = not isinstance(self.encoding, Rotary) or self.encoding.head_dim is None
+        defaults = all(getattr(self, switch.name) == switch.default for switch in switches)
+        return defaults and whole and self.qk_norm != "whole"
 
     @property
     def learned_sinks(self) -> bool:
@@ -49,3 +83,38 @@ class Config:
     def untied_head(self) -> bool:
         """Whether the output head is a matrix of its own."""
         return not self.tied
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return self.qk_norm == "head"
+
+    @property
+    def whole_norms(self) -> bool:
+        """Whether all heads of queries, and of keys, are normalised together."""
+        return self.qk_norm == "whole"
+
+    @property
+    def mlp_norms(self) -> bool:
+        """Whether a norm of its own precedes the MLP."""
+        return self.norms_before and self.parallel != "shared"
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether a norm precedes attention and MLP."""
+        return self.norm_place != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether a norm follows attention and MLP."""
+        return self.norm_place != "before"
+
+
+@cache
+def of_layer(config: Config, number: int) -> Config:
+    """The description of one layer, equal for equal layers: their programs are shared.
+
+    The layer's window is not part of it: its policy, or its attention without a cache, has that.
+    """
+    encoding = config.encoding if config.encodings is None else config.encodings[number]
+    return replace(config, encoding=encoding, encodings=None, windows=())

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, every member from one Config.
+"""The decoder, from whose Config every family follows; Llama has the default of every switch.
 
 `layer` is one block as a pure function of its weights. `Decoder` is the Flax nnx module over all
 weights. Activations are [B, T, D]; weights keep their published layout, (out, in), so that loading
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models.network import quantised
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.quantised import Quantised
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.state.sharding import sharded_step
@@ -33,15 +33,21 @@ SINK_TOKENS = "sink_tokens"
 
 
 def spec_of(config: Config, dtype: str) -> Spec:
-    """The attention of every layer of this model; dtype is that of cached keys and values."""
+    """The attention of a layer of `of_layer`; dtype is that of cached keys and values."""
     return Spec(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        scale=config.head_dim**-0.5 if config.scale is None else config.scale,
         encoding=config.encoding,
+        softcap=config.softcap,
         dtype=dtype,
         group=config.heads // config.kv_heads,
     )
+
+
+def specs_of(config: Config, dtype: str) -> tuple[Spec, ...]:
+    """The attention of every layer."""
+    return tuple(spec_of(of_layer(config, number), dtype) for number in range(config.layers))
 
 
 def layer_weights(weights: Weights, number: int) -> dict[str, Array | Quantised]:
@@ -56,26 +62,50 @@ def layer(
     x: Float[Array, "B T D"],
     attention: Callable[..., tuple[Float[Array, "B T N H"], Any]],
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """One block: attention, then a gated MLP.
+    """One block: attention and an MLP, one after the other or in parallel.
 
-    attention: called with the spec, q [B,T,N,H], k and v [B,T,K,H] before rotation, and the sink
-    logits [N] or None. Returns the output, and the second result of `attention`.
+    config: of a layer (`of_layer`). attention: called with the spec, q [B,T,N,H], k and v [B,T,K,H]
+    before rotation, and the sink logits [N] or None. Returns the output, and the second result of
+    `attention`.
     """
 
     def project(x: Array, name: str) -> Array:
         return linear(x, weights[name], weights.get(f"{name}_bias"))
 
-    h = rms_norm(x, weights["attn_norm"], config.norm_eps)
+    def norm(x: Array, name: str) -> Array:
+        return normalized(config, x, weights[name], weights.get(f"{name}_bias"))
+
+    def mlp(x: Array) -> Array:
+        activated = ACTIVATIONS[config.activation](project(x, "gate" if config.gated else "up"))
+        return project(activated * project(x, "up") if config.gated else activated, "down")
+
+    h = norm(x, "attn_norm") if config.norms_before else x
+    q, k, v = (project(h, name) for name in ("q", "k", "v"))
+    if config.qk_norm == "whole":
+        q, k = norm(q, "q_norm"), norm(k, "k_norm")
     heads = (*h.shape[:2], -1, config.head_dim)
-    q, k, v = (project(h, name).reshape(heads) for name in ("q", "k", "v"))
-    if config.qk_norm:
-        q = rms_norm(q, weights["q_norm"], config.norm_eps)
-        k = rms_norm(k, weights["k_norm"], config.norm_eps)
+    q, k, v = (projected.reshape(heads) for projected in (q, k, v))
+    if config.qk_norm == "head":
+        q, k = norm(q, "q_norm"), norm(k, "k_norm")
     spec = spec_of(config, str(x.dtype))
     out, result = attention(spec, q, k, v, sink_logits(config, weights))
-    x = x + project(out.astype(x.dtype).reshape(*x.shape[:2], -1), "o")
-    h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
-    return x + project(jax.nn.silu(project(h, "gate")) * project(h, "up"), "down"), result
+    attended = project(out.astype(x.dtype).reshape(*x.shape[:2], -1), "o")
+    if config.norms_after:
+        attended = norm(attended, "attn_post_norm")
+    if config.parallel != "none":
+        return x + attended + mlp(h if config.parallel == "shared" else norm(x, "mlp_norm")), result
+    x = x + scaled(attended, config.residual_scale)
+    change = mlp(norm(x, "mlp_norm") if config.norms_before else x)
+    if config.norms_after:
+        change = norm(change, "mlp_post_norm")
+    return x + scaled(change, config.residual_scale), result
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
@@ -95,7 +125,10 @@ def run_layer(
     positions: UInt32[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T D"], State]:
-    """One layer with its cache. attention_fn: `jaxkv.step`, or a function with its signature."""
+    """One layer with its cache; config: of the layer.
+
+    attention_fn: `jaxkv.step`, or a function with its signature.
+    """
 
     def attention(spec: Spec, q: Array, k: Array, v: Array, sink_logits: Any) -> tuple:
         return attention_fn(policy, spec, state, q, k, v, positions, valid, sink_logits)
@@ -151,8 +184,9 @@ class Decoder(nnx.Module):
         x, new, weights = self.embedded(tokens), [], self.weights
         for number, (policy, state) in enumerate(zip(policies, states, strict=True)):
             one_layer = layer_weights(weights, number)
+            config = of_layer(self.config, number)
             x, state = _run_shared(
-                self.config, policy, self.attention_fn, one_layer, x, state, positions, valid
+                config, policy, self.attention_fn, one_layer, x, state, positions, valid
             )
             new.append(state)
         return self.normed(x), tuple(new)
@@ -167,6 +201,7 @@ class Decoder(nnx.Module):
             x = quantised.rows(embed, vocabulary_ids, dtype)
         else:  # in training the embedding is wider than the other matrices
             x = jnp.take(embed, vocabulary_ids, axis=0).astype(dtype)
+        x = scaled(x, self.config.embedding_scale)
         if sinks is None:
             return x
         rows = jnp.take(sinks.astype(dtype), jnp.maximum(tokens - vocab, 0), axis=0, mode="clip")
@@ -174,18 +209,46 @@ class Decoder(nnx.Module):
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The hidden states, from the output of the last layer."""
-        return rms_norm(x, self.parameters["norm"][...], self.config.norm_eps)
+        bias = self.parameters["norm_bias"][...] if self.config.norm_bias else None
+        return normalized(self.config, x, self.parameters["norm"][...], bias)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits of the next token."""
         head = self.unembedding()
         if not isinstance(head, Quantised):
             head = head.astype(hidden.dtype)
-        return linear(hidden, head, dtype=jnp.float32)
+        logits = scaled(linear(hidden, head, dtype=jnp.float32), self.config.logit_scale)
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     def unembedding(self) -> Float[Array, "V D"] | Quantised:
         """The output head, which is the embedding where the two are tied."""
         return self.weights["embed" if self.config.tied else "head"]
+
+
+def normalized(
+    config: Config,
+    x: Float[Array, "... D"],
+    weight: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+) -> Float[Array, "... D"]:
+    """x by the norm of this model; means in float32."""
+    if config.norm == "rms":
+        return rms_norm(x, weight, config.norm_eps)
+    wide, eps = x.astype(jnp.float32), np.float32(config.norm_eps)
+    if config.norm == "layer":
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    factor = weight.astype(jnp.float32) + (1.0 if config.norm == "rms_plus_one" else 0.0)
+    normed *= jnp.broadcast_to(factor, x.shape)
+    if bias is not None:
+        normed += jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    return normed.astype(x.dtype)
+
+
+def scaled(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """x times a factor, rounded to the dtype of x as published models round it."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkv.attention import batched_dot, blend, merge, scores, sink_logit
 from jaxkv.contract import Partial, Spec
 from jaxkv.errors import UserError
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer, layer_weights
 from jaxkv.models.network.device import cuda_capability
 from jaxkv.platform import cpu as xla_cpu
@@ -50,7 +50,13 @@ def forward(
     x, results = decoder.embedded(inputs), []
     run = _layer_remat if remat else _layer_shared
     for number, window in enumerate(config.windows):
-        x, result = run(config, window, attention_fn or attend, layer_weights(weights, number), x)
+        x, result = run(
+            of_layer(config, number),
+            window,
+            attention_fn or attend,
+            layer_weights(weights, number),
+            x,
+        )
         results.append(result)
     return decoder, decoder.normed(x), tuple(results)
 

@@ -30,7 +30,7 @@ from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.models.network import uncached
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
 from jaxkv.models.tools import budgets, palette
 from jaxkv.policies.magicpig.index import IndexState
@@ -134,7 +134,7 @@ def record(
             stream.finish_prefill()
         for row, layer in zip(rows, layers, strict=True):
             chosen = stream.policies[layer]
-            cached_tokens = _cached(chosen, llm.spec, stream.decoding.states[layer])
+            cached_tokens = _cached(chosen, llm.specs[layer], stream.decoding.states[layer])
             row.append(_codes_of_weights(weights_of_layer(*cached_tokens, number)))
         if number < len(ids):
             losses.append(_loss(stream, ids[number]))
@@ -198,8 +198,8 @@ def attention_of(
     x = _embed(config, llm.weights, tokens)
     lower = np.tril_indices(len(ids))
     for layer in range(config.layers):
-        of_layer = layer_weights(llm.weights, layer)
-        x, codes = _run_layer(config, config.windows[layer], of_layer, x)
+        weights = layer_weights(llm.weights, layer)
+        x, codes = _run_layer(of_layer(config, layer), config.windows[layer], weights, x)
         if layer in layers:
             codes_of_layers.append((layer, np.asarray(codes)[:, *lower]))
     by_layer = dict(codes_of_layers)

@@ -60,6 +60,11 @@ class BaseModel:
 
         Raises UserError for data of another tokenizer, and where the result could not be exported.
         """
+        if not self.config.llama_form:
+            raise UserError(
+                f"training continues models of the form of Llama, got {self.source.path} of the "
+                f"family {self.config.family}; use Llama, Mistral, Qwen2 or Qwen3"
+            )
         training.check_mesh(mesh, recipe)
         self._check_tokenizer(tokens)
         front, vocab = self.tokenizer.front, self.config.vocab

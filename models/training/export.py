@@ -90,7 +90,7 @@ def described(config: Config, dtype: str, theta: float = THETA) -> dict[str, Any
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm="none",
         windows=(None,) * config.layers,
         encoding=rotary(config.head_dim, theta),
     )

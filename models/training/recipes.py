@@ -145,7 +145,7 @@ def decoder_config(recipe: Recipe, vocab: int, bos: int | None, eos: int) -> Con
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm="none",
         windows=(None,) * recipe.layers,
         context=recipe.context,
         dtype="float32",

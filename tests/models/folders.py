@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxkv.models.loading.config import read_config
-from jaxkv.models.loading.weight_names import shapes
+from jaxkv.models.loading.weight_names import stored_shapes
 
 SIZES = {
     "vocab_size": 256,
@@ -56,9 +56,17 @@ def deny(monkeypatch, path: Path) -> None:
 
 def _config(name: str, **fields: Any) -> dict[str, Any]:
     """A config.json of the family `name`, in the older dialect unless `fields` has a dtype."""
-    kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
+    kind = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), "pad_token_id": 0}
     dialect = {} if "dtype" in fields else {"torch_dtype": "float32", "rope_theta": 10000.0}
     return kind | SIZES | {"tie_word_embeddings": False} | dialect | fields
+
+
+def _neox(**fields: Any) -> dict[str, Any]:
+    config = _config("GPTNeoX", layer_norm_eps=1e-5, rotary_emb_base=10000, **fields)
+    kept = {"hidden_act": "gelu", "model_type": "gpt_neox"}
+    for name in ("rms_norm_eps", "rope_theta", "num_key_value_heads"):
+        del config[name]
+    return config | kept
 
 
 # The variations of published models, at a small size.
@@ -116,6 +124,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+OTHERS = {  # families that are not of Llama's form
+    "smollm3": _config("SmolLM3", no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
+    "smollm3_window": _config(
+        "SmolLM3", no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24
+    ),
+    "olmo2": _config("Olmo2"),
+    "granite": _config(
+        "Granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.1,
+        logits_scaling=8.0,
+    ),
+    "gemma2": _config(
+        "Gemma2",
+        head_dim=32,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        sliding_window=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": _config(
+        "Gemma3",
+        head_dim=32,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        sliding_window=24,
+        sliding_window_pattern=3,
+        rope_local_base_freq=1000.0,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
+    | {"model_type": "gemma3_text"},
+    "phi3": _config("Phi3", sliding_window=None),
+    "phi3_window": _config("Phi3", sliding_window=24),
+    "phi4": _config("Phi3", sliding_window=None, partial_rotary_factor=0.75),
+    "neox": _neox(),
+    "neox_sequential": _neox(use_parallel_residual=False, rotary_pct=0.5),
+    "neox_without_biases": _neox(attention_bias=False, rotary_pct=1.0),
+}
+FAMILIES |= OTHERS
+
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
@@ -133,7 +185,7 @@ def tensors(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, np
             values = values / 8 + (0.0 if name.endswith("bias") else 1.0)
         return values.astype(jnp.dtype(dtype))
 
-    return {name: draw(name, shape) for name, shape in shapes(read_config(folder)).values()}
+    return {name: draw(name, shape) for name, shape in stored_shapes(read_config(folder)).values()}
 
 
 def write_tensors(folder: Path, weights: Mapping[str, np.ndarray], shards: int = 1) -> None:

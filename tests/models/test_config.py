@@ -11,7 +11,7 @@ import pytest
 from jaxkv.errors import UserError
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.known_fields import APPLIED
-from jaxkv.models.loading.weight_names import shapes
+from jaxkv.models.loading.weight_names import stored_shapes
 from jaxkv.models.network.config import Config
 from tests.models.folders import FAMILIES, LLAMA3, SIZES, write_json
 
@@ -69,7 +69,8 @@ def test_absent_keys_have_the_defaults_of_the_family(tmp_path):
     assert (qwen2.head_dim, qwen3.head_dim) == (8, 128)
     assert all(c.norm_eps == 1e-6 and not c.tied for c in (llama, mistral, qwen2, qwen3))
     assert [c.qkv_bias for c in (llama, mistral, qwen2, qwen3)] == [False, False, True, False]
-    assert [c.qk_norm for c in (llama, mistral, qwen2, qwen3)] == [False, False, False, True]
+    qk_norms = [c.qk_norm for c in (llama, mistral, qwen2, qwen3)]
+    assert qk_norms == ["none", "none", "none", "head"]
 
 
 def test_biases(tmp_path):
@@ -162,12 +163,17 @@ def test_agrees_with_transformers(name, tmp_path):
     with device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(reference)
     expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert dict(shapes(config).values()) == expected
-    layers = model.model.layers
-    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
-    if config.family == "mistral":
+    head = {"embed_out.weight": "lm_head.weight"}  # older files of GPT-NeoX have the first name
+    stored = {head.get(name, name): shape for name, shape in stored_shapes(config).values()}
+    assert stored == expected
+    layers = model.base_model.layers
+    windows = tuple(
+        getattr(getattr(layer, "self_attn", layer), "sliding_window", None) for layer in layers
+    )
+    if config.family in ("mistral", "phi3"):
         windows = (reference.sliding_window,) * config.layers
     assert config.windows == windows
     if "linear" not in name:  # test_known_fields.py has the contexts of scaled positions
         assert config.context == reference.max_position_embeddings
-    assert config.norm_eps == reference.rms_norm_eps
+    eps = "layer_norm_eps" if config.family == "gpt_neox" else "rms_norm_eps"
+    assert config.norm_eps == getattr(reference, eps)

@@ -17,6 +17,8 @@ from jaxkv.state.sharding import sharded_finish_prefill
 from jaxkv.state.shared import deduplicate_shared
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
+LayerFunction = Callable[[Policy, Any, Array, State, Array, Array], tuple[Array, State]]
+
 
 @dataclass(frozen=True, eq=False)
 class Model:
@@ -24,31 +26,42 @@ class Model:
 
     embed: (weights, tokens [B,T] int32) -> x, an array.
     layer: (policy, weights of this layer, x, state, positions [B,T] uint32, valid [B,T] bool) ->
-    (x, state).
+    (x, state); a tuple of functions where layers differ, one object for equal layers.
     head: (weights, x, indices [B,P] int32) -> float32 logits [B,P,V] of the next tokens after the
     tokens at those indices.
     layer_weights: (weights, number of the layer) -> weights of this layer; layers with one
     program (`Policy.program`) have equal shapes.
-    policies: one per layer. vocab: V. identity: names the weights and their dtype, so that a prefix
-    cache of another model never matches. mesh: the devices over which the KV heads are split.
+    policies: one per layer. spec: of all layers, or one per layer. vocab: V. identity: names the
+    weights and their dtype, so that a prefix cache of another model never matches. mesh: the
+    devices over which the KV heads are split.
     """
 
     embed: Callable[[Any, Array], Array]
-    layer: Callable[[Policy, Any, Array, State, Array, Array], tuple[Array, State]]
+    layer: LayerFunction | tuple[LayerFunction, ...]
     head: Callable[[Any, Array, Array], Array]
     layer_weights: Callable[[Any, int], Any]
     weights: Any
     policies: tuple[Policy, ...]
-    spec: Spec
+    spec: Spec | tuple[Spec, ...]
     vocab: int
     identity: str = ""
     mesh: Mesh | None = None
 
-    def finish_prefill(self, policy: Policy, state: State) -> State:
-        """`policy.finish_prefill`, on each device if there are several."""
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The attention of each layer."""
+        return self.spec if isinstance(self.spec, tuple) else (self.spec,) * len(self.policies)
+
+    @cached_property
+    def functions(self) -> tuple[LayerFunction, ...]:
+        """`layer` of each layer."""
+        return self.layer if isinstance(self.layer, tuple) else (self.layer,) * len(self.policies)
+
+    def finish_prefill(self, number: int, policy: Policy, state: State) -> State:
+        """`policy.finish_prefill` of one layer, on each device if there are several."""
         if self.mesh is None:
-            return policy.finish_prefill(self.spec, state)
-        return sharded_finish_prefill(self.mesh, policy, self.spec, state)
+            return policy.finish_prefill(self.specs[number], state)
+        return sharded_finish_prefill(self.mesh, policy, self.specs[number], state)
 
     @cached_property
     def programs(self) -> tuple[Policy, ...]:
@@ -71,10 +84,12 @@ def forward(
     indices: Int32[Array, "B P"],
 ) -> tuple[Float32[Array, "B P V"], tuple[State, ...]]:
     """All layers in one program; returns the logits after the tokens at `indices`, and states."""
-    layer = jax.jit(model.layer, static_argnums=0)  # traces equal layers once
+    # Equal layers are traced once.
+    jitted = {function: jax.jit(function, static_argnums=0) for function in model.functions}
     x, new = model.embed(weights, tokens), []
     states = deduplicate_shared(model.programs, states)
     for number, policy, state in model.layers(states):
+        layer = jitted[model.functions[number]]
         x, state = layer(policy, model.layer_weights(weights, number), x, state, positions, valid)
         new.append(state)
     return model.head(weights, x, indices), tuple(new)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, State
-from jaxkv.serve.engine.model import Model, StepOutput, score
+from jaxkv.serve.engine.model import LayerFunction, Model, StepOutput, score
 from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
 
 
@@ -39,8 +39,9 @@ def init_prefill(model: Model, max_len: int | None, seed: UInt32[Array, ""]) -> 
     rng = jax.random.key(seed)
 
     def state(layer: int, policy: Policy) -> State:
-        layer_state = policy.init(model.spec, 1, jax.random.fold_in(rng, layer))
-        return layer_state if max_len is None else policy.reserve(model.spec, layer_state, max_len)
+        spec = model.specs[layer]
+        layer_state = policy.init(spec, 1, jax.random.fold_in(rng, layer))
+        return layer_state if max_len is None else policy.reserve(spec, layer_state, max_len)
 
     states = tuple(state(layer, policy) for layer, policy in enumerate(model.policies))
     return PrefillState(states, jnp.zeros((1, model.vocab), jnp.float32))
@@ -81,16 +82,16 @@ def end_chunk(
 class ChunkPrograms(NamedTuple):
     """The programs of prefill for one width of chunk.
 
-    layers: by `Policy.program`. ends: by `scored`.
+    layers: by the function of a layer and its `Policy.program`. ends: by `scored`.
     """
 
     begin: Callable | Future
-    layers: dict[Policy, Callable | Future]
+    layers: dict[tuple[LayerFunction, Policy], Callable | Future]
     ends: dict[bool, Callable | Future]
 
     def result(self) -> ChunkPrograms:
         """The programs, once they are compiled."""
-        layers = {policy: future.result() for policy, future in self.layers.items()}
+        layers = {kind: future.result() for kind, future in self.layers.items()}
         ends = {scored: future.result() for scored, future in self.ends.items()}
         return ChunkPrograms(self.begin.result(), layers, ends)
 
@@ -109,7 +110,8 @@ class ChunkPrograms(NamedTuple):
         states = []
         for number, policy, layer_state in model.layers(state.states):
             of_layer = model.layer_weights(weights, number)
-            x, layer_state = self.layers[policy](of_layer, x, layer_state, positions, valid)
+            layer = self.layers[model.functions[number], policy]
+            x, layer_state = layer(of_layer, x, layer_state, positions, valid)
             states.append(layer_state)
         last, output = self.ends[scored](weights, x, state.logits, tokens, np.int32(count))
         return PrefillState(tuple(states), last), output
@@ -125,10 +127,13 @@ def submit_prefill(
     tokens, position, zero = np.zeros((1, width), "i4"), np.uint32(0), np.int32(0)
     start = partial(begin_chunk, model)
     x, positions, valid = jax.eval_shape(start, model.weights, tokens, position, zero)
-    first = {layer[1]: layer for layer in reversed(model.layers(state.states))}
+    first = {
+        (model.functions[layer[0]], layer[1]): layer
+        for layer in reversed(model.layers(state.states))
+    }
     layers = {
-        policy: submit(
-            partial(model.layer, policy),
+        (function, policy): submit(
+            partial(function, policy),
             model.layer_weights(model.weights, number),
             x,
             layer_state,
@@ -136,7 +141,7 @@ def submit_prefill(
             valid,
             donate=(1, 2),
         )
-        for number, policy, layer_state in first.values()
+        for (function, _), (number, policy, layer_state) in first.items()
     }
     ends = {
         scored: submit(

@@ -192,14 +192,15 @@ def empty_batch(model: Model, max_batch: int, max_len: int | None) -> DecodeBatc
 
 
 def _finish_prefill(
-    model: Model, max_len: int | None, _: int, policy: Policy, state: State
+    model: Model, max_len: int | None, number: int, policy: Policy, state: State
 ) -> State:
     if policy.min_prompt is None:
         return state
-    state = model.finish_prefill(policy, state)
+    state = model.finish_prefill(number, policy, state)
     if max_len is None:
         return state
-    return policy.reserve(model.spec, state, max_len)  # counts tokens from the end of prefill on
+    # It counts tokens from the end of prefill on.
+    return policy.reserve(model.specs[number], state, max_len)
 
 
 def _sample(

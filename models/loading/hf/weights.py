@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,14 @@ from jaxkv.models.loading.tensors import (
     fill,
     match,
 )
-from jaxkv.models.loading.weight_names import EMBED, HARMLESS, HEAD, canonical, shapes
+from jaxkv.models.loading.weight_names import (
+    HARMLESS,
+    canonical,
+    outer_name,
+    shapes,
+    stored_shapes,
+    tensor_parts,
+)
 from jaxkv.models.network.config import Config
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
@@ -122,7 +130,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
 @reading()
 def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
-    count = prod(tensor.shape)
+    shape = tensor.shape if tensor.part is None else tensor.part.shape
+    count = prod(shape)
     stored = DTYPES[tensor.type]
     host = aligned((count,), dtype)
     # Unbuffered, so that no second copy of the bytes is kept.
@@ -138,7 +147,13 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
                 host[at : at + len(piece)] = piece
     if not complete:
         raise corrupt(tensor.file, f"it ended within {tensor.name}")
-    return host.reshape(tensor.shape)
+    if tensor.part is None:
+        return host.reshape(shape)
+    _, rows, axis, first, last = tensor.part
+    part = np.moveaxis(host.reshape(*rows, *shape[1:]), axis, 0)[first:last]
+    out = aligned(tensor.shape, dtype)
+    out[...] = np.moveaxis(part, 0, axis).reshape(tensor.shape)
+    return out
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -171,24 +186,29 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
     for name, tensor in tensors.items():
         if name.endswith(HARMLESS):
             continue
-        if (earlier := by_name.setdefault(canonical(name), tensor)) is not tensor:
+        if (earlier := by_name.setdefault(canonical(config, name), tensor)) is not tensor:
             raise UserError(f"{folder} has one tensor under two names: {earlier.name}, {name}")
-    if config.tied and HEAD in by_name:
-        head = by_name.pop(HEAD)
-        if _differ(by_name.setdefault(EMBED, head), head):
+    head_name, embed_name = outer_name(config, "head"), outer_name(config, "embed")
+    if config.tied and head_name in by_name:
+        head = by_name.pop(head_name)
+        if _differ(by_name.setdefault(embed_name, head), head):
             raise UserError(
                 f"{folder}: config.json ties the head to the embedding, but {head.name} differs "
-                f"from {by_name[EMBED].name}; set tie_word_embeddings to false"
+                f"from {by_name[embed_name].name}; set tie_word_embeddings to false"
             )
-    remedies = {HEAD: "if the head is the embedding, set tie_word_embeddings to true"}
-    matched = match(by_name, shapes(config), folder, "config.json", remedies=remedies)
+    remedies = {head_name: "if the head is the embedding, set tie_word_embeddings to true"}
+    matched = match(by_name, stored_shapes(config), folder, "config.json", remedies=remedies)
     dtypes = [f"{t.name} is {t.type}" for t in matched.values() if t.type not in DTYPES]
     if dtypes:
         raise UserError(
             f"weights must be one of {', '.join(DTYPES)}; in {folder} {first_few(dtypes)}; "
             "use an unquantized version of the model"
         )
-    return matched
+    ours, parts = shapes(config), tensor_parts(config)
+    return {
+        name: replace(tensor, shape=ours[name][1], part=parts[name]) if name in parts else tensor
+        for name, tensor in matched.items()
+    }
 
 
 @reading()

@@ -1,0 +1,86 @@
+"""What a model family has of its own: a table, and the switches that its config.json sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Fields = Mapping[str, Any]
+
+
+class FusedPart(NamedTuple):
+    """The rows of a stored matrix, or of its bias, that are one of our parameters.
+
+    name: of the stored tensor in a layer. rows: the rows as axes, in the letters of
+    weight_names.py; of this axis the part has the entries from `first` to before `last`. A word is
+    a sum of products, as NH+2KH.
+    """
+
+    name: str
+    rows: str
+    axis: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    name: its model_type. architectures: its names in config.json. defaults: fields that a
+    config.json may lack, from the configuration class at Hugging Face. applied: fields of its own
+    that it reads. renamed: its name of a field that other families call otherwise.
+    switches: from the fields of config.json, with defaults, to fields of `Config`; it raises
+    ValueError with a reason for what it does not support.
+    layers: what precedes the number of a layer in the name of a tensor. names: our name of a
+    parameter to its own name, where that is not Llama's. fused: our name to the part of a tensor.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    switches: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    defaults: Fields = field(default_factory=dict)
+    applied: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers."
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, FusedPart] = field(default_factory=dict)
+
+
+def positive(fields: Fields, name: str) -> float:
+    """The number in a field; raises ValueError where it is not above 0 and finite."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r:.60}")
+    return float(value)
+
+
+def activation(fields: Fields, name: str = "hidden_act") -> str:
+    """The activation that a field names; raises ValueError for one that is not supported."""
+    value = fields[name]
+    if value not in ACTIVATIONS:
+        raise ValueError(f"{name} must be one of {', '.join(ACTIVATIONS)}, got {value!r}")
+    return ACTIVATIONS[value]
+
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+
+
+def windows_of(fields: Fields, kinds: list[str] | None) -> tuple[int | None, ...]:
+    """The window of each layer, from the kinds of layers or from `layer_types`."""
+    kinds = fields.get("layer_types") or kinds
+    count = fields["num_hidden_layers"]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ValueError(f"layer_types must be a list of {count} kinds, got {kinds!r:.60}")
+    unknown = {*map(str, kinds)} - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer_types must be full or sliding attention, got {min(unknown)}")
+    window = fields.get("sliding_window")
+    if window is None and "sliding_attention" in kinds:
+        raise ValueError("layer_types names sliding_attention, but there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,71 @@
+"""Gemma 2 and 3 (Google), text: norms of 1 + w before and after, windows, soft caps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.models.loading.families.family import Family, Fields, activation, positive, windows_of
+
+NAMES = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+OWN = frozenset({"attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window",
+                 "layer_types", "attn_logit_softcapping", "final_logit_softcapping"})  # fmt: skip
+DEFAULTS = {
+    "head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "bos_token_id": 2,
+    "eos_token_id": 1, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+
+
+def switches(fields: Fields, every: int = 2) -> dict[str, Any]:
+    """What both generations have. every: one of so many layers has full attention."""
+    count = fields["num_hidden_layers"]
+    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    softcap, logit_softcap = (
+        positive(fields, name) if fields.get(name) else None
+        for name in ("attn_logit_softcapping", "final_logit_softcapping")
+    )
+    return {
+        "norm": "rms_plus_one",
+        "norm_place": "both",
+        "activation": activation(fields, "hidden_activation"),
+        "scale": positive(fields, "query_pre_attn_scalar") ** -0.5,
+        "softcap": softcap,
+        "logit_softcap": logit_softcap,
+        "embedding_scale": float(fields["hidden_size"]) ** 0.5,
+        "windows": windows_of(fields, kinds),
+    }
+
+
+GEMMA2 = Family(
+    "gemma2",
+    ("Gemma2ForCausalLM", "Gemma2Model"),
+    switches,
+    defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    applied=OWN,
+    names=NAMES,
+)
+
+
+def switches_of_gemma3(fields: Fields) -> dict[str, Any]:
+    """Norms of queries and keys; layers with a window have a theta of their own."""
+    changes = switches(fields, fields["sliding_window_pattern"])
+    local = {"rope_theta": fields["rope_local_base_freq"]}
+    return changes | {"qk_norm": "head", "window_rope": local}
+
+
+GEMMA3 = Family(
+    "gemma3_text",
+    ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    switches_of_gemma3,
+    defaults=DEFAULTS
+    | {
+        "max_position_embeddings": 131072, "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
+    },
+    applied=OWN | {"sliding_window_pattern", "rope_local_base_freq"},
+    names=NAMES,
+)  # fmt: skip

@@ -1,0 +1,29 @@
+"""Granite 3 (IBM): Llama with four multipliers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.models.loading.families.family import Family, Fields, positive
+
+
+def switches(fields: Fields) -> dict[str, Any]:
+    """The multipliers of embedding, residual stream, attention logits and logits."""
+    return {
+        "embedding_scale": positive(fields, "embedding_multiplier"),
+        "residual_scale": positive(fields, "residual_multiplier"),
+        "scale": positive(fields, "attention_multiplier"),
+        "logit_scale": 1 / positive(fields, "logits_scaling"),
+    }
+
+
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier",
+               "logits_scaling")  # fmt: skip
+GRANITE = Family(
+    "granite",
+    ("GraniteForCausalLM", "GraniteModel"),
+    switches,
+    defaults=dict.fromkeys(MULTIPLIERS, 1.0)
+    | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    applied=frozenset((*MULTIPLIERS, "attention_bias", "mlp_bias")),
+)

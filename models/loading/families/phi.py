@@ -1,0 +1,30 @@
+"""Phi-3 and Phi-4-mini (Microsoft): fused projections; in the latter, partial rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.models.loading.families.family import Family, Fields, FusedPart
+
+
+def switches(fields: Fields) -> dict[str, Any]:
+    """All layers have one window, if there is any."""
+    return {"windows": (fields["sliding_window"],) * fields["num_hidden_layers"]}
+
+
+QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+PHI3 = Family(
+    "phi3",
+    ("Phi3ForCausalLM", "Phi3Model"),
+    switches,
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+              "eos_token_id": 32000},
+    applied=frozenset({"sliding_window", "partial_rotary_factor"}),
+    fused={
+        "q": FusedPart(QKV, "NH+2KH", 0, "0", "NH"),
+        "k": FusedPart(QKV, "NH+2KH", 0, "NH", "NH+KH"),
+        "v": FusedPart(QKV, "NH+2KH", 0, "NH+KH", "NH+2KH"),
+        "gate": FusedPart(GATE_UP, "2F", 0, "0", "F"),
+        "up": FusedPart(GATE_UP, "2F", 0, "F", "2F"),
+    },
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Families that are not of Llama's form: in the engine, in int8, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models.generation.context_scores import context_scores
+from jaxkv.models.generation.serving import make_engine
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.config import read_config
+from jaxkv.models.loading.source import open_source
+from jaxkv.models.training.continued import BaseModel
+from jaxkv.models.training.recipes import PRESETS
+from jaxkv.sampling import Sampling
+from jaxkv.serve.engine import PrefixConfig, Request, answer
+from tests.models.folders import FAMILIES, OTHERS, write_json
+from tests.tiny import write_tiny
+
+KINDS = "smollm3", "gemma3", "neox"  # rotation in some layers, windows in some, neither
+PROMPT = [(7 * i) % 250 + 3 for i in range(70)]
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, tmp_path):
+    return write_family(tmp_path, request.param)
+
+
+def write_family(folder, name):
+    """A model with a tokenizer."""
+    ids = {"vocab_size": 258, "bos_token_id": 0, "eos_token_id": 1}
+    return write_tiny(folder, **OTHERS[name] | ids)
+
+
+@pytest.mark.filterwarnings("ignore:.*keep the model's own window")
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("policy", ["streaming:sinks=2,window=14", "snapkv:capacity=20,window=4"])
+def test_the_engine_answers_as_a_stream(folder, policy, weights):
+    """With a prefix cache, where the second request hits it."""
+    llm = models.load(folder, weights=weights)
+    stream = Stream(llm, policy)
+    stream.prefill([PROMPT], 16)
+    stream.finish_prefill()
+    stream.limit = 12
+    (expected,) = next(stream.decode_blocks(Sampling(), 12, eos=())).tolist()
+    prefixes = PrefixConfig(num_blocks=8)
+    engine = make_engine(llm, policy, max_batch=2, max_len=128, chunk=16, prefix_cache=prefixes)
+    request = Request(tuple(PROMPT), 12, sampling=Sampling(), seed=0, eos=())
+    first, again = answer(engine, [request])[0], answer(engine, [request])[0]
+    assert first.tokens == again.tokens == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_form_of_llama_is_that_of_the_first_families(name, tmp_path):
+    write_json(tmp_path / "config.json", FAMILIES[name])
+    assert read_config(tmp_path).llama_form == (name not in OTHERS or name.startswith("phi3"))
+
+
+def test_training_and_repetition_are_refused_by_name(tmp_path):
+    llm = models.load(write_family(tmp_path, "olmo2"))
+    with pytest.raises(UserError, match=r"form of Llama, got .* of the family olmo2"):
+        context_scores(llm, PROMPT, 1)
+    base = BaseModel.__new__(BaseModel)
+    object.__setattr__(base, "source", open_source(tmp_path))
+    with pytest.raises(UserError, match=r"training continues .* of the family olmo2; use Llama"):
+        base.setting(PRESETS["tiny"], None)
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be 3 zeros or ones"),
+     ("gemma2", {"hidden_activation": "relu"}, "hidden_activation must be one of silu, "),
+     ("gemma3", {"layer_types": ["full_attention"]}, "layer_types must be a list of 3 kinds"),
+     ("phi3", {"partial_rotary_factor": 0}, "must be above 0"),
+     ("phi3", {"rope_scaling": {"type": "longrope"}}, "unsupported rope kind 'longrope'"),
+     ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number, got 0"),
+     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv must be absent"),
+     ("neox", {"rope_scaling": {"type": "dynamic"}}, "unsupported rope kind 'dynamic'")],
+)  # fmt: skip
+def test_a_value_that_changes_the_result_is_refused(name, change, said, tmp_path):
+    write_json(tmp_path / "config.json", OTHERS[name] | change)
+    with pytest.raises(UserError, match=said):
+        read_config(tmp_path)
