@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -34,17 +34,15 @@ from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import layer_weights, spec_of, step_on
-from jaxkv.models.training import training
-from jaxkv.models.training.data import FRONT
-from jaxkv.models.training.pretrain import setting_for
-from jaxkv.models.training.recipes import PRESETS
-from jaxkv.models.training.training import TrainingSetting
 from jaxkv.platform import gpu as xla_gpu
 from jaxkv.policy_spec import by_layer
 from jaxkv.sampling import Sampling
 from jaxkv.serve.engine import programs
 from jaxkv.serve.engine.placement import placed, shardings
 from jaxkv.state.sharding import bytes_per_device
+
+if TYPE_CHECKING:
+    from jaxkv.models.training.training import TrainingSetting
 
 DEPTHS = 2, 4  # layers of the two programs
 DTYPE = jnp.bfloat16
@@ -199,6 +197,8 @@ def lowered_engine(
 
 def lowered_training(case: CompiledCase, layers: int, place: Place) -> tuple[Any, int]:
     """A training step of a preset on a GPU, whose attention is cuDNN's."""
+    from jaxkv.models.training import training  # the extra train
+
     setting = training_setting(case, layers)
     state = on_device(jax.eval_shape(partial(training.init, setting)), place)
     recipe = setting.recipe
@@ -210,6 +210,10 @@ def lowered_training(case: CompiledCase, layers: int, place: Place) -> tuple[Any
 
 def training_setting(case: CompiledCase, layers: int) -> TrainingSetting:
     """The setting of a training step with so many layers."""
+    from jaxkv.models.training.data import FRONT
+    from jaxkv.models.training.pretrain import setting_for
+    from jaxkv.models.training.recipes import PRESETS
+
     recipe = replace(
         PRESETS[case.model], layers=layers, sink_variant=case.policy, batch_size=TRAINED[0],
         grad_accum_steps=1,
@@ -243,6 +247,8 @@ def report(case: CompiledCase, place: Place) -> dict[str, Any]:
 def layers_of(case: CompiledCase) -> int:
     """The layers of the model of a case."""
     if case.program == "training":
+        from jaxkv.models.training.recipes import PRESETS
+
         return PRESETS[case.model].layers
     return config_of(case.model).layers
 
@@ -256,6 +262,8 @@ def flops(case: CompiledCase, layers: int) -> float:
     One token's logits are part of a decode step.
     """
     if case.program == "training":
+        from jaxkv.models.training import training
+
         setting = training_setting(case, layers)
         tokens = setting.recipe.batch_size * setting.recipe.context
         return training.flops_per_token(setting.config, setting.recipe.context) * tokens

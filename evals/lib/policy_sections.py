@@ -90,7 +90,7 @@ USES = {
     ),
     "magicpig": (
         "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",
-        "short prompts; GPUs, where its lookup is slow; saving memory",
+        "short prompts; GPUs and TPUs, which never ran its present lookup; saving memory",
     ),
 }  # fmt: skip
 READS_ALL = "speed or memory: it reads every key"

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -270,12 +270,16 @@ def _download(model: str | None) -> None:
 
 
 def open_model(
-    args: argparse.Namespace, *policies: str, engine: bool = False
+    args: argparse.Namespace,
+    *policies: str,
+    engine: bool = False,
+    batches: Collection[int] = (1,),
 ) -> tuple[Llm, Callable[[], None]]:
     """The model of --model without its weights, and a function that loads them.
 
     Meanwhile its programs can be compiled. The policies are checked against the model. engine:
-    whether an engine, which has its own rule for a mesh, or one sequence runs it.
+    whether an engine, which has its own rule for a mesh, runs it. batches: the numbers of sequences
+    that run together otherwise.
     """
     _given_sampling(args)  # before anything that takes long
     _download(args.model)
@@ -301,7 +305,8 @@ def open_model(
         layers = [by_layer(policy, config.layers, config.windows) for policy in policies]
         check_calibration(config, chain.from_iterable(layers), source.fingerprint)
         if mesh is not None and not engine:
-            sharding.check(mesh, 1, config.kv_heads, chain.from_iterable(layers))
+            for batch in batches:
+                sharding.check(mesh, batch, config.kv_heads, chain.from_iterable(layers))
         llm = without_weights(source, args.dtype, mesh, args.weights, args.sinks)
         if args.sinks is not None and (llm.tokenizer.sinks or llm.config.sink_logit == "none"):
             for policy, layer_policies in zip(policies, layers, strict=True):

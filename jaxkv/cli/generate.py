@@ -43,7 +43,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     several = len(prompts) > 1 or args.prompts is not None
-    llm, load = flags.open_model(args, args.policy)
+    rest = len(prompts) % args.batch  # sequences of the last batch
+    batches = {size for size in (min(args.batch, len(prompts)), rest) if size}
+    llm, load = flags.open_model(args, args.policy, batches=batches)
     sampling = flags.sampling_of(args, llm)
     from jaxkv.models.generation.text import Generation, encode
 

@@ -369,7 +369,9 @@ class Stream:
                 memory.MemoryUse("caches", caches, f"fewer {memory.FEWER}"),
             ]
 
-        with memory.explained(uses, "fewer sequences, or a shorter prompt"):
+        with memory.explained(
+            uses, "fewer sequences, a shorter prompt, or end other programs on the device"
+        ):
             yield
 
     def _check_length(self, tokens: int, allocated: int) -> None:
@@ -441,5 +443,5 @@ def warn_of_short_prompt(policies: Sequence[Policy], tokens: int, noun: str = "p
         warn(
             f"{format_policy(policies)} needs a prompt of at least {min(sizes)} tokens, got a "
             f"{noun} of {tokens}: all its tokens stay in the cache; give a longer {noun}, or a "
-            "policy with a smaller budget"
+            "policy with a smaller budget or window"
         )

@@ -182,7 +182,7 @@ def test_a_chunk_interrupted_between_layers_ends_the_stream(tiny, monkeypatch):
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate {}."
-TEMPORARIES = "fewer sequences, or a shorter prompt"
+TEMPORARIES = "fewer sequences, a shorter prompt, or end other programs on the device"
 
 
 def raising(text):

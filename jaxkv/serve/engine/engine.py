@@ -49,6 +49,7 @@ from jaxkv.state.sharding import bytes_per_device
 
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
+SMALLER = "a smaller --chunk, --max-batch or --prefix-memory"
 # What lowers the bytes of each part of the memory.
 MEMORY_ADVICE = {
     "weights": "--weights int8, --mesh model=N, or a smaller model",
@@ -311,7 +312,12 @@ class Engine:
         """Run one step; returns whether there was anything to do."""
         busy = self._has_work()
         try:
-            with self._watch, memory.explained(self._memory_uses, "a smaller --chunk"):
+            with (
+                self._watch,
+                memory.explained(
+                    self._memory_uses, "a smaller --chunk, --max-batch or --prefix-memory"
+                ),
+            ):
                 if busy:
                     self._step()
                 if self._store is not None:

@@ -54,6 +54,18 @@ def test_several_prompts_give_the_texts_of_each_alone(run, model, tmp_path):
     assert ran.out == f"> Hello\n{run('generate', 'Hello', *flags, '--seed', 4).out}\n"
 
 
+def test_a_mesh_splits_the_prompts_of_a_batch(run, model):
+    """Two prompts over two devices; a batch that is left over must be divided too."""
+    flags = ("--model", model, "--max-new-tokens", 12, "--json", "--batch", 2)
+    alone, split = (
+        run("generate", "Hello", "Good day", *flags, *mesh).json["answers"]
+        for mesh in ((), ("--mesh", "data=2"))
+    )
+    assert [answer["text"] for answer in split] == [answer["text"] for answer in alone]
+    refused = run("generate", "Hello", "Good day", "He said", *flags, "--mesh", "data=2")
+    assert refused.code == 2 and "1 sequence over 2 places; use data=1" in refused.err
+
+
 def interrupt_block(monkeypatch, number: int) -> None:
     """Send Ctrl-C before this block of every generation."""
     from jaxkv.models.generation.text import Generation
