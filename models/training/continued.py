@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as Coder
 from jaxkv.errors import UserError
 from jaxkv.models.loading import sinks
 from jaxkv.models.loading.config import SINK_LLAMA, config_of
+from jaxkv.models.loading.families import FAMILIES
 from jaxkv.models.loading.source import ModelSource, open_source
 from jaxkv.models.loading.tokenizer import Tokenizer, read_tokenizer
 from jaxkv.models.network.config import Config
@@ -60,7 +61,7 @@ class BaseModel:
 
         Raises UserError for data of another tokenizer, and where the result could not be exported.
         """
-        if not self.config.llama_form:
+        if self.config.family in FAMILIES:
             raise UserError(
                 f"training continues models of the form of Llama, got {self.source.path} of the "
                 f"family {self.config.family}; use Llama, Mistral, Qwen2 or Qwen3"
