@@ -156,13 +156,11 @@ def lowered(case: CompiledCase, layers: int, place: Place) -> tuple[Any, int]:
     state = on_device(state_of(policy, spec_of(config, "bfloat16"), case.program), place)
     if case.program == "prefill":
         weights = layer_weights(weights, 0)
-        where = (jnp.uint32, jnp.bool_)
-        x, *where = on_device(
-            [jax.ShapeDtypeStruct((1, CHUNK, config.width), DTYPE)]
-            + [jax.ShapeDtypeStruct((1, CHUNK), dtype) for dtype in where],
-            place,
-        )
-        program = run_donated.lower(config, policy, step_on(None), weights, x, state, *where)
+        array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        x = array((1, CHUNK, config.width), DTYPE)
+        positions, valid = (array((1, CHUNK), dtype) for dtype in (jnp.uint32, jnp.bool_))
+        inputs = weights, x, state, positions, valid
+        program = run_donated.lower(config, policy, step_on(None), *inputs)
         return program, nbytes((weights, state))
     decoding = ahead.shapes_of_decoding(config, (state,) * layers, place=place)
     sampling = Sampling()

@@ -16,6 +16,7 @@ from jaxkv.contract import DTYPES
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.loading.families import FAMILIES
 from jaxkv.models.loading.families.family import Family, activation
+from jaxkv.models.loading.field_values import boolean, integer, positive
 from jaxkv.models.loading.hf.folder import read_json
 from jaxkv.models.loading.known_fields import check_config
 from jaxkv.models.network.config import SINK_LOGITS, Config
@@ -80,9 +81,6 @@ BIASES: dict[str, tuple[bool | str, bool | str, bool | str]] = {
 }
 QK_NORM = {"qwen3"}
 
-# Larger values mean a damaged file, which must not exhaust the memory.
-MAX_VALUES = {"num_hidden_layers": 10_000, "head_dim": 65_536, "num_attention_heads": 65_536}
-
 CONTEXT, KV_HEADS = "max_position_embeddings", "num_key_value_heads"
 
 # For each rope kind: its required fields, and its optional ones.
@@ -145,13 +143,16 @@ def config_of(
     unsupported.
     """
     own = FAMILIES.get(family)
-    defaults = DEFAULTS[family] if own is None else own.defaults
-    raw = COMMON | dict(defaults) | _prepared(family, fields)
+    defaults = dict(DEFAULTS[family] if own is None else own.defaults)
+    prepared = _prepared(family, fields)
+    if "rope_theta" in rope_fields(prepared, where):  # in either dialect
+        defaults.pop("rope_theta", None)
+    raw = COMMON | defaults | prepared
     if own is None and raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
-    width, heads = _int(raw, "hidden_size", where), _int(raw, "num_attention_heads", where)
-    layers, context = _int(raw, "num_hidden_layers", where), _int(raw, CONTEXT, where)
-    kv_heads = heads if raw[KV_HEADS] is None else _int(raw, KV_HEADS, where)
+    width, heads = integer(raw, "hidden_size", where), integer(raw, "num_attention_heads", where)
+    layers, context = integer(raw, "num_hidden_layers", where), integer(raw, CONTEXT, where)
+    kv_heads = heads if raw[KV_HEADS] is None else integer(raw, KV_HEADS, where)
     if heads % kv_heads:
         raise UserError(
             f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
@@ -162,21 +163,21 @@ def config_of(
             f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
             f"got {width} and {heads}"
         )
-    head_dim = width // heads if raw["head_dim"] is None else _int(raw, "head_dim", where)
+    head_dim = width // heads if raw["head_dim"] is None else integer(raw, "head_dim", where)
     biases = BIASES.get(family, BIASES["llama"])
-    qkv, out, mlp = (_bool(raw, b, where) if isinstance(b, str) else b for b in biases)
+    qkv, out, mlp = (boolean(raw, b, where) if isinstance(b, str) else b for b in biases)
     encoding, context = encoding_of(raw, head_dim, context, where)
     config = Config(
         family=family,
-        vocab=_int(raw, "vocab_size", where),
+        vocab=integer(raw, "vocab_size", where),
         width=width,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp=_int(raw, "intermediate_size", where),
-        norm_eps=_float(raw, "rms_norm_eps", where),
-        tied=_bool(raw, "tie_word_embeddings", where),
+        mlp=integer(raw, "intermediate_size", where),
+        norm_eps=positive(raw, "rms_norm_eps", where),
+        tied=boolean(raw, "tie_word_embeddings", where),
         qkv_bias=qkv,
         out_bias=out,
         mlp_bias=mlp,
@@ -197,10 +198,12 @@ def _prepared(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Rope settings of layers with a window are in `window_rope`, if they are their own.
     """
-    renamed = FAMILIES[family].renamed if family in FAMILIES else {}
+    own = FAMILIES.get(family)
+    renamed = {} if own is None else own.renamed
     raw = {renamed.get(name, name): value for name, value in fields.items()}
     rope = raw.get("rope_parameters")
-    if isinstance(rope, dict) and {"full_attention", "sliding_attention"} <= {*rope}:
+    kinds = {"full_attention", "sliding_attention"}
+    if own is not None and own.window_rope and isinstance(rope, dict) and kinds <= {*rope}:
         raw |= {"rope_parameters": rope["full_attention"]}
         raw |= {"window_rope": rope["sliding_attention"]}
     return raw
@@ -209,9 +212,11 @@ def _prepared(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _switched(config: Config, family: Family, raw: Mapping[str, Any], where: Path) -> Config:
     """The description with the switches of a family."""
     try:
-        changes = family.switches(raw)
+        changes = family.switches(raw, where)
         if "activation" not in changes:
             changes["activation"] = activation(raw)
+    except UserError:  # names the file already
+        raise
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; use another model") from None
     rotated, local = changes.pop("rotated_layers", None), changes.pop("window_rope", None)
@@ -220,7 +225,8 @@ def _switched(config: Config, family: Family, raw: Mapping[str, Any], where: Pat
         layers = tuple(config.encoding if rotates else NoPosition() for rotates in rotated)
         config = replace(config, encodings=layers)
     if local is not None:
-        settings = {name: raw[name] for name in raw if not name.startswith("rope_")} | local
+        settings = {name: raw[name] for name in raw if not name.startswith("rope_")}
+        settings["rope_parameters"] = local
         of_window, _ = encoding_of(settings, config.head_dim, config.context, where)
         layers = tuple(
             config.encoding if window is None else of_window for window in config.windows
@@ -284,7 +290,7 @@ def encoding_of(
         raise UserError(f"{where}: rope kind {kind} lacks the field {', '.join(missing)}")
     scaling = {field: rope[field] for field in required + optional if rope.get(field) is not None}
     theta = rope["rope_theta"]
-    _float(rope, "rope_theta", where)
+    positive(rope, "rope_theta", where)
     try:
         encoding = rotary(rotated, theta, {"kind": kind} | scaling, context)
         if rotated < head_dim:
@@ -324,13 +330,13 @@ def _windows(
     """
     if family == "llama":
         return (None,) * layers
-    on = family == "mistral" or _bool(raw, "use_sliding_window", where)
-    window = _int(raw, "sliding_window", where) if on and raw["sliding_window"] else None
+    on = family == "mistral" or boolean(raw, "use_sliding_window", where)
+    window = integer(raw, "sliding_window", where) if on and raw["sliding_window"] else None
     if family == "mistral":
         return (window,) * layers
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = layers if window is None else _int(raw, "max_window_layers", where, minimum=0)
+        first = layers if window is None else integer(raw, "max_window_layers", where, minimum=0)
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise UserError(f"{where}: layer_types must name each of the {layers} layers, got {kinds}")
@@ -379,36 +385,3 @@ def _ids(
 
 def _get(value: object, key: str, default: str) -> object:
     return value.get(key, default) if isinstance(value, dict) else default
-
-
-def _int(raw: Mapping[str, Any], key: str, where: Path, minimum: int = 1) -> int:
-    value = _required(raw, key, where)
-    maximum = MAX_VALUES.get(key, 2**31 - 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise UserError(
-            f"{where}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}; "
-            "download the file again"
-        )
-    return value
-
-
-def _float(raw: Mapping[str, Any], key: str, where: Path) -> float:
-    value = _required(raw, key, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise UserError(
-            f"{where}: {key} must be a positive number, got {value!r}; download the file again"
-        )
-    return float(value)
-
-
-def _bool(raw: Mapping[str, Any], key: str, where: Path) -> bool:
-    value = _required(raw, key, where)
-    if not isinstance(value, bool):
-        raise UserError(f"{where}: {key} must be true or false, got {value!r}")
-    return value
-
-
-def _required(raw: Mapping[str, Any], key: str, where: Path) -> Any:
-    if key not in raw:
-        raise UserError(f"{where}: missing field {key}")
-    return raw[key]

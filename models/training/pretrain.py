@@ -190,10 +190,10 @@ def _announce(
     recipe, used = setting.recipe, 1 if setting.mesh is None else setting.mesh.size
     available = jax.device_count()
     part = recipe.batch_size // recipe.grad_accum_steps
-    most = max(count for count in range(1, available + 1) if part % count == 0)
-    idle = f" ({available - used} more are idle: --mesh data={most})"
+    usable = max(count for count in range(1, available + 1) if part % count == 0)
+    idle = f" ({available - used} more are idle: --mesh data={usable})"
     resumed = f"; resuming from step {first}" if first else ""
-    tell(f"{name}, {setting.dtype}, {place}{idle if used < most else ''}{resumed}")
+    tell(f"{name}, {setting.dtype}, {place}{idle if used < usable else ''}{resumed}")
     finished = first >= recipe.steps
     tell("all steps are done" if finished else f"compiling; a line every {recipe.log_every} steps")
 

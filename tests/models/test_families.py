@@ -67,6 +67,33 @@ def test_training_and_repetition_are_refused_by_name(tmp_path):
         base.setting(PRESETS["tiny"], None)
 
 
+ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
+
+def test_gemma_has_two_rotations_in_both_dialects(tmp_path):
+    old = OTHERS["gemma3"]
+    left_out = {"rope_theta", "rope_local_base_freq"}
+    new = {name: value for name, value in old.items() if name not in left_out}
+    write_json(tmp_path / "config.json", old)
+    expected = read_config(tmp_path)
+    write_json(tmp_path / "config.json", new | {"rope_parameters": ROPES})
+    assert read_config(tmp_path) == expected
+    assert len({*expected.encodings}) == 2
+
+
+def test_a_theta_of_the_later_dialect_replaces_the_default(tmp_path):
+    old = OTHERS["smollm3"]
+    new = {name: value for name, value in old.items() if name != "rope_theta"}
+    write_json(tmp_path / "config.json", old)
+    expected = read_config(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": old["rope_theta"]}
+    write_json(tmp_path / "config.json", new | {"rope_parameters": rope})
+    assert read_config(tmp_path) == expected
+
+
 @pytest.mark.parametrize(
     "name, change, said",
     [("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be 3 zeros or ones"),
@@ -76,7 +103,12 @@ def test_training_and_repetition_are_refused_by_name(tmp_path):
      ("phi3", {"rope_scaling": {"type": "longrope"}}, "unsupported rope kind 'longrope'"),
      ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number, got 0"),
      ("olmo2", {"clip_qkv": 8.0}, "clip_qkv must be absent"),
-     ("neox", {"rope_scaling": {"type": "dynamic"}}, "unsupported rope kind 'dynamic'")],
+     ("neox", {"rope_scaling": {"type": "dynamic"}}, "unsupported rope kind 'dynamic'"),
+     ("neox", {"use_parallel_residual": 1}, "use_parallel_residual must be true or false"),
+     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "must be a whole number"),
+     ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number"),
+     ("phi3", {"sliding_window": "24"}, "sliding_window must be a whole number"),
+     ("smollm3", {"rope_parameters": ROPES}, "rope_parameters that differ between layers")],
 )  # fmt: skip
 def test_a_value_that_changes_the_result_is_refused(name, change, said, tmp_path):
     write_json(tmp_path / "config.json", OTHERS[name] | change)

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import draws, rows
-from jaxkv.attention import (
-    chunked_scan,
-    local_attention,
-    masked_bias,
-    merge,
-    slot_attention,
-)
+from jaxkv.attention import chunked_scan, local_attention, masked_bias, merge, slot_attention
 from jaxkv.cache import ring
 from jaxkv.cache.ring import Ring
 from jaxkv.contract import Cached, Chunk, Partial, Policy, Spec, prefill_finished

@@ -314,9 +314,7 @@ class Engine:
         try:
             with (
                 self._watch,
-                memory.explained(
-                    self._memory_uses, "a smaller --chunk, --max-batch or --prefix-memory"
-                ),
+                memory.explained(self._memory_uses, SMALLER),
             ):
                 if busy:
                     self._step()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxkv.models.loading.field_values import integer
 
 Fields = Mapping[str, Any]
 
@@ -32,29 +34,23 @@ class Family:
     name: its model_type. architectures: its names in config.json. defaults: fields that a
     config.json may lack, from the configuration class at Hugging Face. applied: fields of its own
     that it reads. renamed: its name of a field that other families call otherwise.
-    switches: from the fields of config.json, with defaults, to fields of `Config`; it raises
-    ValueError with a reason for what it does not support.
+    switches: from the fields of config.json, with defaults, and its file to fields of `Config`; it
+    raises UserError, or ValueError with a reason, for what it does not support.
+    window_rope: layers with a window have rope settings of their own.
     layers: what precedes the number of a layer in the name of a tensor. names: our name of a
     parameter to its own name, where that is not Llama's. fused: our name to the part of a tensor.
     """
 
     name: str
     architectures: tuple[str, ...]
-    switches: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    switches: Callable[[Fields, Path], dict[str, Any]] = lambda fields, where: {}
     defaults: Fields = field(default_factory=dict)
     applied: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    window_rope: bool = False
     layers: str = "model.layers."
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
-
-
-def positive(fields: Fields, name: str) -> float:
-    """The number in a field; raises ValueError where it is not above 0 and finite."""
-    value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value!r:.60}")
-    return float(value)
 
 
 def activation(fields: Fields, name: str = "hidden_act") -> str:
@@ -71,7 +67,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def windows_of(fields: Fields, kinds: list[str] | None) -> tuple[int | None, ...]:
+def windows_of(fields: Fields, where: Path, kinds: list[str]) -> tuple[int | None, ...]:
     """The window of each layer, from the kinds of layers or from `layer_types`."""
     kinds = fields.get("layer_types") or kinds
     count = fields["num_hidden_layers"]
@@ -80,7 +76,9 @@ def windows_of(fields: Fields, kinds: list[str] | None) -> tuple[int | None, ...
     unknown = {*map(str, kinds)} - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types must be full or sliding attention, got {min(unknown)}")
-    window = fields.get("sliding_window")
-    if window is None and "sliding_attention" in kinds:
+    window = None
+    if fields.get("sliding_window") is not None:
+        window = integer(fields, "sliding_window", where)
+    elif "sliding_attention" in kinds:
         raise ValueError("layer_types names sliding_attention, but there is no sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, activation, positive, windows_of
+from jaxkv.models.loading.families.family import Family, Fields, activation, windows_of
+from jaxkv.models.loading.field_values import integer, positive
 
 NAMES = {
     "attn_post_norm": "post_attention_layernorm.weight",
@@ -20,23 +22,23 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def switches(fields: Fields, every: int = 2) -> dict[str, Any]:
+def switches(fields: Fields, where: Path, every: int = 2) -> dict[str, Any]:
     """What both generations have. every: one of so many layers has full attention."""
     count = fields["num_hidden_layers"]
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     softcap, logit_softcap = (
-        positive(fields, name) if fields.get(name) else None
+        positive(fields, name, where) if fields.get(name) else None
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
     )
     return {
         "norm": "rms_plus_one",
         "norm_place": "both",
         "activation": activation(fields, "hidden_activation"),
-        "scale": positive(fields, "query_pre_attn_scalar") ** -0.5,
+        "scale": positive(fields, "query_pre_attn_scalar", where) ** -0.5,
         "softcap": softcap,
         "logit_softcap": logit_softcap,
         "embedding_scale": float(fields["hidden_size"]) ** 0.5,
-        "windows": windows_of(fields, kinds),
+        "windows": windows_of(fields, where, kinds),
     }
 
 
@@ -50,10 +52,10 @@ GEMMA2 = Family(
 )
 
 
-def switches_of_gemma3(fields: Fields) -> dict[str, Any]:
+def switches_of_gemma3(fields: Fields, where: Path) -> dict[str, Any]:
     """Norms of queries and keys; layers with a window have a theta of their own."""
-    changes = switches(fields, fields["sliding_window_pattern"])
-    local = {"rope_theta": fields["rope_local_base_freq"]}
+    changes = switches(fields, where, integer(fields, "sliding_window_pattern", where))
+    local = fields.get("window_rope") or {"rope_theta": fields["rope_local_base_freq"]}
     return changes | {"qk_norm": "head", "window_rope": local}
 
 
@@ -67,5 +69,6 @@ GEMMA3 = Family(
         "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
     },
     applied=OWN | {"sliding_window_pattern", "rope_local_base_freq"},
+    window_rope=True,
     names=NAMES,
 )  # fmt: skip

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, positive
+from jaxkv.models.loading.families.family import Family, Fields
+from jaxkv.models.loading.field_values import positive
 
 
-def switches(fields: Fields) -> dict[str, Any]:
+def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """The multipliers of embedding, residual stream, attention logits and logits."""
     return {
-        "embedding_scale": positive(fields, "embedding_multiplier"),
-        "residual_scale": positive(fields, "residual_multiplier"),
-        "scale": positive(fields, "attention_multiplier"),
-        "logit_scale": 1 / positive(fields, "logits_scaling"),
+        "embedding_scale": positive(fields, "embedding_multiplier", where),
+        "residual_scale": positive(fields, "residual_multiplier", where),
+        "scale": positive(fields, "attention_multiplier", where),
+        "logit_scale": 1 / positive(fields, "logits_scaling", where),
     }
 
 

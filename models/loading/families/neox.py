@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import Family, Fields, FusedPart, activation
+from jaxkv.models.loading.field_values import boolean
 
 
-def switches(fields: Fields) -> dict[str, Any]:
+def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """Every matrix has a bias, but for those of attention by `attention_bias`."""
     return {
         "kv_heads": fields["num_attention_heads"],
@@ -15,9 +17,9 @@ def switches(fields: Fields) -> dict[str, Any]:
         "norm_bias": True,
         "activation": activation(fields),
         "gated": False,
-        "parallel": "separate" if fields["use_parallel_residual"] else "none",
-        "qkv_bias": fields["attention_bias"],
-        "out_bias": fields["attention_bias"],
+        "parallel": "separate" if boolean(fields, "use_parallel_residual", where) else "none",
+        "qkv_bias": boolean(fields, "attention_bias", where),
+        "out_bias": boolean(fields, "attention_bias", where),
         "mlp_bias": True,
     }
 

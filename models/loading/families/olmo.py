@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import Family, Fields
 
 
-def switches(fields: Fields) -> dict[str, Any]:
+def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """The places of the norms."""
     return {"norm_place": "after", "qk_norm": "whole"}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import Family, Fields, FusedPart
+from jaxkv.models.loading.field_values import integer
 
 
-def switches(fields: Fields) -> dict[str, Any]:
+def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """All layers have one window, if there is any."""
-    return {"windows": (fields["sliding_window"],) * fields["num_hidden_layers"]}
+    window = fields["sliding_window"]
+    window = None if window is None else integer(fields, "sliding_window", where)
+    return {"windows": (window,) * fields["num_hidden_layers"]}
 
 
 QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import Family, Fields, windows_of
+from jaxkv.models.loading.field_values import boolean, integer
 
 
-def switches(fields: Fields) -> dict[str, Any]:
+def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """Which layers rotate, and which have a window."""
-    count, interval = fields["num_hidden_layers"], fields["no_rope_layer_interval"]
+    count = fields["num_hidden_layers"]
+    interval = integer(fields, "no_rope_layer_interval", where)
     rotated = fields.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
     if len(rotated) != count or not {*rotated} <= {0, 1}:
         raise ValueError(f"no_rope_layers must be {count} zeros or ones, got {rotated!r:.60}")
-    windowed = fields["use_sliding_window"] and fields.get("sliding_window") is not None
+    windowed = (
+        boolean(fields, "use_sliding_window", where) and fields.get("sliding_window") is not None
+    )
     kinds = ["full_attention" if rotates or not windowed else "sliding_attention"
              for rotates in rotated]  # fmt: skip
-    return {"rotated_layers": tuple(map(bool, rotated)), "windows": windows_of(fields, kinds)}
+    return {
+        "rotated_layers": tuple(map(bool, rotated)),
+        "windows": windows_of(fields, where, kinds),
+    }
 
 
 SMOLLM3 = Family(
