@@ -246,7 +246,7 @@ def select_at_once(
     return SampledPlaces(sampled, jnp.minimum(total, max_places), total)
 
 
-def _systematic(slot: Array, total: Array, max_places: int, draw: Array) -> Int32[Array, " M"]:
+def _systematic(slot: Array, total: Array, max_places: int, draw: Array) -> Int32[Array, "..."]:
     """floor((slot x total + begin) / max_places), begin from 0 to total - 1, in 32 bits."""
     total, size = total.astype(jnp.uint32), np.uint32(max_places)
     begin = jnp.minimum((draw * total.astype(jnp.float32)).astype(jnp.uint32), total - 1)

@@ -32,8 +32,8 @@ def test_counts_are_those_of_equal_codes(name, keys, kind):
     codes = rng.integers(0, 1 << BITS, (BATCH, HEADS, TABLES))
     codes[0] = 5
     tables = [
-        [hash_tables.build(jnp.asarray(c, jnp.int32), v, BITS) for c, v in zip(*heads, strict=True)]
-        for heads in zip(key_codes, valid, strict=True)
+        [hash_tables.build(*head, BITS) for head in zip(*heads, strict=True)]
+        for heads in zip(jnp.asarray(key_codes, jnp.int32), jnp.asarray(valid), strict=True)
     ]
     entries, first = (
         jnp.stack([jnp.stack([getattr(head, leaf) for head in row]) for row in tables])
