@@ -49,19 +49,19 @@ class NoPosition:
 class Alibi:
     """ALiBi (Press et al. 2022): a logit falls by slope x distance.
 
-    slopes: one per query head; `Alibi.of(heads)` gives the published geometric series. axis: the
-    mesh axis over which the heads are split, inside a shard_map.
+    slopes: one per query head; `Alibi.of(heads)` gives the published geometric series, whose last
+    slope is 2^-max_bias. axis: the mesh axis over which the heads are split, inside a shard_map.
     """
 
     slopes: tuple[float, ...]
     axis: str | None = None
 
     @staticmethod
-    def of(heads: int) -> Alibi:
+    def of(heads: int, max_bias: float = 8) -> Alibi:
         """The slopes of the paper; other than powers of two interleave the next power's."""
 
         def series(n: int) -> list[float]:
-            return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+            return [2 ** (-max_bias * (i + 1) / n) for i in range(n)]
 
         check_int("heads", heads)
         power = 2 ** int(math.log2(heads))

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxkv.contract import DTYPES
 from jaxkv.errors import UserError, first_few
-from jaxkv.models.loading.families import FAMILIES
+from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 from jaxkv.models.loading.families.family import Family, activation
 from jaxkv.models.loading.field_values import boolean, integer, positive
 from jaxkv.models.loading.hf.folder import read_json
@@ -129,7 +129,8 @@ def read_config(folder: Path) -> Config:
     fields = read_json(where)
     generation = read_json(folder / "generation_config.json")
     config = config_of(_family(fields, where), fields, generation, where)
-    check_config(fields, rope_fields(_prepared(config.family, fields), where), config, where)
+    prepared = _prepared(config.family, fields)
+    check_config(prepared, rope_fields(prepared, where), config, where)
     return config
 
 
@@ -198,12 +199,12 @@ def _prepared(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Rope settings of layers with a window are in `window_rope`, if they are their own.
     """
-    own = FAMILIES.get(family)
-    renamed = {} if own is None else own.renamed
-    raw = {renamed.get(name, name): value for name, value in fields.items()}
+    own = FAMILIES.get(family, LLAMA_FORM)
+    raw = {own.renamed.get(name, name): value for name, value in fields.items()}
+    raw |= own.derived(raw)
     rope = raw.get("rope_parameters")
     kinds = {"full_attention", "sliding_attention"}
-    if own is not None and own.window_rope and isinstance(rope, dict) and kinds <= {*rope}:
+    if own.window_rope and isinstance(rope, dict) and kinds <= {*rope}:
         raw |= {"rope_parameters": rope["full_attention"]}
         raw |= {"window_rope": rope["sliding_attention"]}
     return raw

@@ -41,7 +41,7 @@ APPLIED: dict[str, set[str]] = {
 ROPE = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-    "mscale_all_dim", "truncate", "partial_rotary_factor",
+    "mscale_all_dim", "truncate", "partial_rotary_factor", "max_position_embeddings",
 }  # fmt: skip
 # Fields with a neutral value besides null. What they would change, jaxkv does not compute.
 NEUTRAL = _by_name(
@@ -49,11 +49,13 @@ NEUTRAL = _by_name(
            "logits_scaling logit_scale"),
     ((False,), "rope_interleaved rope_interleave alibi scale_embeddings parallel_residual "
                "use_parallel_residual use_bidirectional_attention is_encoder_decoder "
+               "prefix_lm qk_ln attn_uses_sequence_id "
+               "apply_residual_connection_post_layernorm "
                "add_cross_attention"),
     (("rope", "rotary", "relative"), "position_embedding_type"),
     (([],), "no_rope_layers"),
     ((), "attention_multiplier query_pre_attn_scalar attention_scale clip_qkv "
-         "attention_chunk_size"),
+         "attention_chunk_size llama_4_scaling_beta softmax_scale"),
     ((0,), "attn_logit_softcapping final_logit_softcapping"),
     ((True,), "is_causal"),
     (({},), "per_layer_config quantization_config pruned_heads"),
@@ -144,10 +146,14 @@ def check_config(
 ) -> None:
     """Raise UserError for a field of config.json that would change the model; warn of unknown ones.
 
-    fields: all fields of config.json. rope: its rope settings. config: the description they give.
+    fields: all fields of config.json, under the names of Llama. rope: its rope settings. config:
+    the description they give.
     """
     family = FAMILIES.get(config.family)
-    own = APPLIED[config.family] if family is None else SHARED | family.applied
+    if family is None:
+        own = APPLIED[config.family]
+    else:
+        own = SHARED | family.applied | {*family.renamed.values(), "window_rope"}
     windowed = all(window is not None for window in config.windows)
     neutral = NEUTRAL | {
         "attention_multiplier": (config.head_dim**-0.5,),
@@ -164,7 +170,7 @@ def check_config(
     neutral = {name: values for name, values in neutral.items() if name not in own}
     applied = own | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
     check(fields, neutral, applied | HARMLESS, where)
-    check(rope, neutral, ROPE | {"finetuned"}, where)
+    check(rope, neutral, ROPE | own | {"finetuned"}, where)
 
 
 def check(

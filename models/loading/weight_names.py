@@ -2,7 +2,7 @@
 
 Weights keep Hugging Face's (out, in) orientation; a GGUF file stores a shape in reverse order. In a
 shape a word is the product of its letters: D width, F mlp, V vocabulary, N query heads, K kv heads,
-H head dim.
+G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 from jaxkv.models.loading.families.family import Family
@@ -67,7 +69,8 @@ class TensorPart(NamedTuple):
     """The part of a stored tensor that is one of our parameters.
 
     shape: of the stored tensor. rows: its first axis as several. Of the axis `axis` the part has
-    the entries from `first` to before `last`.
+    the entries from `first` to before `last`. pairs: (heads, rotated dims), where the rows of a
+    head that rotate together are neighbours in the file.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +78,7 @@ class TensorPart(NamedTuple):
     axis: int
     first: int
     last: int
+    pairs: tuple[int, int] | None = None
 
 
 def shapes(config: Config) -> NamedShapes:
@@ -98,20 +102,29 @@ def stored_shapes(config: Config) -> NamedShapes:
 
 def tensor_parts(config: Config) -> dict[str, TensorPart]:
     """Our name of every parameter that is a part of a stored tensor, and which part."""
-    sizes, fused = _sizes(config), _family(config).fused
+    sizes, family = _sizes(config), _family(config)
     size = lambda text: _size(text, sizes)
     parts = {}
     for name, (_, shape) in shapes(config).items():
-        part = fused.get(name.rpartition(".")[2])
-        if part is not None:
+        kind = name.rpartition(".")[2]
+        if (part := family.fused.get(kind)) is not None:
             rows = tuple(map(size, part.rows.split()))
             stored = (prod(rows), *shape[1:])
             parts[name] = TensorPart(stored, rows, part.axis, size(part.first), size(part.last))
+        elif family.paired_rows and kind in PAIRED:
+            pairs = getattr(config, PAIRED[kind]), 2 * len(config.encoding.frequencies)
+            parts[name] = TensorPart(shape, shape[:1], 0, 0, shape[0], pairs)
     return parts
 
 
 def _family(config: Config) -> Family:
     return FAMILIES.get(config.family, LLAMA_FORM)
+
+
+def _names(config: Config) -> dict[str, str]:
+    """Our name of a parameter to Hugging Face's, where that is not Llama's."""
+    family = _family(config)
+    return {**family.names, **family.names_of(config)}
 
 
 def _sizes(config: Config) -> dict[str, int]:
@@ -122,6 +135,7 @@ def _sizes(config: Config) -> dict[str, int]:
         "V": config.vocab,
         "N": config.heads,
         "K": config.kv_heads,
+        "G": config.heads // config.kv_heads,
         "H": config.head_dim,
     }
 
@@ -135,7 +149,7 @@ def _size(word: str, sizes: Mapping[str, int]) -> int:
 def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """The three names and the shape of every parameter."""
     family, sizes = _family(config), _sizes(config)
-    own = {name: part.name for name, part in family.fused.items()} | dict(family.names)
+    own = {name: part.name for name, part in family.fused.items()} | _names(config)
     entries = [(name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
     for i in range(config.layers):
         before = f"layers.{i}.", f"{family.layers}{i}.", f"blk.{i}."
@@ -152,8 +166,7 @@ def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
 
 def outer_name(config: Config, name: str) -> str:
     """Hugging Face's name of a parameter outside the layers; name: ours."""
-    names = {ours: hf_name for ours, hf_name, *_ in OUTER} | dict(_family(config).names)
-    return names[name]
+    return ({ours: hf_name for ours, hf_name, *_ in OUTER} | _names(config))[name]
 
 
 def canonical(config: Config, name: str) -> str:
@@ -170,3 +183,14 @@ def paired_heads(architecture: str, config: Config, name: str) -> int | None:
     """
     field = PAIRED.get(name.rsplit(".", 1)[-1])
     return getattr(config, field) if field and architecture in PAIRED_ROWS else None
+
+
+def rows_of_pairs(rows: int, heads: int, rotated: int | None = None) -> np.ndarray:
+    """Our row of each stored row, where rows that rotate together are neighbours in the file.
+
+    rotated: so many rows of each head, by default all.
+    """
+    order = np.arange(rows).reshape(heads, -1)
+    first = order[:, :rotated]
+    halves = first.reshape(heads, 2, -1).swapaxes(1, 2).reshape(first.shape)
+    return np.concatenate([halves, order[:, first.shape[1] :]], axis=1).reshape(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Literal
 
@@ -27,6 +27,8 @@ class Config:
     gated: the MLP is down(activation(gate) x up), otherwise down(activation(up)).
     parallel: attention and MLP both read the layer's input: `shared` by one norm, `separate` by
     one each.
+    clip_qkv: the largest absolute value of queries, keys and values. query_growth: (b, length), of
+    queries that grow by 1 + b log(1 + floor(position / length)).
     scale: of attention logits; None is H^-0.5. softcap, logit_softcap: c x tanh(x / c) of attention
     logits and of the model's logits. embedding_scale, residual_scale, logit_scale: factors.
     """
@@ -59,6 +61,8 @@ class Config:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
     parallel: Literal["none", "shared", "separate"] = "none"
+    clip_qkv: float | None = None
+    query_growth: tuple[float, int] | None = None
     scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
@@ -69,10 +73,10 @@ class Config:
     @property
     def llama_form(self) -> bool:
         """Whether every switch is as in Llama, Mistral, Qwen2 or Qwen3."""
-        switches = fields(self)[[f.name for f in fields(self)].index("encodings") :]
-        whole = not isinstance(self.encoding, Rotary) or self.encoding.head_dim is None
+        switches = (f for f in fields(self) if f.default is not MISSING and f.name != "sink_logit")
         defaults = all(getattr(self, switch.name) == switch.default for switch in switches)
-        return defaults and whole and self.qk_norm != "whole"
+        rotated = isinstance(self.encoding, Rotary) and self.encoding.head_dim is None
+        return defaults and rotated and self.qk_norm != "whole"
 
     @property
     def learned_sinks(self) -> bool:

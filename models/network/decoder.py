@@ -60,6 +60,7 @@ def layer(
     config: Config,
     weights: Weights,
     x: Float[Array, "B T D"],
+    positions: UInt32[Array, "#B T"],
     attention: Callable[..., tuple[Float[Array, "B T N H"], Any]],
 ) -> tuple[Float[Array, "B T D"], Any]:
     """One block: attention and an MLP, one after the other or in parallel.
@@ -83,10 +84,16 @@ def layer(
     q, k, v = (project(h, name) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q, k = norm(q, "q_norm"), norm(k, "k_norm")
+    if config.clip_qkv is not None:
+        q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
     heads = (*h.shape[:2], -1, config.head_dim)
     q, k, v = (projected.reshape(heads) for projected in (q, k, v))
     if config.qk_norm == "head":
         q, k = norm(q, "q_norm"), norm(k, "k_norm")
+    if config.query_growth is not None:
+        base, length = config.query_growth
+        growth = 1 + base * jnp.log1p((positions // np.uint32(length)).astype(jnp.float32))
+        q = q * growth[:, :, None, None].astype(q.dtype)
     spec = spec_of(config, str(x.dtype))
     out, result = attention(spec, q, k, v, sink_logits(config, weights))
     attended = project(out.astype(x.dtype).reshape(*x.shape[:2], -1), "o")
@@ -133,7 +140,7 @@ def run_layer(
     def attention(spec: Spec, q: Array, k: Array, v: Array, sink_logits: Any) -> tuple:
         return attention_fn(policy, spec, state, q, k, v, positions, valid, sink_logits)
 
-    return layer(config, weights, x, attention)
+    return layer(config, weights, x, positions, attention)
 
 
 # Within a program, equal layers are traced and lowered once.

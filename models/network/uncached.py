@@ -69,7 +69,8 @@ def run_layer(
     x: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T D"], Any]:
     """One layer without a cache, and the second result of its attention."""
-    return layer(config, weights, x, partial(attention_fn, window))
+    positions = jnp.arange(x.shape[1], dtype=jnp.uint32)[None]
+    return layer(config, weights, x, positions, partial(attention_fn, window))
 
 
 _layer_shared = jax.jit(run_layer, static_argnums=(0, 1, 2))

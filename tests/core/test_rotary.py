@@ -155,6 +155,7 @@ def test_alibi_slopes():
     assert Alibi.of(8).slopes == tuple(2.0**-i for i in range(1, 9))
     later_slopes = (2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
     np.testing.assert_allclose(Alibi.of(12).slopes, Alibi.of(8).slopes + later_slopes)
+    assert Alibi.of(2, max_bias=16).slopes == (2.0**-8, 2.0**-16)
 
 
 def test_alibi_falls_with_distance_across_the_wrap():

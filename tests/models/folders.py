@@ -69,6 +69,20 @@ def _neox(**fields: Any) -> dict[str, Any]:
     return config | kept
 
 
+def _mpt(**fields: Any) -> dict[str, Any]:
+    config = {"architectures": ["MptForCausalLM"], "model_type": "mpt", "pad_token_id": 0}
+    sizes = {"d_model": 64, "n_layers": 3, "vocab_size": 256, "max_seq_len": 512}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
+    return config | sizes | ids | {"expansion_ratio": 4, "layer_norm_epsilon": 1e-5} | fields
+
+
+def _falcon(**fields: Any) -> dict[str, Any]:
+    config = _config("Falcon", layer_norm_epsilon=1e-5, tie_word_embeddings=True, **fields)
+    for name in ("rms_norm_eps", "num_key_value_heads", "hidden_act", "intermediate_size"):
+        del config[name]
+    return config
+
+
 # The variations of published models, at a small size.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _config("Llama", num_key_value_heads=4, rope_scaling=None),
@@ -165,6 +179,37 @@ OTHERS = {  # families that are not of Llama's form
     "neox": _neox(),
     "neox_sequential": _neox(use_parallel_residual=False, rotary_pct=0.5),
     "neox_without_biases": _neox(attention_bias=False, rotary_pct=1.0),
+    "mpt": _mpt(n_heads=4),
+    "mpt_six_heads": _mpt(n_heads=6, d_model=96, attn_config={"clip_qkv": 1.5, "alibi": True}),
+    "falcon7b": _falcon(multi_query=True),
+    "falcon40b": _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon11b": _falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True
+    ),
+    "falcon_rw": _falcon(multi_query=False, parallel_attn=False, alibi=True, bias=True),
+    "olmo3": _config(
+        "Olmo3", sliding_window=24, rope_theta=500000.0, rope_scaling=YARN, num_hidden_layers=4
+    ),
+    "glm": _config("Glm", head_dim=32, partial_rotary_factor=0.5),
+    "glm4": _config("Glm4", head_dim=16, attention_bias=False),
+    "cohere2": _config(
+        "Cohere2",
+        sliding_window=24,
+        sliding_window_pattern=2,
+        logit_scale=0.25,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "exaone4": _config("Exaone4", sliding_window=24, sliding_window_pattern=2),
+    "exaone4_full": _config("Exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
+    "ministral3": _config(
+        "Ministral3",
+        head_dim=16,
+        dtype="float32",
+        rope_parameters=YARN
+        | {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+        | {"original_max_position_embeddings": 40},
+    ),
 }
 FAMILIES |= OTHERS
 

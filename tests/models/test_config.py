@@ -166,14 +166,19 @@ def test_agrees_with_transformers(name, tmp_path):
     head = {"embed_out.weight": "lm_head.weight"}  # older files of GPT-NeoX have the first name
     stored = {head.get(name, name): shape for name, shape in stored_shapes(config).values()}
     assert stored == expected
-    layers = model.base_model.layers
+    base = model.base_model
+    layers = next(getattr(base, n) for n in ("layers", "blocks", "h") if hasattr(base, n))
     windows = tuple(
         getattr(getattr(layer, "self_attn", layer), "sliding_window", None) for layer in layers
     )
-    if config.family in ("mistral", "phi3"):
+    if config.family in ("mistral", "phi3", "ministral3"):
         windows = (reference.sliding_window,) * config.layers
+    elif config.family == "exaone4":
+        kinds = reference.layer_types
+        windows = tuple(reference.sliding_window if kind[0] == "s" else None for kind in kinds)
     assert config.windows == windows
     if "linear" not in name:  # test_known_fields.py has the contexts of scaled positions
-        assert config.context == reference.max_position_embeddings
-    eps = "layer_norm_eps" if config.family == "gpt_neox" else "rms_norm_eps"
-    assert config.norm_eps == getattr(reference, eps)
+        context = "max_seq_len" if config.family == "mpt" else "max_position_embeddings"
+        assert config.context == getattr(reference, context)
+    names = "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"
+    assert config.norm_eps == next(getattr(reference, n) for n in names if hasattr(reference, n))

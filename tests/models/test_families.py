@@ -108,9 +108,26 @@ def test_a_theta_of_the_later_dialect_replaces_the_default(tmp_path):
      ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "must be a whole number"),
      ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number"),
      ("phi3", {"sliding_window": "24"}, "sliding_window must be a whole number"),
+     ("mpt", {"attn_config": {"alibi": False}}, "alibi must be true, got false"),
+     ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be False, got True"),
+     ("mpt", {"attn_config": {"softmax_scale": 0}}, "softmax_scale must be a positive number"),
+     ("mpt", {"attn_config": 3}, "attn_config must be an object, got 3"),
+     ("mpt", {"expansion_ratio": "4"}, "intermediate_size"),
+     ("mpt", {"logit_scale": 0.5}, "logit_scale must be 1, got 0.5"),
+     ("falcon7b", {"num_ln_in_parallel_attn": 2}, "must be 1 without new_decoder_architecture"),
+     ("falcon7b", {"activation": "relu"}, "activation must be one of silu, "),
+     ("falcon40b", {"num_kv_heads": 3}, "must be a multiple of num_key_value_heads, got 4 and 3"),
+     ("cohere2", {"logit_scale": 0}, "logit_scale must be a positive number, got 0"),
+     ("cohere2", {"use_qk_norm": True}, "use_qk_norm must be False, got True"),
+     ("exaone4", {"sliding_window_pattern": "LX"}, "must be of letters L and G, got 'LX'"),
+     ("ministral3", {"sliding_window": 0}, "sliding_window must be a whole number"),
+     ("ministral3", {"rope_parameters": {"type": "yarn", "llama_4_scaling_beta": -1}},
+      "original_max_position_embeddings"),
+     ("llama2", {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+      "llama_4_scaling_beta must be absent"),
      ("smollm3", {"rope_parameters": ROPES}, "rope_parameters that differ between layers")],
 )  # fmt: skip
 def test_a_value_that_changes_the_result_is_refused(name, change, said, tmp_path):
-    write_json(tmp_path / "config.json", OTHERS[name] | change)
+    write_json(tmp_path / "config.json", FAMILIES[name] | change)
     with pytest.raises(UserError, match=said):
         read_config(tmp_path)

@@ -59,7 +59,8 @@ def test_every_family(name, tmp_path):
     check(load(tmp_path), tmp_path, stored)
 
 
-SPLIT = {"phi3", "gpt_neox"}  # families whose files fuse matrices
+# Families whose files fuse matrices, or have rows that rotate together as neighbours.
+SPLIT = {"phi3", "gpt_neox", "mpt", "falcon", "glm", "glm4", "cohere2"}
 
 
 def split(config, name, whole):
@@ -68,11 +69,18 @@ def split(config, name, whole):
     prefix = names[name].rpartition(".")[0]
     rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     suffix = "_bias" if name.endswith("bias") else ""
-    if "query_key_value" in name:  # each head has its query, key and value
-        heads = whole.reshape(config.heads, 3, config.head_dim, *whole.shape[1:])
-        parts = [heads[:, i].reshape(rows[0], *whole.shape[1:]) for i in range(3)]
+    if "query_key_value" in name:  # each KV head has its queries, its key and its value
+        group = config.heads // config.kv_heads
+        heads = whole.reshape(config.kv_heads, group + 2, config.head_dim, *whole.shape[1:])
+        parts = [heads[:, :group], heads[:, group], heads[:, group + 1]]
+        parts = [part.reshape(-1, *whole.shape[1:]) for part in parts]
         return [(f"{prefix}.{part}{suffix}", parts[i]) for i, part in enumerate("qkv")]
-    if "qkv_proj" in name:
+    if config.family in ("glm", "glm4", "cohere2") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        heads = whole.reshape(-1, config.head_dim, *whole.shape[1:])
+        rotated = 2 * len(config.encoding.frequencies)
+        first, second, rest = heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
+        return [(names[name], np.concatenate([first, second, rest], 1).reshape(whole.shape))]
+    if "qkv" in name:
         parts = np.split(whole, [rows[0], rows[0] + rows[1]])
         return [(f"{prefix}.{part}", parts[i]) for i, part in enumerate("qkv")]
     if "gate_up" in name:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv.models.loading.field_values import integer
+from jaxkv.models.network.config import Config
 
 Fields = Mapping[str, Any]
 
@@ -33,12 +34,15 @@ class Family:
 
     name: its model_type. architectures: its names in config.json. defaults: fields that a
     config.json may lack, from the configuration class at Hugging Face. applied: fields of its own
-    that it reads. renamed: its name of a field that other families call otherwise.
+    that it reads. renamed: its name of a field that other families call otherwise. derived: fields
+    that follow from others, from the fields under Llama's names.
     switches: from the fields of config.json, with defaults, and its file to fields of `Config`; it
     raises UserError, or ValueError with a reason, for what it does not support.
     window_rope: layers with a window have rope settings of their own.
     layers: what precedes the number of a layer in the name of a tensor. names: our name of a
-    parameter to its own name, where that is not Llama's. fused: our name to the part of a tensor.
+    parameter to its own name, where that is not Llama's; names_of: those that follow from switches.
+    fused: our name to the part of a tensor. paired_rows: in each head, rows of queries and keys
+    that rotate together are neighbours.
     """
 
     name: str
@@ -47,10 +51,19 @@ class Family:
     defaults: Fields = field(default_factory=dict)
     applied: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     window_rope: bool = False
     layers: str = "model.layers."
     names: Mapping[str, str] = field(default_factory=dict)
+    names_of: Callable[[Config], Mapping[str, str]] = lambda config: {}
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
+    paired_rows: bool = False
+
+
+GATE_UP = {  # of families that store both in one matrix
+    "gate": FusedPart("mlp.gate_up_proj.weight", "2F", 0, "0", "F"),
+    "up": FusedPart("mlp.gate_up_proj.weight", "2F", 0, "F", "2F"),
+}
 
 
 def activation(fields: Fields, name: str = "hidden_act") -> str:
@@ -65,6 +78,12 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+
+
+def alternating(fields: Fields, every: int) -> list[str]:
+    """The kind of each layer, where one of `every` has full attention."""
+    count = fields["num_hidden_layers"]
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def windows_of(fields: Fields, where: Path, kinds: list[str]) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, activation, windows_of
+from jaxkv.models.loading.families.family import Family, Fields, activation, alternating, windows_of
 from jaxkv.models.loading.field_values import integer, positive
 
 NAMES = {
@@ -24,8 +24,6 @@ DEFAULTS = {
 
 def switches(fields: Fields, where: Path, every: int = 2) -> dict[str, Any]:
     """What both generations have. every: one of so many layers has full attention."""
-    count = fields["num_hidden_layers"]
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     softcap, logit_softcap = (
         positive(fields, name, where) if fields.get(name) else None
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
@@ -38,7 +36,7 @@ def switches(fields: Fields, where: Path, every: int = 2) -> dict[str, Any]:
         "softcap": softcap,
         "logit_softcap": logit_softcap,
         "embedding_scale": float(fields["hidden_size"]) ** 0.5,
-        "windows": windows_of(fields, where, kinds),
+        "windows": windows_of(fields, where, alternating(fields, every)),
     }
 
 

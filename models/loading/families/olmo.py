@@ -1,11 +1,11 @@
-"""OLMo 2 (AI2): norms after attention and MLP, and of whole queries and keys."""
+"""OLMo 2 and 3 (AI2): norms after attention and MLP, and of whole queries and keys; 3: windows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields
+from jaxkv.models.loading.families.family import Family, Fields, alternating, windows_of
 
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
@@ -13,14 +13,33 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     return {"norm_place": "after", "qk_norm": "whole"}
 
 
+def switches_of_olmo3(fields: Fields, where: Path) -> dict[str, Any]:
+    """Three of four layers have a window, and rotate without scaling."""
+    return switches(fields, where) | {
+        "windows": windows_of(fields, where, alternating(fields, 4)),
+        "window_rope": fields.get("window_rope") or {"rope_theta": fields["rope_theta"]},
+    }
+
+
+NAMES = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
 OLMO2 = Family(
     "olmo2",
     ("Olmo2ForCausalLM", "Olmo2Model"),
     switches,
-    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    defaults=DEFAULTS,
     applied=frozenset({"attention_bias"}),
-    names={
-        "attn_post_norm": "post_attention_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-    },
+    names=NAMES,
+)
+OLMO3 = Family(
+    "olmo3",
+    ("Olmo3ForCausalLM", "Olmo3Model"),
+    switches_of_olmo3,
+    defaults=DEFAULTS | {"sliding_window": 4096, "rope_theta": 500000.0},
+    applied=frozenset({"attention_bias", "sliding_window", "layer_types"}),
+    window_rope=True,
+    names=NAMES,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, FusedPart
+from jaxkv.models.loading.families.family import GATE_UP, Family, Fields, FusedPart
 from jaxkv.models.loading.field_values import integer
 
 
@@ -16,7 +16,7 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     return {"windows": (window,) * fields["num_hidden_layers"]}
 
 
-QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+QKV = "self_attn.qkv_proj.weight"
 PHI3 = Family(
     "phi3",
     ("Phi3ForCausalLM", "Phi3Model"),
@@ -28,7 +28,6 @@ PHI3 = Family(
         "q": FusedPart(QKV, "NH+2KH", 0, "0", "NH"),
         "k": FusedPart(QKV, "NH+2KH", 0, "NH", "NH+KH"),
         "v": FusedPart(QKV, "NH+2KH", 0, "NH+KH", "NH+2KH"),
-        "gate": FusedPart(GATE_UP, "2F", 0, "0", "F"),
-        "up": FusedPart(GATE_UP, "2F", 0, "F", "2F"),
-    },
+    }
+    | GATE_UP,
 )  # fmt: skip

@@ -21,7 +21,12 @@ from jaxkv.models.loading.tensors import (
     fill,
     match,
 )
-from jaxkv.models.loading.weight_names import ROPE_FACTORS, gguf_shapes, paired_heads
+from jaxkv.models.loading.weight_names import (
+    ROPE_FACTORS,
+    gguf_shapes,
+    paired_heads,
+    rows_of_pairs,
+)
 from jaxkv.models.network.config import Config
 
 WINDOW = 1 << 18  # weights dequantised at once: their float32 values stay in a processor's cache
@@ -47,7 +52,7 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
     # A vector is one row, unless its rows are in another order.
     table = host.reshape(1, -1) if host.ndim < 2 and not heads else host.reshape(host.shape[0], -1)
     rows, columns = table.shape
-    places = np.arange(rows) if heads is None else _rows_of_pairs(rows, heads)
+    places = np.arange(rows) if heads is None else rows_of_pairs(rows, heads)
     dequantize, kind = gguf_package().dequantize, gguf_package().GGMLQuantizationType(tensor.type)
     row_bytes, step = tensor.bytes // rows, max(1, WINDOW // columns)
     window = np.empty(min(rows, step) * row_bytes, np.uint8)
@@ -63,12 +68,6 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
             values = dequantize(raw[None], kind)
             table[places[first:last]] = values.reshape(last - first, columns)
     return host
-
-
-def _rows_of_pairs(rows: int, heads: int) -> np.ndarray:
-    """The row of each stored row: halves of a head instead of rotary pairs."""
-    order = np.arange(rows).reshape(heads, 2, rows // heads // 2)
-    return order.swapaxes(1, 2).reshape(-1)
 
 
 @cache

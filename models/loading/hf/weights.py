@@ -34,6 +34,7 @@ from jaxkv.models.loading.weight_names import (
     HARMLESS,
     canonical,
     outer_name,
+    rows_of_pairs,
     shapes,
     stored_shapes,
     tensor_parts,
@@ -149,10 +150,11 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
         raise corrupt(tensor.file, f"it ended within {tensor.name}")
     if tensor.part is None:
         return host.reshape(shape)
-    _, rows, axis, first, last = tensor.part
+    _, rows, axis, first, last, pairs = tensor.part
     part = np.moveaxis(host.reshape(*rows, *shape[1:]), axis, 0)[first:last]
     out = aligned(tensor.shape, dtype)
-    out[...] = np.moveaxis(part, 0, axis).reshape(tensor.shape)
+    places = slice(None) if pairs is None else rows_of_pairs(len(out), *pairs)
+    out[places] = np.moveaxis(part, 0, axis).reshape(tensor.shape)
     return out
 
 
