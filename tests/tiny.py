@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ CONFIG = SIZES | {
 }
 
 
-def write_tiny(folder: Path, seed: int = 0, **fields: Any) -> Path:
+def write_tiny(
+    folder: Path, seed: int = 0, config: Mapping[str, Any] = CONFIG, **fields: Any
+) -> Path:
     """Write the model to `folder` and return it; fields: overrides of config.json."""
-    write_model(folder, CONFIG | fields, seed)
+    write_model(folder, config | fields, seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([BEGIN, END, *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))

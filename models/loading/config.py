@@ -129,7 +129,7 @@ def read_config(folder: Path) -> Config:
     fields = read_json(where)
     generation = read_json(folder / "generation_config.json")
     config = config_of(_family(fields, where), fields, generation, where)
-    prepared = _prepared(config.family, fields)
+    prepared = _prepared(config.family, fields, where)
     check_config(prepared, rope_fields(prepared, where), config, where)
     return config
 
@@ -145,7 +145,7 @@ def config_of(
     """
     own = FAMILIES.get(family)
     defaults = dict(DEFAULTS[family] if own is None else own.defaults)
-    prepared = _prepared(family, fields)
+    prepared = _prepared(family, fields, where)
     if "rope_theta" in rope_fields(prepared, where):  # in either dialect
         defaults.pop("rope_theta", None)
     raw = COMMON | defaults | prepared
@@ -194,13 +194,20 @@ def config_of(
     return config if own is None else _switched(config, own, raw, where)
 
 
-def _prepared(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json under the names of Llama.
+def _prepared(family: str, fields: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The fields of config.json under the names of Llama; raises where two of them contradict.
 
     Rope settings of layers with a window are in `window_rope`, if they are their own.
     """
     own = FAMILIES.get(family, LLAMA_FORM)
-    raw = {own.renamed.get(name, name): value for name, value in fields.items()}
+    raw = {name: value for name, value in fields.items() if name not in own.renamed}
+    for name, value in fields.items():
+        shared = own.renamed.get(name, name)
+        if raw.setdefault(shared, value) != value:
+            raise UserError(
+                f"{where}: {name} and {shared} are one setting, got {value!r:.60} and "
+                f"{raw[shared]!r:.60}; delete the wrong one"
+            )
     raw |= own.derived(raw)
     rope = raw.get("rope_parameters")
     kinds = {"full_attention", "sliding_attention"}
@@ -308,8 +315,9 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
     names = [names] if isinstance(names, str) else names
     kind = str(fields.get("model_type", ""))
     named = str(names[0]) if isinstance(names, list) and names else kind
-    if fields.get("quantization_config"):
-        method = _get(fields["quantization_config"], "quant_method", "unknown method")
+    method = _get(fields.get("quantization_config"), "quant_method", "unknown method")
+    packed = FAMILIES.get(ARCHITECTURES.get(named, kind), LLAMA_FORM).packed
+    if fields.get("quantization_config") and (not packed or method != packed):
         raise UserError(
             f"{where}: quantized weights ({method}) are not supported; "
             "use the float32, bfloat16 or float16 version of the model"

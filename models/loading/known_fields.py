@@ -60,6 +60,7 @@ NEUTRAL = _by_name(
     ((True,), "is_causal"),
     (({},), "per_layer_config quantization_config pruned_heads"),
     ((0, 1), "num_experts num_local_experts"),
+    ((1.702,), "swiglu_alpha"),
 )  # fmt: skip
 # Neither change logits. Generation settings in config.json are read where generation_config.json
 # is absent (sampling_settings.py).
@@ -74,7 +75,8 @@ HARMLESS = {
     "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
     "use_flash_attn", "use_flash_attention", "is_llama_config", "transformers.js_config",
     "max_sequence_length", "model_max_length", "unsloth_version", "unsloth_fixed",
-    "unsloth_processed", "keys_to_ignore_at_inference", "gradient_checkpointing",
+    "unsloth_processed", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "keys_to_ignore_at_inference", "gradient_checkpointing",
 }  # fmt: skip
 
 # generation_config.json. Settings that jaxkv lacks, with their values of no effect besides null.

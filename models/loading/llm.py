@@ -287,7 +287,8 @@ def _margin(leaf: jax.Array) -> np.ndarray:
 
 # The axis of a weight that is split over the mesh's `model` axis; others are replicated.
 SPLIT = {"q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "q_bias": 0, "k_bias": 0,
-         "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sink_logits": 0}  # fmt: skip
+         "v_bias": 0, "gate_bias": 0, "up_bias": 0, "sink_logits": 0, "expert_gate": 1,
+         "expert_up": 1, "expert_down": 2, "expert_gate_bias": 1, "expert_up_bias": 1}  # fmt: skip
 
 
 def placement(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:

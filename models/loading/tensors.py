@@ -27,7 +27,8 @@ class Tensor:
 
     type: the name of its safetensors dtype, or the number of its ggml type. shape: its shape in
     row-major order, so (out, in) for a matrix. part: the part of the stored tensor that has this
-    shape; None for all of it.
+    shape; None for all of it. members: the tensors that are stacked to this one, the first of which
+    the other fields describe.
     """
 
     file: Path
@@ -37,6 +38,7 @@ class Tensor:
     start: int
     bytes: int
     part: TensorPart | None = None
+    members: tuple[Tensor, ...] = ()
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Weights keep Hugging Face's (out, in) orientation; a GGUF file stores a shape in reverse order. In a
 shape a word is the product of its letters: D width, F mlp, V vocabulary, N query heads, K kv heads,
-G query heads per kv head, H head dim.
+G query heads per kv head, H head dim, E experts, M mlp of an expert. In a name of Hugging Face's, *
+is the number of an expert, whose tensors are one parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 from jaxkv.models.loading.families.family import Family
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GGUF_EMBED, GGUF_HEAD = "token_embd.weight", "output.weight"
@@ -46,12 +47,20 @@ LAYER = (
     ("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight", "D", "mlp_norms"),
     ("mlp_norm_bias", "post_attention_layernorm.bias", "ffn_norm.bias", "D", "mlp_norms norm_bias"),
     ("mlp_post_norm", "", "post_ffw_norm.weight", "D", "norms_after"),
-    ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "F D", "gated"),
-    ("up", "mlp.up_proj.weight", "ffn_up.weight", "F D", ""),
-    ("down", "mlp.down_proj.weight", "ffn_down.weight", "D F", ""),
-    ("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", "F", "gated mlp_bias"),
-    ("up_bias", "mlp.up_proj.bias", "ffn_up.bias", "F", "mlp_bias"),
-    ("down_bias", "mlp.down_proj.bias", "ffn_down.bias", "D", "mlp_bias"),
+    ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "F D", "dense gated"),
+    ("up", "mlp.up_proj.weight", "ffn_up.weight", "F D", "dense"),
+    ("down", "mlp.down_proj.weight", "ffn_down.weight", "D F", "dense"),
+    ("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", "F", "dense gated mlp_bias"),
+    ("up_bias", "mlp.up_proj.bias", "ffn_up.bias", "F", "dense mlp_bias"),
+    ("down_bias", "mlp.down_proj.bias", "ffn_down.bias", "D", "dense mlp_bias"),
+    ("router", "mlp.gate.weight", "ffn_gate_inp.weight", "E D", "experts"),
+    ("router_bias", "mlp.gate.bias", "ffn_gate_inp.bias", "E", "experts mlp_bias"),
+    ("expert_gate", "mlp.experts.*.gate_proj.weight", "ffn_gate_exps.weight", "E M D", "experts"),
+    ("expert_up", "mlp.experts.*.up_proj.weight", "ffn_up_exps.weight", "E M D", "experts"),
+    ("expert_down", "mlp.experts.*.down_proj.weight", "ffn_down_exps.weight", "E D M", "experts"),
+    ("expert_gate_bias", "", "ffn_gate_exps.bias", "E M", "experts mlp_bias"),
+    ("expert_up_bias", "", "ffn_up_exps.bias", "E M", "experts mlp_bias"),
+    ("expert_down_bias", "", "ffn_down_exps.bias", "E D", "experts mlp_bias"),
 )
 HEADS = {"lm_head.weight", "output.weight"}
 # Buffers that old versions of transformers saved; they are computed from config.json.
@@ -68,17 +77,30 @@ NamedShapes = dict[str, tuple[str, tuple[int, ...]]]
 class TensorPart(NamedTuple):
     """The part of a stored tensor that is one of our parameters.
 
-    shape: of the stored tensor. rows: its first axis as several. Of the axis `axis` the part has
-    the entries from `first` to before `last`. pairs: (heads, rotated dims), where the rows of a
-    head that rotate together are neighbours in the file.
+    shape: of the stored tensor. axes: the same with an axis as several. Of the axis `axis` the part
+    has the entries from `first` to before `last`. pairs: (heads, rotated dims), where the rows of a
+    head that rotate together are neighbours in the file. transposed: the last two axes are stored
+    in the other order.
     """
 
     shape: tuple[int, ...]
-    rows: tuple[int, ...]
+    axes: tuple[int, ...]
     axis: int
     first: int
     last: int
     pairs: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def cut(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The parameter of this shape, from the stored tensor; a view where it can be."""
+        part = np.moveaxis(stored.reshape(self.axes), self.axis, 0)[self.first : self.last]
+        part = np.moveaxis(part, 0, self.axis)
+        if self.transposed:
+            return part.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
+        part = part.reshape(shape)
+        if self.pairs is None:
+            return part
+        return part[np.argsort(rows_of_pairs(shape[0], *self.pairs))]
 
 
 def shapes(config: Config) -> NamedShapes:
@@ -92,12 +114,18 @@ def gguf_shapes(config: Config) -> NamedShapes:
 
 
 def stored_shapes(config: Config) -> NamedShapes:
-    """Our name of every parameter -> (Hugging Face's name, shape of the stored tensor)."""
-    parts = tensor_parts(config)
-    return {
-        name: (hf_name, parts[name].shape if name in parts else shape)
-        for name, (hf_name, shape) in shapes(config).items()
-    }
+    """Our name of every parameter -> (Hugging Face's name, shape of the stored tensor).
+
+    A parameter of several tensors has an entry for each, by its name, a space and a number.
+    """
+    parts, stored = tensor_parts(config), {}
+    for name, (hf_name, shape) in shapes(config).items():
+        if "*" in hf_name:
+            for number in range(shape[0]):
+                stored[f"{name} {number}"] = hf_name.replace("*", str(number)), shape[1:]
+        else:
+            stored[name] = hf_name, parts[name].shape if name in parts else shape
+    return stored
 
 
 def tensor_parts(config: Config) -> dict[str, TensorPart]:
@@ -108,12 +136,16 @@ def tensor_parts(config: Config) -> dict[str, TensorPart]:
     for name, (_, shape) in shapes(config).items():
         kind = name.rpartition(".")[2]
         if (part := family.fused.get(kind)) is not None:
-            rows = tuple(map(size, part.rows.split()))
-            stored = (prod(rows), *shape[1:])
-            parts[name] = TensorPart(stored, rows, part.axis, size(part.first), size(part.last))
+            axes = tuple(map(size, part.rows.split()))
+            if part.stored:
+                stored = tuple(map(size, part.stored.split()))
+            else:
+                stored, axes = (prod(axes), *shape[1:]), (*axes, *shape[1:])
+            ends = size(part.first), size(part.last)
+            parts[name] = TensorPart(stored, axes, part.axis, *ends, None, part.transposed)
         elif family.paired_rows and kind in PAIRED:
             pairs = getattr(config, PAIRED[kind]), 2 * len(config.encoding.frequencies)
-            parts[name] = TensorPart(shape, shape[:1], 0, 0, shape[0], pairs)
+            parts[name] = TensorPart(shape, shape, 0, 0, shape[0], pairs)
     return parts
 
 
@@ -132,6 +164,8 @@ def _sizes(config: Config) -> dict[str, int]:
     return {
         "D": config.width,
         "F": config.mlp,
+        "E": config.experts,
+        "M": config.expert_mlp,
         "V": config.vocab,
         "N": config.heads,
         "K": config.kv_heads,
@@ -150,17 +184,18 @@ def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """The three names and the shape of every parameter."""
     family, sizes = _family(config), _sizes(config)
     own = {name: part.name for name, part in family.fused.items()} | _names(config)
-    entries = [(name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
+    entries = [(config, name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
     for i in range(config.layers):
+        described = of_layer(config, i)
         before = f"layers.{i}.", f"{family.layers}{i}.", f"blk.{i}."
         for name, hf_name, gguf_name, shape, fields in LAYER:
             names = name, own.get(name, hf_name), gguf_name
             names = [prefix + name for prefix, name in zip(before, names, strict=True)]
-            entries.append((*names, shape, fields))
+            entries.append((described, *names, shape, fields))
     return [
         (*names, tuple(_size(word, sizes) for word in shape.split()))
-        for *names, shape, fields in entries
-        if all(getattr(config, field) for field in fields.split())
+        for described, *names, shape, fields in entries
+        if all(getattr(described, field) for field in fields.split())
     ]
 
 

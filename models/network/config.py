@@ -25,6 +25,10 @@ class Config:
     norm_place: before attention and MLP, after them, or both.
     qk_norm: none; of each head; or of all heads together.
     gated: the MLP is down(activation(gate) x up), otherwise down(activation(up)).
+    clamp: the largest gate, and the largest absolute value of what it gates, which is raised by 1.
+    experts: how many MLPs, of width expert_mlp, a router chooses from, except in dense_layers; 0
+    for none. A token has experts_per_token of them, whose shares add up to 1 if
+    normalised_experts. mlp_bias is also of the router.
     parallel: attention and MLP both read the layer's input: `shared` by one norm, `separate` by
     one each.
     clip_qkv: the largest absolute value of queries, keys and values. query_growth: (b, length), of
@@ -60,6 +64,12 @@ class Config:
     norm_place: Literal["before", "after", "both"] = "before"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
+    clamp: float | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    normalised_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
     parallel: Literal["none", "shared", "separate"] = "none"
     clip_qkv: float | None = None
     query_growth: tuple[float, int] | None = None
@@ -104,6 +114,11 @@ class Config:
         return self.norms_before and self.parallel != "shared"
 
     @property
+    def dense(self) -> bool:
+        """Whether a layer, of `of_layer`, has one MLP."""
+        return not self.experts
+
+    @property
     def norms_before(self) -> bool:
         """Whether a norm precedes attention and MLP."""
         return self.norm_place != "after"
@@ -121,4 +136,7 @@ def of_layer(config: Config, number: int) -> Config:
     The layer's window is not part of it: its policy, or its attention without a cache, has that.
     """
     encoding = config.encoding if config.encodings is None else config.encodings[number]
-    return replace(config, encoding=encoding, encodings=None, windows=())
+    experts = 0 if number in config.dense_layers else config.experts
+    return replace(
+        config, encoding=encoding, encodings=None, windows=(), experts=experts, dense_layers=()
+    )

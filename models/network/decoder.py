@@ -21,8 +21,9 @@ from jaxkv.contract import Policy, Spec, State
 from jaxkv.driver import step
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config, of_layer
+from jaxkv.models.network.experts import mix
+from jaxkv.models.network.mlp import linear, mlp
 from jaxkv.models.network.quantised import Quantised
-from jaxkv.platform import cpu as xla_cpu
 from jaxkv.state.sharding import sharded_step
 from jaxkv.typing import Array, Bool, Float, Float32, Int32, UInt32
 
@@ -63,7 +64,7 @@ def layer(
     positions: UInt32[Array, "#B T"],
     attention: Callable[..., tuple[Float[Array, "B T N H"], Any]],
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """One block: attention and an MLP, one after the other or in parallel.
+    """One block: attention and an MLP or experts, one after the other or in parallel.
 
     config: of a layer (`of_layer`). attention: called with the spec, q [B,T,N,H], k and v [B,T,K,H]
     before rotation, and the sink logits [N] or None. Returns the output, and the second result of
@@ -76,9 +77,8 @@ def layer(
     def norm(x: Array, name: str) -> Array:
         return normalized(config, x, weights[name], weights.get(f"{name}_bias"))
 
-    def mlp(x: Array) -> Array:
-        activated = ACTIVATIONS[config.activation](project(x, "gate" if config.gated else "up"))
-        return project(activated * project(x, "up") if config.gated else activated, "down")
+    def changed(x: Array) -> Array:
+        return mix(config, weights, x) if config.experts else mlp(config, project, x)
 
     h = norm(x, "attn_norm") if config.norms_before else x
     q, k, v = (project(h, name) for name in ("q", "k", "v"))
@@ -100,19 +100,13 @@ def layer(
     if config.norms_after:
         attended = norm(attended, "attn_post_norm")
     if config.parallel != "none":
-        return x + attended + mlp(h if config.parallel == "shared" else norm(x, "mlp_norm")), result
+        h = h if config.parallel == "shared" else norm(x, "mlp_norm")
+        return x + attended + changed(h), result
     x = x + scaled(attended, config.residual_scale)
-    change = mlp(norm(x, "mlp_norm") if config.norms_before else x)
+    change = changed(norm(x, "mlp_norm") if config.norms_before else x)
     if config.norms_after:
         change = norm(change, "mlp_post_norm")
     return x + scaled(change, config.residual_scale), result
-
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 def sink_logits(config: Config, weights: Weights) -> Float[Array | np.ndarray, " N"] | None:
@@ -264,15 +258,3 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + np.float32(eps))).astype(x.dtype)
     return normed * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
-
-
-def linear(
-    x: Float[Array, "B T I"],
-    weight: Float[Array, "O I"] | Quantised,
-    bias: Float[Array, " O"] | None = None,
-    dtype: jnp.dtype | None = None,
-) -> Float[Array, "B T O"]:
-    """x @ weight.T + bias, accumulated in float32; dtype: of the result, by default that of x."""
-    product = quantised.linear if isinstance(weight, Quantised) else xla_cpu.linear
-    y = product(x, weight, dtype or x.dtype)
-    return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)

@@ -27,7 +27,8 @@ from jaxkv.typing import Array, Float, Float16, Float32, Int8, Int32, UInt8
 Format = Literal["int8", "int4"]
 FORMATS = ("int8", "int4")
 EMBEDDINGS = ("embed", "head")
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EMBEDDINGS)
+EXPERTS = ("expert_gate", "expert_up", "expert_down")  # [E,O,I]: E matrices
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS, *EMBEDDINGS)
 INT8_MAX = 127
 INT8_MIN_SCALE = np.finfo(np.float32).tiny
 BLOCK = 2**20  # elements that are rounded to int8 at a time
@@ -90,6 +91,9 @@ def quantise(
             f"weights in {weight_format} must be finite, and {source} has NaN or infinity; check "
             "the model"
         )
+    if wide.ndim == 3:
+        each = [quantise(name, matrix, weight_format, source) for matrix in wide]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
     if _format(name, wide.shape, weight_format) == "int8":
         return _in_int8(wide)
     largest = np.max(np.abs(wide))
@@ -159,14 +163,15 @@ def _grid(
 
 
 def shapes(name: str, shape: tuple[int, ...], weight_format: Format) -> Quantised:
-    """The shapes of a quantised matrix, in place of its arrays."""
-    if _format(name, shape, weight_format) == "int8":
+    """The shapes of a quantised matrix, or of several, in place of its arrays."""
+    *experts, outputs, inputs = shape
+    if _format(name, shape[-2:], weight_format) == "int8":
         return Int8Matrix(
-            jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+            jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
         )
-    rows, inputs = shape[0] // 2, shape[1]
-    group = jax.ShapeDtypeStruct((rows, 2, inputs // GROUP), jnp.float16)
-    return Int4Matrix(jax.ShapeDtypeStruct((rows, inputs), jnp.uint8), group, group)
+    rows = outputs // 2
+    group = jax.ShapeDtypeStruct((*experts, rows, 2, inputs // GROUP), jnp.float16)
+    return Int4Matrix(jax.ShapeDtypeStruct((*experts, rows, inputs), jnp.uint8), group, group)
 
 
 def _format(name: str, shape: tuple[int, ...], weight_format: Format) -> Format:
@@ -192,6 +197,17 @@ def linear(x: Float[Array, "B T I"], weight: Quantised, dtype: jnp.dtype) -> Flo
         return (y * weight.scale[None, None]).astype(dtype)
     y = xla_cpu.linear_by_blocks(x, weight, _linear_int4, 2 * weight.packed.size)
     return y.swapaxes(2, 3).reshape(*x.shape[:2], -1).astype(dtype)
+
+
+def dense(weight: Quantised) -> Float32[Array, "O I"]:
+    """The matrix in float32."""
+    if isinstance(weight, Int8Matrix):
+        return weight.values.astype(jnp.float32) * weight.scale[:, None]
+    halves = (weight.packed & 15, weight.packed >> 4)
+    return jnp.concatenate([
+        _widened(values, weight.scale[:, half], weight.minimum[:, half])
+        for half, values in enumerate(halves)
+    ])  # fmt: skip
 
 
 def _linear_int8(x: Float[Array, "B T I"], values: Int8[Array, "O I"]) -> Float32[Array, "B T O"]:

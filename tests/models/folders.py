@@ -38,6 +38,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -200,6 +201,20 @@ OTHERS = {  # families that are not of Llama's form
         layer_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
+    "mixtral": _config("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "qwen3_moe": _config("Qwen3Moe", head_dim=16, norm_topk_prob=True, mlp_only_layers=[1], **MOE)
+    | {"model_type": "qwen3_moe"},
+    "olmoe": _config("Olmoe", clip_qkv=1.5, num_experts=8, num_experts_per_tok=3),
+    "gpt_oss": _config(
+        "GptOss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        head_dim=16,
+        swiglu_limit=0.5,
+        rope_scaling=YARN | {"truncate": False},
+    )
+    | {"model_type": "gpt_oss"},
     "exaone4": _config("Exaone4", sliding_window=24, sliding_window_pattern=2),
     "exaone4_full": _config("Exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
     "ministral3": _config(
@@ -224,8 +239,8 @@ def tensors(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, np
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         values = random.standard_normal(shape, np.float32)
-        if len(shape) == 2:
-            values *= shape[1] ** -0.5
+        if len(shape) > 1:
+            values *= shape[-1] ** -0.5
         else:  # norms are around 1, biases around 0
             values = values / 8 + (0.0 if name.endswith("bias") else 1.0)
         return values.astype(jnp.dtype(dtype))

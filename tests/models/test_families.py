@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jaxkv import models
@@ -15,10 +16,12 @@ from jaxkv.models.training.continued import BaseModel
 from jaxkv.models.training.recipes import PRESETS
 from jaxkv.sampling import Sampling
 from jaxkv.serve.engine import PrefixConfig, Request, answer
+from jaxkv.state.sharding import mesh_of
 from tests.models.folders import FAMILIES, OTHERS, write_json
 from tests.tiny import write_tiny
 
-KINDS = "smollm3", "gemma3", "neox"  # rotation in some layers, windows in some, neither
+# Rotation in some layers, windows in some, neither, ALiBi; experts in some layers and in all.
+KINDS = "smollm3", "gemma3", "neox", "mpt", "qwen3_moe", "gpt_oss"
 PROMPT = [(7 * i) % 250 + 3 for i in range(70)]
 
 
@@ -30,7 +33,7 @@ def folder(request, tmp_path):
 def write_family(folder, name):
     """A model with a tokenizer."""
     ids = {"vocab_size": 258, "bos_token_id": 0, "eos_token_id": 1}
-    return write_tiny(folder, **OTHERS[name] | ids)
+    return write_tiny(folder, config=OTHERS[name], **ids)
 
 
 @pytest.mark.filterwarnings("ignore:.*keep the model's own window")
@@ -112,6 +115,7 @@ def test_a_theta_of_the_later_dialect_replaces_the_default(tmp_path):
      ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be False, got True"),
      ("mpt", {"attn_config": {"softmax_scale": 0}}, "softmax_scale must be a positive number"),
      ("mpt", {"attn_config": 3}, "attn_config must be an object, got 3"),
+     ("mpt", {"hidden_size": 32}, "d_model and hidden_size are one setting, got 64 and 32"),
      ("mpt", {"expansion_ratio": "4"}, "intermediate_size"),
      ("mpt", {"logit_scale": 0.5}, "logit_scale must be 1, got 0.5"),
      ("falcon7b", {"num_ln_in_parallel_attn": 2}, "must be 1 without new_decoder_architecture"),
@@ -131,3 +135,25 @@ def test_a_value_that_changes_the_result_is_refused(name, change, said, tmp_path
     write_json(tmp_path / "config.json", FAMILIES[name] | change)
     with pytest.raises(UserError, match=said):
         read_config(tmp_path)
+
+
+SHARDED = ("olmo3", "gemma2", "glm4", "cohere2", "falcon40b", "falcon_rw", "mixtral", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_tokens_do_not_depend_on_the_mesh(name, tmp_path):
+    """Over eight devices; the matrices of experts are split within each expert."""
+    folder = write_family(tmp_path, name)
+    tokens, logits = [], []
+    for mesh in (None, mesh_of("data=4,model=2")):
+        llm = models.load(folder, mesh=mesh)
+        stream = Stream(llm, "full:max=128", batch=4)
+        stream.prefill([PROMPT[i : 30 + 9 * i] for i in range(4)], 16)
+        logits.append(np.asarray(stream.decoding.logits))
+        stream.limit = 12
+        tokens.append(next(stream.decode_blocks(Sampling(), 12, eos=())))
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(*tokens)
+    if mesh is not None and llm.config.experts:
+        weight = llm.weights["layers.0.expert_down"]
+        assert weight.sharding.shard_shape(weight.shape)[2] == llm.config.expert_mlp // 2

@@ -56,11 +56,16 @@ def test_every_family(name, tmp_path):
         for name, array in loaded.items():
             np.testing.assert_array_equal(array, stored[name], name)
         return
+    if config.experts:
+        for file_name, shape in shapes(config).values():
+            if "*" in file_name:
+                each = [stored.pop(file_name.replace("*", str(i))) for i in range(shape[0])]
+                stored[file_name] = np.stack(each)
     check(load(tmp_path), tmp_path, stored)
 
 
 # Families whose files fuse matrices, or have rows that rotate together as neighbours.
-SPLIT = {"phi3", "gpt_neox", "mpt", "falcon", "glm", "glm4", "cohere2"}
+SPLIT = {"phi3", "gpt_neox", "mpt", "falcon", "glm", "glm4", "cohere2", "gpt_oss"}
 
 
 def split(config, name, whole):
@@ -80,6 +85,13 @@ def split(config, name, whole):
         rotated = 2 * len(config.encoding.frequencies)
         first, second, rest = heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
         return [(names[name], np.concatenate([first, second, rest], 1).reshape(whole.shape))]
+    if ".experts." in name:
+        bias = suffix if "_bias" in name else ""
+        whole = whole if "_bias" in name else whole.swapaxes(1, 2)
+        if "down" in name:
+            return [(f"{prefix}.expert_down{bias}", whole)]
+        return [(f"{prefix}.expert_gate{bias}", whole[:, ::2]),
+                (f"{prefix}.expert_up{bias}", whole[:, 1::2])]  # fmt: skip
     if "qkv" in name:
         parts = np.split(whole, [rows[0], rows[0] + rows[1]])
         return [(f"{prefix}.{part}", parts[i]) for i, part in enumerate("qkv")]

@@ -6,8 +6,10 @@ from jaxkv.models.loading.families.falcon import FALCON
 from jaxkv.models.loading.families.family import Family
 from jaxkv.models.loading.families.gemma import GEMMA2, GEMMA3
 from jaxkv.models.loading.families.glm import GLM, GLM4
+from jaxkv.models.loading.families.gpt_oss import GPT_OSS
 from jaxkv.models.loading.families.granite import GRANITE
 from jaxkv.models.loading.families.ministral import MINISTRAL3
+from jaxkv.models.loading.families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from jaxkv.models.loading.families.mpt import MPT
 from jaxkv.models.loading.families.neox import NEOX
 from jaxkv.models.loading.families.olmo import OLMO2, OLMO3
@@ -18,7 +20,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         NEOX, MPT, FALCON, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, GRANITE, PHI3, GLM, GLM4, COHERE2,
-        EXAONE4, MINISTRAL3,
+        EXAONE4, MINISTRAL3, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS,
     )
 }  # fmt: skip
 LLAMA_FORM = Family("llama", ())  # of the families that are not listed

@@ -18,7 +18,8 @@ class FusedPart(NamedTuple):
 
     name: of the stored tensor in a layer. rows: the rows as axes, in the letters of
     weight_names.py; of this axis the part has the entries from `first` to before `last`. A word is
-    a sum of products, as NH+2KH.
+    a sum of products, as NH+2KH. stored: the shape of the tensor, and then `rows` are all its axes.
+    transposed: the last two axes of the part are ours in the other order.
     """
 
     name: str
@@ -26,6 +27,8 @@ class FusedPart(NamedTuple):
     axis: int
     first: str
     last: str
+    stored: str = ""
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Family:
     layers: what precedes the number of a layer in the name of a tensor. names: our name of a
     parameter to its own name, where that is not Llama's; names_of: those that follow from switches.
     fused: our name to the part of a tensor. paired_rows: in each head, rows of queries and keys
-    that rotate together are neighbours.
+    that rotate together are neighbours. packed: the kind of quantised weights that is read.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Family:
     names_of: Callable[[Config], Mapping[str, str]] = lambda config: {}
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
     paired_rows: bool = False
+    packed: str = ""
 
 
 GATE_UP = {  # of families that store both in one matrix

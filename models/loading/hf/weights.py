@@ -34,7 +34,6 @@ from jaxkv.models.loading.weight_names import (
     HARMLESS,
     canonical,
     outer_name,
-    rows_of_pairs,
     shapes,
     stored_shapes,
     tensor_parts,
@@ -45,6 +44,10 @@ DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfl
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS = b"version https://git-lfs"  # the beginning of a pointer file in a clone
 PIECE = 16 << 20  # bytes read at once where the dtype changes
+# Blocks of 32 numbers in 4 bits and a power of two (OCP Microscaling 1.0): the stored names of a
+# matrix of gpt-oss end with these words, and the type of the whole is this.
+MXFP4, BLOCKS, SCALES = "MXFP4", "_blocks", "_scales"
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def model_tensors(folder: Path, config: Config) -> dict[str, Tensor]:
@@ -131,6 +134,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
 @reading()
 def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
+    if tensor.type == MXFP4:
+        host = _read_mxfp4(tensor, dtype)
+        return host if tensor.part is None else _cut(tensor, host, dtype)
+    if tensor.members:
+        out = aligned(tensor.shape, dtype)
+        for place, member in zip(out, tensor.members, strict=True):
+            place[...] = read(member, dtype)
+        return out
     shape = tensor.shape if tensor.part is None else tensor.part.shape
     count = prod(shape)
     stored = DTYPES[tensor.type]
@@ -150,12 +161,29 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
         raise corrupt(tensor.file, f"it ended within {tensor.name}")
     if tensor.part is None:
         return host.reshape(shape)
-    _, rows, axis, first, last, pairs = tensor.part
-    part = np.moveaxis(host.reshape(*rows, *shape[1:]), axis, 0)[first:last]
+    return _cut(tensor, host, dtype)
+
+
+def _cut(tensor: Tensor, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The part of a stored tensor in a buffer of its own."""
     out = aligned(tensor.shape, dtype)
-    places = slice(None) if pairs is None else rows_of_pairs(len(out), *pairs)
-    out[places] = np.moveaxis(part, 0, axis).reshape(tensor.shape)
+    out[...] = tensor.part.cut(stored, tensor.shape)
     return out
+
+
+def _read_mxfp4(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    """A tensor [E,I,O] from blocks [E,O,I/32,16] and their scales [E,O,I/32]."""
+    blocks, scales = (
+        np.fromfile(t.file, np.uint8, t.bytes, offset=t.start).reshape(t.shape)
+        for t in tensor.members
+    )
+    signed = np.concatenate([FP4, -FP4])
+    pairs = signed[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]  # low bits first
+    host = aligned((len(blocks), blocks.shape[1], 32 * blocks.shape[2]), dtype)
+    for out, packed, powers in zip(host, blocks, scales, strict=True):  # one expert at a time
+        values = pairs[packed].reshape(*packed.shape[:2], 32)
+        out[...] = np.ldexp(values, powers[..., None].astype(np.int32) - 127).reshape(out.shape)
+    return host.swapaxes(1, 2)
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -185,7 +213,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[str, Tensor]:
     """Our name -> tensor; raises where file and config.json disagree."""
     by_name: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _with_mxfp4(tensors).items():
         if name.endswith(HARMLESS):
             continue
         if (earlier := by_name.setdefault(canonical(config, name), tensor)) is not tensor:
@@ -200,17 +228,43 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
             )
     remedies = {head_name: "if the head is the embedding, set tie_word_embeddings to true"}
     matched = match(by_name, stored_shapes(config), folder, "config.json", remedies=remedies)
-    dtypes = [f"{t.name} is {t.type}" for t in matched.values() if t.type not in DTYPES]
+    types = {*DTYPES, MXFP4}
+    dtypes = [f"{t.name} is {t.type}" for t in matched.values() if t.type not in types]
     if dtypes:
         raise UserError(
             f"weights must be one of {', '.join(DTYPES)}; in {folder} {first_few(dtypes)}; "
             "use an unquantized version of the model"
         )
     ours, parts = shapes(config), tensor_parts(config)
+    members: dict[str, list[Tensor]] = {}
+    for name, tensor in matched.items():
+        members.setdefault(name.partition(" ")[0], []).append(tensor)
     return {
-        name: replace(tensor, shape=ours[name][1], part=parts[name]) if name in parts else tensor
-        for name, tensor in matched.items()
+        name: replace(
+            first,
+            shape=ours[name][1],
+            part=parts.get(name),
+            members=(first, *others) if "*" in ours[name][0] else first.members,
+        )
+        for name, (first, *others) in members.items()
     }
+
+
+def _with_mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by name, of which blocks and scales are one."""
+    joined = {}
+    for name, tensor in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(whole + SCALES)
+        if whole != name and scales is not None and len(tensor.shape) == 4:
+            experts, outputs, blocks, _ = tensor.shape
+            shape = experts, 32 * blocks, outputs
+            joined[whole] = replace(
+                tensor, name=whole, type=MXFP4, shape=shape, members=(tensor, scales)
+            )
+        elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
+            joined[name] = tensor
+    return joined
 
 
 @reading()

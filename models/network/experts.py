@@ -1,0 +1,143 @@
+"""A mixture of experts: a router sends each token to a few of many MLPs.
+
+    logits = router @ x (+ bias); the k largest are chosen; out = sum of share x expert(x)
+
+Shares are the softmax of the chosen logits, or, with `normalised_experts` off, their terms of the
+softmax over all. A token and one of its experts are a pair; pairs are computed in one of three
+forms. Each adds the experts of a token in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.models.network import quantised
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.mlp import linear, mlp
+from jaxkv.models.network.quantised import Quantised
+from jaxkv.typing import Array, Float, Float32, Int32
+
+Weights = Mapping[str, Array | Quantised]
+
+LARGEST_BLOCK = 64  # tokens of an expert that are computed at a time on a CPU
+PREFIX = "expert_"  # of the names of matrices [E,O,I] and biases [E,O] of all experts of a layer
+
+
+def mix(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The sum of each token's experts; weights: those of a layer."""
+    tokens = x.reshape(-1, x.shape[-1])
+    chosen, share = route(config, weights, tokens)
+    experts = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
+    others = by_pair if chosen.size <= config.experts else by_group
+    forms = {"cpu": partial(by_block, config), "default": partial(others, config)}
+    out = jax.lax.platform_dependent(experts, tokens, chosen, share, **forms)
+    return out.astype(x.dtype).reshape(x.shape)
+
+
+def route(
+    config: Config, weights: Weights, x: Float[Array, "N D"]
+) -> tuple[Int32[Array, "N X"], Float32[Array, "N X"]]:
+    """The X experts of each token, in the order of their numbers, and their shares."""
+    logits = linear(x[None], weights["router"], weights.get("router_bias"), jnp.float32)[0]
+    top, chosen = jax.lax.top_k(logits, config.experts_per_token)
+    total = jax.nn.logsumexp(top if config.normalised_experts else logits, axis=1, keepdims=True)
+    order = jnp.argsort(chosen, axis=1)
+    in_order = lambda a: jnp.take_along_axis(a, order, axis=1)
+    return in_order(chosen), in_order(jnp.exp(top - total))
+
+
+def by_block(
+    config: Config,
+    experts: Weights,
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N X"],
+    share: Float32[Array, "N X"],
+) -> Float32[Array, "N D"]:
+    """Blocks of an expert's tokens, one after another: the matrices of other experts are not read.
+
+    The form of a CPU, where the steps of a loop cost nothing.
+    """
+    size = min(LARGEST_BLOCK, 1 << (chosen.size // config.experts).bit_length())
+    numbers = chosen.reshape(-1)
+    order = jnp.argsort(numbers, stable=True).astype(jnp.int32)  # pairs by expert
+    counts = jnp.bincount(numbers, length=config.experts).astype(jnp.int32)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    blocks = (counts + np.int32(size - 1)) // np.int32(size)
+    block_ends = jnp.cumsum(blocks, dtype=jnp.int32)
+
+    def add_block(block: Array, out: Array) -> Array:
+        number = jnp.searchsorted(block_ends, block, side="right").astype(jnp.int32)
+        pick = lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False)
+        before = block - (pick(block_ends) - pick(blocks))  # blocks of this expert before this one
+        first = pick(ends) - pick(counts) + before * np.int32(size)
+        places = first + jnp.arange(size, dtype=jnp.int32)
+        pair = order[jnp.minimum(places, numbers.size - 1)]
+        token = jnp.where(places < pick(ends), pair // np.int32(chosen.shape[1]), len(x))
+        rows = x.at[token].get(mode="clip")
+        matrices = jax.tree.map(pick, dict(experts))
+        change = expert(config, matrices, rows).astype(jnp.float32)
+        return out.at[token].add(change * share.reshape(-1)[pair][:, None], mode="drop")
+
+    return jax.lax.fori_loop(0, block_ends[-1], add_block, jnp.zeros(x.shape, jnp.float32))
+
+
+def by_pair(
+    config: Config,
+    experts: Weights,
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N X"],
+    share: Float32[Array, "N X"],
+) -> Float32[Array, "N D"]:
+    """A copy of the matrices of each pair's expert: the form of accelerators for few tokens."""
+    matrices = jax.tree.map(lambda leaf: leaf[chosen.reshape(-1)], dict(experts))
+    rows = jnp.repeat(x, chosen.shape[1], axis=0)[:, None]
+    changes = jax.vmap(partial(expert, config))(matrices, rows)[:, 0].astype(jnp.float32)
+    return jnp.sum(changes.reshape(*chosen.shape, -1) * share[:, :, None], axis=1)
+
+
+def by_group(
+    config: Config,
+    experts: Weights,
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N X"],
+    share: Float32[Array, "N X"],
+) -> Float32[Array, "N D"]:
+    """All pairs in the order of their experts, by one ragged product: the form of accelerators."""
+    numbers = chosen.reshape(-1)
+    order = jnp.argsort(numbers, stable=True)
+    counts = jnp.bincount(numbers, length=config.experts).astype(jnp.int32)
+
+    def project(rows: Float[Array, "1 P I"], name: str) -> Float[Array, "1 P O"]:
+        weight = experts[name]
+        if isinstance(weight, Quantised):
+            weight = jax.vmap(quantised.dense)(weight)
+        product = jax.lax.ragged_dot_general(
+            rows[0], weight.astype(rows.dtype), counts, RAGGED, preferred_element_type=jnp.float32
+        )
+        if (bias := experts.get(f"{name}_bias")) is not None:
+            product += bias[numbers[order]].astype(jnp.float32)
+        return product.astype(rows.dtype)[None]
+
+    token = (order // chosen.shape[1]).astype(jnp.int32)
+    changes = mlp(config, project, x[token][None])[0].astype(jnp.float32)
+    changes *= share.reshape(-1)[order][:, None]
+    by_token = jnp.zeros_like(changes).at[order].set(changes, unique_indices=True)
+    return jnp.sum(by_token.reshape(*chosen.shape, -1), axis=1)
+
+
+RAGGED = jax.lax.RaggedDotDimensionNumbers(  # rows [P,I] and matrices [E,O,I]
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+)
+
+
+def expert(config: Config, matrices: Weights, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
+    """One expert, whose matrices are given, of some tokens."""
+    project = lambda rows, name: linear(rows, matrices[name], matrices.get(f"{name}_bias"))
+    return mlp(config, project, x[None])[0]
