@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.mlp import linear, mlp
 from jaxkv.models.network.quantised import Quantised
@@ -24,7 +23,7 @@ from jaxkv.typing import Array, Float, Float32, Int32
 
 Weights = Mapping[str, Array | Quantised]
 
-LARGEST_BLOCK = 64  # tokens of an expert that are computed at a time on a CPU
+LARGEST_BLOCK = 64  # tokens of an expert that are computed at a time by `by_block`
 PREFIX = "expert_"  # of the names of matrices [E,O,I] and biases [E,O] of all experts of a layer
 
 
@@ -33,8 +32,8 @@ def mix(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> Float[Arr
     tokens = x.reshape(-1, x.shape[-1])
     chosen, share = route(config, weights, tokens)
     experts = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
-    others = by_pair if chosen.size <= config.experts else by_group
-    forms = {"cpu": partial(by_block, config), "default": partial(others, config)}
+    on_gpu = partial(by_pair if chosen.size <= config.experts else by_expert, config)
+    forms = {"cuda": on_gpu, "rocm": on_gpu, "default": partial(by_block, config)}
     out = jax.lax.platform_dependent(experts, tokens, chosen, share, **forms)
     return out.astype(x.dtype).reshape(x.shape)
 
@@ -60,7 +59,7 @@ def by_block(
 ) -> Float32[Array, "N D"]:
     """Blocks of an expert's tokens, one after another: the matrices of other experts are not read.
 
-    The form of a CPU, where the steps of a loop cost nothing.
+    The form of a CPU and of a TPU, where the steps of a loop cost nothing.
     """
     size = min(LARGEST_BLOCK, 1 << (chosen.size // config.experts).bit_length())
     numbers = chosen.reshape(-1)
@@ -93,48 +92,38 @@ def by_pair(
     chosen: Int32[Array, "N X"],
     share: Float32[Array, "N X"],
 ) -> Float32[Array, "N D"]:
-    """A copy of the matrices of each pair's expert: the form of accelerators for few tokens."""
+    """The matrices of each pair's expert: the form of a GPU for few tokens.
+
+    There the choice of the matrices is part of the kernel that reads them. On a TPU it is a copy.
+    """
     matrices = jax.tree.map(lambda leaf: leaf[chosen.reshape(-1)], dict(experts))
     rows = jnp.repeat(x, chosen.shape[1], axis=0)[:, None]
     changes = jax.vmap(partial(expert, config))(matrices, rows)[:, 0].astype(jnp.float32)
     return jnp.sum(changes.reshape(*chosen.shape, -1) * share[:, :, None], axis=1)
 
 
-def by_group(
+def by_expert(
     config: Config,
     experts: Weights,
     x: Float[Array, "N D"],
     chosen: Int32[Array, "N X"],
     share: Float32[Array, "N X"],
 ) -> Float32[Array, "N D"]:
-    """All pairs in the order of their experts, by one ragged product: the form of accelerators."""
-    numbers = chosen.reshape(-1)
-    order = jnp.argsort(numbers, stable=True)
-    counts = jnp.bincount(numbers, length=config.experts).astype(jnp.int32)
+    """All experts of all tokens, one expert after another: the form of a GPU for many tokens.
 
-    def project(rows: Float[Array, "1 P I"], name: str) -> Float[Array, "1 P O"]:
-        weight = experts[name]
-        if isinstance(weight, Quantised):
-            weight = jax.vmap(quantised.dense)(weight)
-        product = jax.lax.ragged_dot_general(
-            rows[0], weight.astype(rows.dtype), counts, RAGGED, preferred_element_type=jnp.float32
-        )
-        if (bias := experts.get(f"{name}_bias")) is not None:
-            product += bias[numbers[order]].astype(jnp.float32)
-        return product.astype(rows.dtype)[None]
+    A loop over blocks would wait for the host in each step. XLA makes of `jax.lax.ragged_dot` one
+    product of every pair with the matrices of all experts, X times the work of this form.
+    """
+    of_token = jnp.zeros((len(x), config.experts), jnp.float32)
+    of_token = of_token.at[jnp.arange(len(x))[:, None], chosen].set(share, unique_indices=True)
 
-    token = (order // chosen.shape[1]).astype(jnp.int32)
-    changes = mlp(config, project, x[token][None])[0].astype(jnp.float32)
-    changes *= share.reshape(-1)[order][:, None]
-    by_token = jnp.zeros_like(changes).at[order].set(changes, unique_indices=True)
-    return jnp.sum(by_token.reshape(*chosen.shape, -1), axis=1)
+    def add_expert(out: Array, of_expert: tuple[Weights, Array]) -> tuple[Array, None]:
+        matrices, shares = of_expert
+        change = expert(config, matrices, x).astype(jnp.float32)
+        return out + jnp.where(shares[:, None] > 0, change * shares[:, None], 0.0), None
 
-
-RAGGED = jax.lax.RaggedDotDimensionNumbers(  # rows [P,I] and matrices [E,O,I]
-    dot_dimension_numbers=(((1,), (2,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(0,),
-)
+    start = jnp.zeros(x.shape, jnp.float32)
+    return jax.lax.scan(add_expert, start, (dict(experts), of_token.T))[0]
 
 
 def expert(config: Config, matrices: Weights, x: Float[Array, "R D"]) -> Float[Array, "R D"]:

@@ -18,7 +18,7 @@ from jaxkv.models.network.decoder import layer_weights
 from tests.models.folders import FAMILIES, write_json, write_model
 
 MODELS = "mixtral", "qwen3_moe", "olmoe", "gpt_oss"
-FORMS = experts.by_block, experts.by_pair, experts.by_group
+FORMS = experts.by_block, experts.by_pair, experts.by_expert
 
 
 @pytest.fixture(params=MODELS)
