@@ -34,7 +34,12 @@ ARCHITECTURES = {
 ARCHITECTURES |= {
     name: family.name for family in FAMILIES.values() for name in family.architectures
 }
-SUPPORTED = ", ".join(name for name in ARCHITECTURES if name.endswith("LM"))
+# Models that read pictures too, and the model_type of their text part, which a text prompt uses.
+WITH_TOWER = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Mistral3ForConditionalGeneration": ("ministral3", "mistral"),
+}
+SUPPORTED = ", ".join(name for name in (*ARCHITECTURES, *WITH_TOWER) if not name.endswith("Model"))
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -126,12 +131,31 @@ def read_config(folder: Path) -> Config:
             f"{folder} has an adapter, {adapter.name}, which is not applied; merge it into the "
             "weights, or move its files away"
         )
-    fields = read_json(where)
+    fields = text_fields(read_json(where), where)
     generation = read_json(folder / "generation_config.json")
     config = config_of(_family(fields, where), fields, generation, where)
     prepared = _prepared(config.family, fields, where)
     check_config(prepared, rope_fields(prepared, where), config, where)
     return config
+
+
+def text_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The fields of the decoder: all of them, or those of the text part of a model with a tower."""
+    (name, *_) = names if isinstance(names := fields.get("architectures"), list) and names else [""]
+    if name not in WITH_TOWER:
+        return fields
+    text = fields.get("text_config")
+    kinds = WITH_TOWER[name]
+    if not isinstance(text, dict) or (kind := text.get("model_type", kinds[0])) not in kinds:
+        kind = text.get("model_type") if isinstance(text, dict) else text
+        raise UserError(
+            f"{where}: text_config of {name} must be of model_type {' or '.join(kinds)}, got "
+            f"{kind!r:.60}; use another model"
+        )
+    shared = "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"
+    outer = {key: fields[key] for key in shared if key in fields}
+    tied = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
+    return outer | text | tied | {"architectures": [], "model_type": kind}
 
 
 def config_of(

@@ -65,6 +65,10 @@ LAYER = (
 HEADS = {"lm_head.weight", "output.weight"}
 # Buffers that old versions of transformers saved; they are computed from config.json.
 HARMLESS = ("rotary_emb.inv_freq",)
+# Of models that read pictures too: a part of the names in the decoder, and other tensors.
+LANGUAGE = "language_model."
+TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
+          "model.multi_modal_projector.")  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor of GGUF files that is read with the config
 # Architectures whose query and key rows are stored in GGUF files with each head's rotary pairs side
 # by side, (0, H/2, 1, H/2 + 1, ...), and the field of Config that counts the heads of a parameter.
@@ -207,7 +211,7 @@ def outer_name(config: Config, name: str) -> str:
 def canonical(config: Config, name: str) -> str:
     """The table's form of a name in a file: bare models lack `model.`, heads have two names."""
     prefix, head = _family(config).layers.partition(".")[0] + ".", outer_name(config, "head")
-    bare = name.removeprefix(prefix)
+    bare = name.removeprefix(LANGUAGE).removeprefix(prefix).removeprefix(LANGUAGE)
     return head if bare in {*HEADS, head} else prefix + bare
 
 

@@ -54,7 +54,8 @@ def switches_of_gemma3(fields: Fields, where: Path) -> dict[str, Any]:
     """Norms of queries and keys; layers with a window have a theta of their own."""
     changes = switches(fields, where, integer(fields, "sliding_window_pattern", where))
     local = fields.get("window_rope") or {"rope_theta": fields["rope_local_base_freq"]}
-    return changes | {"qk_norm": "head", "window_rope": local}
+    context = integer(fields, "max_position_embeddings", where)  # after its scaling
+    return changes | {"qk_norm": "head", "window_rope": local, "context": context}
 
 
 GEMMA3 = Family(
@@ -63,10 +64,12 @@ GEMMA3 = Family(
     switches_of_gemma3,
     defaults=DEFAULTS
     | {
-        "max_position_embeddings": 131072, "sliding_window_pattern": 6,
-        "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
     },
     applied=OWN | {"sliding_window_pattern", "rope_local_base_freq"},
+    renamed={"_sliding_window_pattern": "sliding_window_pattern"},
     window_rope=True,
     names=NAMES,
 )  # fmt: skip

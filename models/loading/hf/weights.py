@@ -32,6 +32,7 @@ from jaxkv.models.loading.tensors import (
 )
 from jaxkv.models.loading.weight_names import (
     HARMLESS,
+    TOWERS,
     canonical,
     outer_name,
     shapes,
@@ -214,7 +215,7 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
     """Our name -> tensor; raises where file and config.json disagree."""
     by_name: dict[str, Tensor] = {}
     for name, tensor in _with_mxfp4(tensors).items():
-        if name.endswith(HARMLESS):
+        if name.endswith(HARMLESS) or name.startswith(TOWERS):
             continue
         if (earlier := by_name.setdefault(canonical(config, name), tensor)) is not tensor:
             raise UserError(f"{folder} has one tensor under two names: {earlier.name}, {name}")
