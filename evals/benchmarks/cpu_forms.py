@@ -152,7 +152,7 @@ def forward(load: LoadModel, sizes: ProgramSizes) -> Program:
     llm, tokens = load("float32"), sizes.large
     spec = f"streaming:sinks=4,window={tokens - 4}"
     model = make_model(llm, spec)
-    states = tuple(policy.init(model.spec, 1, jax.random.key(0)) for policy in model.policies)
+    states = tuple(policy.init(model.specs[0], 1, jax.random.key(0)) for policy in model.policies)
     ids = jnp.asarray([prompt(llm, tokens)], jnp.int32)
     at, valid = jnp.arange(tokens, dtype=jnp.uint32)[None], jnp.ones((1, tokens), bool)
     last = jnp.full((1, 1), tokens - 1, jnp.int32)
@@ -302,7 +302,7 @@ def first_argument(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
-def second_argument(_: Any, value: Any, **__: Any) -> Any:
+def second_argument(_: Any, value: Any, *__: Any, **___: Any) -> Any:
     return value
 
 
@@ -326,7 +326,7 @@ FLAT_ROWS = {
 }
 CARRY = {
     f"{LOOP}.programs.carry": second_argument,
-    f"{LOOP}.programs.restore": first_argument,
+    f"{LOOP}.programs.restore": second_argument,
 }
 
 FORMS: dict[str, PlainForm] = {
