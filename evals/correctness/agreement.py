@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import ROOT
 from jaxkv.evals.lib.run import Measure, Run, run
+from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.timing import bar
+from jaxkv.models.tools.families import FAMILY_ROWS
 
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K" / "model.safetensors"
 TESTS = {
@@ -81,6 +84,30 @@ def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def families_table() -> str:
+    """The families, and the largest difference of a logit of each."""
+    parity = record.read("agreement")["results"]["parity"]
+    worst: dict[str, float] = {}
+    for reported in parity.values():
+        if "family" in reported:
+            difference = reported["largest_logit_difference"]
+            worst[reported["family"]] = max(worst.get(reported["family"], 0.0), difference)
+    heads = "family", "models", "beyond Llama", "GGUF", "training", "difference"
+    rows = [
+        (
+            f"`{row.name}`",
+            row.models,
+            row.beyond,
+            "yes" if row.gguf else "no",
+            "yes" if row.trained else "no",
+            f"{worst[row.name]:.0e}" if row.name in worst else "-",
+        )
+        for row in FAMILY_ROWS
+    ]
+    return table(heads, rows)
+
+
+TABLES = {"families": families_table}
 MEASURE = Measure("agreement", measure, data=lambda _: [STORIES])
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from jaxkv.evals.benchmarks import (
     startup,
 )
 from jaxkv.evals.comparison import endless_losses, side_by_side_tables, which_cache
-from jaxkv.evals.correctness import known_answers
+from jaxkv.evals.correctness import agreement, known_answers
 from jaxkv.evals.lib import figures, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
@@ -77,7 +77,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 EXPERIMENTS = (
     tables, questions, stream_eval, side_by_side_tables, endless_losses, which_cache,
     known_answers, recall, stream_losses, attention_error, sampled, single_layer, tree_slots,
-    emergence, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
+    agreement, emergence, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, report, mfu, prefix_tables,
     # Benchmarks.
     compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,

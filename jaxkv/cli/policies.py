@@ -1,6 +1,7 @@
-"""`jaxkv policies`: list the cache policies, or describe one.
+"""`jaxkv policies`: list the cache policies, describe one, or show the caches of a model's layers.
 
-Of each it shows the fields, the memory, the source, and where docs/which_cache.md takes it.
+Of each it shows the fields, the memory, the source, and where docs/which_cache.md takes it. With
+--model it shows the policy and the bytes of each layer, which may have a window of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import inspect
 import textwrap
 
+from jaxkv import defaults
 from jaxkv.cli import flags
 from jaxkv.cli.files import print_json
 from jaxkv.errors import UserError, suggestion
@@ -23,11 +25,24 @@ INDENT = " " * 10
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="policy to describe")
+    parser.add_argument(
+        "name", nargs="?", metavar="POLICY", help="policy to describe, or to show in a model"
+    )
+    flags.add(
+        parser,
+        ("tokens", flags.integer(1), None, "N", "with --model: tokens of the sequence (default: "
+         "the trained context)"),
+    )  # fmt: skip
     flags.add_json(parser)
+    flags.add_model(parser, mesh=False, seed=False)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        return show_layers(args)
+    for name in ("tokens", "dtype", "weights", "sinks"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} is of a model, and there is none; give --model")
     from jaxkv.models.tools.choices import CHOICES
     from jaxkv.policies import POLICIES
     from jaxkv.policy_spec import describe
@@ -60,6 +75,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"{NOTE}\n{MORE}")
     else:
         print(f"{policies[0]['about']}\n\n{NOTE}")
+    return 0
+
+
+def show_layers(args: argparse.Namespace) -> int:
+    """The policy and the bytes of every layer of --model; its weights are not read."""
+    policy = args.name or defaults.POLICY
+    llm, _ = flags.open_model(args, policy)
+    from jaxkv.models.tools import layers
+    from jaxkv.state.memory import show
+
+    tokens = args.tokens or llm.config.context
+    rows = layers.describe(llm, policy, tokens)
+    total = sum(row["bytes"] for row in rows)
+    if args.json:
+        print_json({"policy": policy, "tokens": tokens, "layers": rows, "bytes": total})
+        return 0
+    print(layers.table(rows))
+    print(f"\none sequence of {tokens:,} tokens in {llm.dtype}: {show(total)}")
     return 0
 
 

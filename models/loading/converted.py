@@ -72,7 +72,9 @@ def _stamp(path: Path) -> tuple[object, ...]:
 @cache
 def _converter() -> str:
     """The version of the code that converts."""
-    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)
+    folder = Path(__file__).parent
+    files_of_families = sorted((folder / "families").glob("*.py"))
+    sources = b"".join(p.read_bytes() for p in (*(folder / n for n in SOURCES), *files_of_families))
     return hashlib.sha256(version("gguf").encode() + sources).hexdigest()
 
 

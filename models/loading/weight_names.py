@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
-from jaxkv.models.loading.families.family import Family
+from jaxkv.models.loading.families.family import Family, GgufForm
 from jaxkv.models.network.config import Config, of_layer
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -117,29 +117,34 @@ def gguf_shapes(config: Config) -> NamedShapes:
     return {name: (gguf_name, shape) for name, _, gguf_name, shape in _parameters(config)}
 
 
-def stored_shapes(config: Config) -> NamedShapes:
-    """Our name of every parameter -> (Hugging Face's name, shape of the stored tensor).
+def stored_shapes(config: Config, gguf: bool = False) -> NamedShapes:
+    """Our name of every parameter -> (its name in files, shape of the stored tensor).
 
-    A parameter of several tensors has an entry for each, by its name, a space and a number.
+    A parameter of several tensors has an entry for each, by its name, a space and a number. gguf:
+    in GGUF files, instead of Hugging Face's.
     """
-    parts, stored = tensor_parts(config), {}
-    for name, (hf_name, shape) in shapes(config).items():
-        if "*" in hf_name:
+    parts, stored = tensor_parts(config, gguf), {}
+    for name, (file_name, shape) in (gguf_shapes if gguf else shapes)(config).items():
+        if "*" in file_name:
             for number in range(shape[0]):
-                stored[f"{name} {number}"] = hf_name.replace("*", str(number)), shape[1:]
+                stored[f"{name} {number}"] = file_name.replace("*", str(number)), shape[1:]
         else:
-            stored[name] = hf_name, parts[name].shape if name in parts else shape
+            stored[name] = file_name, parts[name].shape if name in parts else shape
     return stored
 
 
-def tensor_parts(config: Config) -> dict[str, TensorPart]:
-    """Our name of every parameter that is a part of a stored tensor, and which part."""
+def tensor_parts(config: Config, gguf: bool = False) -> dict[str, TensorPart]:
+    """Our name of every parameter that is a part of a stored tensor, and which part.
+
+    Rows of GGUF files in pairs are not parts; `paired_heads` counts them.
+    """
     sizes, family = _sizes(config), _family(config)
+    fused = _gguf(config).fused if gguf else family.fused
     size = lambda text: _size(text, sizes)
     parts = {}
     for name, (_, shape) in shapes(config).items():
         kind = name.rpartition(".")[2]
-        if (part := family.fused.get(kind)) is not None:
+        if (part := fused.get(kind)) is not None:
             axes = tuple(map(size, part.rows.split()))
             if part.stored:
                 stored = tuple(map(size, part.stored.split()))
@@ -147,7 +152,7 @@ def tensor_parts(config: Config) -> dict[str, TensorPart]:
                 stored, axes = (prod(axes), *shape[1:]), (*axes, *shape[1:])
             ends = size(part.first), size(part.last)
             parts[name] = TensorPart(stored, axes, part.axis, *ends, None, part.transposed)
-        elif family.paired_rows and kind in PAIRED:
+        elif not gguf and family.paired_rows and kind in PAIRED:
             pairs = getattr(config, PAIRED[kind]), 2 * len(config.encoding.frequencies)
             parts[name] = TensorPart(shape, shape, 0, 0, shape[0], pairs)
     return parts
@@ -155,6 +160,10 @@ def tensor_parts(config: Config) -> dict[str, TensorPart]:
 
 def _family(config: Config) -> Family:
     return FAMILIES.get(config.family, LLAMA_FORM)
+
+
+def _gguf(config: Config) -> GgufForm:
+    return _family(config).gguf or GgufForm("")
 
 
 def _names(config: Config) -> dict[str, str]:
@@ -188,12 +197,14 @@ def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """The three names and the shape of every parameter."""
     family, sizes = _family(config), _sizes(config)
     own = {name: part.name for name, part in family.fused.items()} | _names(config)
+    form = _gguf(config)
+    in_gguf = {name: part.name for name, part in form.fused.items()} | dict(form.names)
     entries = [(config, name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
     for i in range(config.layers):
         described = of_layer(config, i)
         before = f"layers.{i}.", f"{family.layers}{i}.", f"blk.{i}."
         for name, hf_name, gguf_name, shape, fields in LAYER:
-            names = name, own.get(name, hf_name), gguf_name
+            names = name, own.get(name, hf_name), in_gguf.get(name, gguf_name)
             names = [prefix + name for prefix, name in zip(before, names, strict=True)]
             entries.append((described, *names, shape, fields))
     return [
@@ -221,7 +232,8 @@ def paired_heads(architecture: str, config: Config, name: str) -> int | None:
     name: ours. Queries and keys have different numbers of heads.
     """
     field = PAIRED.get(name.rsplit(".", 1)[-1])
-    return getattr(config, field) if field and architecture in PAIRED_ROWS else None
+    paired = architecture in PAIRED_ROWS or _gguf(config).paired_rows
+    return getattr(config, field) if field and paired else None
 
 
 def rows_of_pairs(rows: int, heads: int, rotated: int | None = None) -> np.ndarray:

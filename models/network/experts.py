@@ -21,13 +21,13 @@ from jaxkv.models.network.mlp import linear, mlp
 from jaxkv.models.network.quantised import Quantised
 from jaxkv.typing import Array, Float, Float32, Int32
 
-Weights = Mapping[str, Array | Quantised]
+Matrices = Mapping[str, Array | Quantised]
 
 LARGEST_BLOCK = 64  # tokens of an expert that are computed at a time by `by_block`
 PREFIX = "expert_"  # of the names of matrices [E,O,I] and biases [E,O] of all experts of a layer
 
 
-def mix(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def mix(config: Config, weights: Matrices, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """The sum of each token's experts; weights: those of a layer."""
     tokens = x.reshape(-1, x.shape[-1])
     chosen, share = route(config, weights, tokens)
@@ -39,7 +39,7 @@ def mix(config: Config, weights: Weights, x: Float[Array, "B T D"]) -> Float[Arr
 
 
 def route(
-    config: Config, weights: Weights, x: Float[Array, "N D"]
+    config: Config, weights: Matrices, x: Float[Array, "N D"]
 ) -> tuple[Int32[Array, "N X"], Float32[Array, "N X"]]:
     """The X experts of each token, in the order of their numbers, and their shares."""
     logits = linear(x[None], weights["router"], weights.get("router_bias"), jnp.float32)[0]
@@ -52,7 +52,7 @@ def route(
 
 def by_block(
     config: Config,
-    experts: Weights,
+    experts: Matrices,
     x: Float[Array, "N D"],
     chosen: Int32[Array, "N X"],
     share: Float32[Array, "N X"],
@@ -87,7 +87,7 @@ def by_block(
 
 def by_pair(
     config: Config,
-    experts: Weights,
+    experts: Matrices,
     x: Float[Array, "N D"],
     chosen: Int32[Array, "N X"],
     share: Float32[Array, "N X"],
@@ -104,7 +104,7 @@ def by_pair(
 
 def by_expert(
     config: Config,
-    experts: Weights,
+    experts: Matrices,
     x: Float[Array, "N D"],
     chosen: Int32[Array, "N X"],
     share: Float32[Array, "N X"],
@@ -117,7 +117,7 @@ def by_expert(
     of_token = jnp.zeros((len(x), config.experts), jnp.float32)
     of_token = of_token.at[jnp.arange(len(x))[:, None], chosen].set(share, unique_indices=True)
 
-    def add_expert(out: Array, of_expert: tuple[Weights, Array]) -> tuple[Array, None]:
+    def add_expert(out: Array, of_expert: tuple[Matrices, Array]) -> tuple[Array, None]:
         matrices, shares = of_expert
         change = expert(config, matrices, x).astype(jnp.float32)
         return out + jnp.where(shares[:, None] > 0, change * shares[:, None], 0.0), None
@@ -126,7 +126,7 @@ def by_expert(
     return jax.lax.scan(add_expert, start, (dict(experts), of_token.T))[0]
 
 
-def expert(config: Config, matrices: Weights, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
+def expert(config: Config, matrices: Matrices, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
     """One expert, whose matrices are given, of some tokens."""
     project = lambda rows, name: linear(rows, matrices[name], matrices.get(f"{name}_bias"))
     return mlp(config, project, x[None])[0]

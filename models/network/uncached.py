@@ -23,6 +23,7 @@ from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer, layer_weights
 from jaxkv.models.network.device import cuda_capability
 from jaxkv.platform import cpu as xla_cpu
+from jaxkv.rotary import Alibi
 from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 SINK_HEAD = 0.3  # mean attention on the first token above which a head counts as a sink head
@@ -91,8 +92,10 @@ def attend(
 
     implementation: `cudnn` is cuDNN's flash attention on an NVIDIA GPU in half precision, `xla`
     runs anywhere; None takes cuDNN where it is available.
-    Raises UserError for `cudnn` where it cannot run.
+    Raises UserError for `cudnn` where it cannot run, and for ALiBi.
     """
+    if isinstance(spec.encoding, Alibi):
+        raise UserError("attention without a cache has no ALiBi; use a cache, or another model")
     lacks = cudnn_lacks(jax.local_devices()[0], q, spec.softcap, window, sink_logits)
     if implementation is None:
         implementation = "xla" if lacks else "cudnn"
@@ -355,7 +358,10 @@ def attend_with_probabilities(
     at = jnp.arange(tokens, dtype=jnp.uint32)[None]
     q, k = spec.encoding.rotate(q, at), spec.encoding.rotate(k, at).transpose(0, 2, 1, 3)
     visible = _visible(0, tokens, 0, window)[None, None]
-    logits = jnp.where(visible, scores(q, k, spec.scale, spec.softcap), -jnp.inf)  # [B,K,G,T,S]
+    logits = scores(q, k, spec.scale, spec.softcap)  # [B,K,G,T,S]
+    if (bias := spec.encoding.bias(at, at, spec.kv_heads)) is not None:
+        logits = logits + jnp.broadcast_to(bias, logits.shape)
+    logits = jnp.where(visible, logits, -jnp.inf)
     attention = blend(logits, v.transpose(0, 2, 1, 3))
     if sink_logits is not None:
         attention = merge(attention, sink_logit(sink_logits, attention))

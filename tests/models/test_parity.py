@@ -121,6 +121,7 @@ def test_logits_and_greedy_tokens(family, tmp_path, record_property):
         expected = reference_logits(reference_model, ids)
         assert actual[row].shape == expected.shape
         worst = max(worst, float(np.abs(actual[row] - expected).max()))
+    record_property("family", json.dumps(llm.config.family))
     record_property("largest_logit_difference", worst)
     record_property("logit_standard_deviation", float(expected.std()))
     assert worst < LIMIT

@@ -32,6 +32,26 @@ class FusedPart(NamedTuple):
 
 
 @dataclass(frozen=True)
+class GgufForm:
+    """How llama.cpp's files have a family, where that is not as they have Llama.
+
+    name: their architecture. fields: a field of config.json, under Llama's name, to the key of its
+    value after the architecture. constants: what the files do not say, because llama.cpp has it as
+    a constant, from the fields that they do say. names: our name of a parameter to theirs. fused:
+    our name to the part of a tensor. paired_rows: as of a family. raised_norms: weights of norms
+    are stored as 1 + w.
+    """
+
+    name: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, FusedPart] = field(default_factory=dict)
+    paired_rows: bool = False
+    raised_norms: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of models.
 
@@ -45,7 +65,8 @@ class Family:
     layers: what precedes the number of a layer in the name of a tensor. names: our name of a
     parameter to its own name, where that is not Llama's; names_of: those that follow from switches.
     fused: our name to the part of a tensor. paired_rows: in each head, rows of queries and keys
-    that rotate together are neighbours. packed: the kind of quantised weights that is read.
+    that rotate together are neighbours. packed: the kind of quantised weights that is read. gguf:
+    None where files of llama.cpp are not read.
     """
 
     name: str
@@ -62,6 +83,7 @@ class Family:
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
     paired_rows: bool = False
     packed: str = ""
+    gguf: GgufForm | None = None
 
 
 GATE_UP = {  # of families that store both in one matrix

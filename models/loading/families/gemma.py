@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, activation, alternating, windows_of
+from jaxkv.models.loading.families.family import (
+    Family,
+    Fields,
+    GgufForm,
+    activation,
+    alternating,
+    windows_of,
+)
 from jaxkv.models.loading.field_values import integer, positive
 
 NAMES = {
@@ -40,6 +47,16 @@ def switches(fields: Fields, where: Path, every: int = 2) -> dict[str, Any]:
     }
 
 
+def constants(fields: Fields) -> dict[str, Any]:
+    """llama.cpp scales attention by the head dim, but in the 27B models by width over heads."""
+    largest = {46, 62}  # layers
+    by_width = fields["hidden_size"] // fields["num_attention_heads"]
+    scaled_by = by_width if fields["num_hidden_layers"] in largest else fields["head_dim"]
+    return {"query_pre_attn_scalar": scaled_by, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+SOFT_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping",
+             "final_logit_softcapping": "final_logit_softcapping"}  # fmt: skip
 GEMMA2 = Family(
     "gemma2",
     ("Gemma2ForCausalLM", "Gemma2Model"),
@@ -47,6 +64,7 @@ GEMMA2 = Family(
     defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     applied=OWN,
     names=NAMES,
+    gguf=GgufForm("gemma2", SOFT_CAPS, constants, raised_norms=True),
 )
 
 
@@ -72,4 +90,11 @@ GEMMA3 = Family(
     renamed={"_sliding_window_pattern": "sliding_window_pattern"},
     window_rope=True,
     names=NAMES,
+    gguf=GgufForm(
+        "gemma3",
+        {"final_logit_softcapping": "final_logit_softcapping",
+         "rope_local_base_freq": "rope.freq_base_swa"},
+        constants,
+        raised_norms=True,
+    ),
 )  # fmt: skip

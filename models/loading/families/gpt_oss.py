@@ -9,6 +9,7 @@ from jaxkv.models.loading.families.family import (
     Family,
     Fields,
     FusedPart,
+    GgufForm,
     alternating,
     windows_of,
 )
@@ -70,4 +71,11 @@ GPT_OSS = Family(
     fused=gate_up("", "E D M 2", "E D 2M", 3, True)
     | gate_up("_bias", "E M 2", "E 2M", 2, False)
     | {"expert_down": FusedPart("mlp.experts.down_proj", "E M D", 0, "0", "E", "E M D", True)},
+    gguf=GgufForm(
+        "gpt-oss",
+        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+         "intermediate_size": "expert_feed_forward_length"},
+        lambda fields: {"rope_scaling": {**fields["rope_scaling"], "truncate": False}},
+        names={"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"},
+    ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm
 from jaxkv.models.loading.field_values import positive
 
 
@@ -28,4 +28,15 @@ GRANITE = Family(
     defaults=dict.fromkeys(MULTIPLIERS, 1.0)
     | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     applied=frozenset((*MULTIPLIERS, "attention_bias", "mlp_bias")),
+    gguf=GgufForm(
+        "granite",
+        dict(
+            zip(
+                MULTIPLIERS,
+                ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+                strict=True,
+            )
+        ),
+        paired_rows=True,
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm
 from jaxkv.models.loading.field_values import boolean, integer, positive
 
 
@@ -54,6 +54,7 @@ def switches_of_olmoe(fields: Fields, where: Path) -> dict[str, Any]:
     }
 
 
+COUNTS = {"num_experts_per_tok": "expert_used_count", "num_experts": "expert_count"}
 MIXTRAL = Family(
     "mixtral",
     ("MixtralForCausalLM", "MixtralModel"),
@@ -70,6 +71,11 @@ MIXTRAL = Family(
         "expert_up": "block_sparse_moe.experts.*.w3.weight",
         "expert_down": "block_sparse_moe.experts.*.w2.weight",
     },
+    gguf=GgufForm(
+        "llama",
+        {"num_experts_per_tok": "expert_used_count", "num_local_experts": "expert_count"},
+        paired_rows=True,
+    ),
 )  # fmt: skip
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -85,6 +91,11 @@ QWEN3_MOE = Family(
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "num_experts_per_tok",
         "num_experts", "norm_topk_prob",
     }),
+    gguf=GgufForm(
+        "qwen3moe",
+        COUNTS | {"moe_intermediate_size": "expert_feed_forward_length"},
+        lambda fields: {"norm_topk_prob": True},
+    ),
 )  # fmt: skip
 OLMOE = Family(
     "olmoe",
@@ -96,4 +107,5 @@ OLMOE = Family(
     },
     applied=frozenset({"attention_bias", "clip_qkv", "num_experts_per_tok", "num_experts",
                        "norm_topk_prob"}),
+    gguf=GgufForm("olmoe", COUNTS),
 )  # fmt: skip

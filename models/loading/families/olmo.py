@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, alternating, windows_of
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, alternating, windows_of
 
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
@@ -33,6 +33,7 @@ OLMO2 = Family(
     defaults=DEFAULTS,
     applied=frozenset({"attention_bias"}),
     names=NAMES,
+    gguf=GgufForm("olmo2"),
 )
 OLMO3 = Family(
     "olmo3",
@@ -42,4 +43,5 @@ OLMO3 = Family(
     applied=frozenset({"attention_bias", "sliding_window", "layer_types"}),
     window_rope=True,
     names=NAMES,
+    gguf=GgufForm("olmo2", {"layer_types": "attention.sliding_window_pattern"}),
 )

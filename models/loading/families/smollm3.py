@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, windows_of
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, windows_of
 from jaxkv.models.loading.field_values import boolean, integer
 
 
@@ -38,4 +38,5 @@ SMOLLM3 = Family(
     },
     applied=frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval",
                        "layer_types", "sliding_window", "use_sliding_window"}),
+    gguf=GgufForm("smollm3", paired_rows=True),
 )  # fmt: skip

@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxkv.errors import UserError, first_few
 from jaxkv.models.loading.config import THETA, config_of
+from jaxkv.models.loading.families import FAMILIES
+from jaxkv.models.loading.families.family import GgufForm
 from jaxkv.models.loading.gguf.header import Header, gguf_package
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
@@ -17,8 +19,16 @@ from jaxkv.models.loading.weight_names import GGUF_EMBED, GGUF_HEAD, ROPE_FACTOR
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import Rotary, rotary
 
-# Architectures of GGUF files. Most files of Mistral models say llama.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# Architectures of GGUF files, and the families whose files say so. Most files of Mistral models say
+# llama.
+ARCHITECTURES: dict[str, tuple[str, ...]] = {
+    "llama": ("llama", "mistral", "mixtral"), "mistral": ("mistral",), "qwen2": ("qwen2",),
+    "qwen3": ("qwen3",),
+}  # fmt: skip
+for family in FAMILIES.values():
+    if family.gguf is not None and family.name not in ARCHITECTURES.get(family.gguf.name, ()):
+        ARCHITECTURES[family.gguf.name] = (*ARCHITECTURES.get(family.gguf.name, ()), family.name)
+PATTERN = "attention.sliding_window_pattern"  # a bool per layer, or one of so many has no window
 # config.json's key -> key in the metadata, after "ARCHITECTURE."; its type; True: required.
 KEYS = {
     "hidden_size": ("embedding_length", int, True),
@@ -59,6 +69,9 @@ def read_config(header: Header) -> Config:
     """The description of the model; raises UserError where it is not supported."""
     architecture, (family, fields) = _architecture(header), described(header)
     config = config_of(family, fields, {}, header.path)
+    if family in FAMILIES:
+        _check_fields(header, architecture, config)
+        return _of_family(header, config)
     config = dataclasses.replace(
         config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
     )
@@ -73,9 +86,7 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     """
     architecture = _architecture(header)
     numbers = {key: _number(header, f"{architecture}.", *entry) for key, entry in KEYS.items()}
-    family = architecture
-    if architecture == "llama" and numbers["sliding_window"]:
-        family = "mistral"  # a Llama whose layers all have a window
+    family = _family(header, architecture, bool(numbers["sliding_window"]))
     fields = numbers | {
         "vocab_size": rows_of_embedding(header),
         "tie_word_embeddings": GGUF_HEAD not in header.tensors,
@@ -87,7 +98,48 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
         "attention_bias": BIASES["qkv_bias"] in header.tensors,
         "mlp_bias": BIASES["mlp_bias"] in header.tensors,
     }
+    form = FAMILIES[family].gguf if family in FAMILIES else None
+    if form is not None:
+        fields |= _own_fields(header, form)
+        fields |= form.constants(fields)
     return family, fields
+
+
+def _family(header: Header, architecture: str, windowed: bool) -> str:
+    """The family of an architecture; some have several."""
+    if architecture == "llama" and header.get(f"{architecture}.expert_count", int):
+        return "mixtral"
+    if architecture == "llama":
+        return "mistral" if windowed else "llama"  # a Llama whose layers all have a window
+    if architecture == "olmo2":
+        return "olmo3" if windowed else "olmo2"
+    (family,) = ARCHITECTURES[architecture]
+    return family
+
+
+def _own_fields(header: Header, form: GgufForm) -> dict[str, Any]:
+    """The fields of config.json that a family has of its own, where the file has them."""
+    keys = {**form.fields, "layer_types": PATTERN}
+    values = {name: header.fields.get(f"{form.name}.{key}") for name, key in keys.items()}
+    fields = {name: value for name, value in values.items() if value is not None}
+    if isinstance(pattern := fields.get("layer_types"), list):
+        kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+        fields["layer_types"] = kinds
+    elif pattern is not None:
+        del fields["layer_types"]
+        fields["sliding_window_pattern"] = pattern
+    return fields
+
+
+def _of_family(header: Header, config: Config) -> Config:
+    """The description as the file stores it; raises UserError for divisors of frequencies."""
+    if ROPE_FACTORS in header.tensors:
+        raise UserError(
+            f"{header.path}: {ROPE_FACTORS} is not supported in files of {config.family}; use "
+            "another model"
+        )
+    raised = FAMILIES[config.family].gguf.raised_norms
+    return dataclasses.replace(config, norm="rms") if raised else config
 
 
 def ends(header: Header) -> tuple[int, ...]:
@@ -250,13 +302,16 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
         "rope.scaling.yarn_ext_factor": (-1, float(scaled)),
         "rope.scaling.yarn_attn_factor": (_temperature(factor),) if scaled else (1,),
     }
-    if config.family not in ("llama", "mistral"):  # llama.cpp applies no window there
+    form = FAMILIES[config.family].gguf if config.family in FAMILIES else GgufForm("")
+    own = {*form.fields.values(), PATTERN} if form.name else set()
+    neutral = {key: values for key, values in neutral.items() if key not in own}
+    if config.family in ("qwen2", "qwen3"):  # llama.cpp applies no window there
         windows = {"attention.sliding_window": (0, config.context)}
         neutral |= windows if (fields.get("attention.sliding_window") or 0) < config.context else {}
     check(
         {prefix + key: value for key, value in fields.items()},
         {prefix + key: values for key, values in neutral.items()},
-        {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS},
+        {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS | own},
         header.path,
     )
 

@@ -7,6 +7,7 @@ on CPU adopts. So the peak memory is the model and one tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -26,6 +27,8 @@ from jaxkv.models.loading.weight_names import (
     gguf_shapes,
     paired_heads,
     rows_of_pairs,
+    stored_shapes,
+    tensor_parts,
 )
 from jaxkv.models.network.config import Config
 
@@ -46,7 +49,7 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
 
     heads: the number of heads whose rows are stored as rotary pairs; they are put back in order.
     """
-    host = aligned(tensor.shape, dtype)
+    host = aligned(tensor.shape if tensor.part is None else tensor.part.shape, dtype)
     if host.size == 0:
         return host
     # A vector is one row, unless its rows are in another order.
@@ -67,7 +70,11 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
             # One long row: the package takes time per row, and blocks do not depend on rows.
             values = dequantize(raw[None], kind)
             table[places[first:last]] = values.reshape(last - first, columns)
-    return host
+    if tensor.part is None:
+        return host
+    out = aligned(tensor.shape, dtype)
+    out[...] = tensor.part.cut(host, tensor.shape)
+    return out
 
 
 @cache
@@ -86,9 +93,8 @@ def supported(kind: int) -> bool:
 
 def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
-    tensors = match(
-        header.tensors, gguf_shapes(config), header.path, "its metadata", (ROPE_FACTORS,)
-    )
+    stored, parts = stored_shapes(config, gguf=True), tensor_parts(config, gguf=True)
+    tensors = match(header.tensors, stored, header.path, "its metadata", (ROPE_FACTORS,))
     unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
     if unsupported:
         names = [type_name(kind) for kind in range(256) if supported(kind)]
@@ -96,4 +102,8 @@ def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
             f"{unsupported[0].name} in {header.path} is of {type_name(unsupported[0].type)}, which "
             f"is not supported; supported: {', '.join(names)}"
         )
-    return tensors
+    ours = gguf_shapes(config)
+    return {
+        name: replace(tensor, shape=ours[name][1], part=parts[name]) if name in parts else tensor
+        for name, tensor in tensors.items()
+    }

@@ -30,7 +30,7 @@ SIZE = r"\d\S* [KMG]iB"
 # Printed every five seconds.
 PROGRESS = r".* (\d+%, .* left|\d+ of \d+ \w+, \d+ s|\.\.\. \d+ s)"
 # One start says all: they compile nothing, or what perplexity compiles, and read that.
-STARTED_ONCE = ("policies", "data", "compare", "view", "calibrate")
+STARTED_ONCE = ("policies", "models", "data", "compare", "view", "calibrate", "sinks")
 SMALL = "--set layers=1 --set width=32 --set heads=1 --set kv_heads=1 --set mlp=32 --set context=32"
 STARTS = {
     "generate": (
@@ -51,7 +51,9 @@ STARTS = {
     ),
     "calibrate": (f"calibrate --text {TEXT} --max-tokens 40 --model TMP/model",),
     "view": (f"view --text {TEXT} --max-tokens 70 --out NEW/view.html --model TMP/model",),
+    "sinks": (f"sinks --text {TEXT} --max-tokens 80 --capacity 20 --model TMP/model",),
     "policies": ("policies streaming",),
+    "models": ("models",),
     "data": (f"data --text TMP/text.txt --valid {TEXT} --vocab-size 300 --out NEW",),
     "pretrain": (
         f"pretrain --preset tiny --data TMP/tokens --out NEW {SMALL} --set batch_size=2 "

@@ -86,12 +86,14 @@ def write_gguf(
     change: Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None] = lambda w, t: None,
     tokenizer: Callable[[gguf.GGUFWriter, int], None] | None = None,
     architecture: str | None = None,
+    rope_dims: int | None = None,
     **options: Any,
 ) -> Path:
     """Write a model.
 
     config, weights: in Hugging Face's terms. types: the type of a tensor by its name in the file.
-    change: changes the tensors, or adds fields, before they are written. options: of GGUFWriter.
+    change: changes the tensors, or adds fields, before they are written. rope_dims: rotated dims of
+    a head, by default all. options: of GGUFWriter.
     """
     architecture = architecture or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, **options)
@@ -104,7 +106,7 @@ def write_gguf(
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(rope_dims or head_dim)
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -135,15 +137,15 @@ def in_gguf_names(
     """Weights under the names that the package `gguf` gives them, in pairs of rows where needed."""
     # The package has no architecture mistral; its tensors are those of llama.
     model_numbers = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    model = model_numbers[ARCHITECTURES[architecture]]
+    model = model_numbers[ARCHITECTURES.get(architecture, architecture)]
     names = gguf.get_tensor_name_map(model, config["num_hidden_layers"])
     converted = {}
     for name, weight in weights.items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name, name
-        if architecture in PAIRED and "attn_q." in gguf_name:
+        if config["model_type"] in PAIRED and "attn_q." in gguf_name:
             weight = paired(weight, heads)
-        if architecture in PAIRED and "attn_k." in gguf_name:
+        if config["model_type"] in PAIRED and "attn_k." in gguf_name:
             weight = paired(weight, kv_heads)
         converted[gguf_name] = weight
     return converted

@@ -1,0 +1,142 @@
+"""GGUF files of families beside Llama, written as llama.cpp's converter does, equal the folder.
+
+The names of tensors are those of the package `gguf`. What the converter does with values, and which
+fields it writes, is written again here from its sources (conversion/ of llama.cpp, 2026).
+"""
+
+from __future__ import annotations
+
+import re
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from jaxkv.errors import UserError
+from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.gguf import read_config, read_header
+from jaxkv.models.loading.source import open_source
+from tests.models.folders import FAMILIES, write_model
+from tests.models.gguf.files import hf_model, paired, write_gguf
+from tests.models.test_parity import FULL, prefill, untokenized
+
+HEADS, KV_HEADS = 4, 2
+GEMMA = {"query_pre_attn_scalar": 32}  # llama.cpp takes the head dim
+# The model of folders.py, changes of its config.json, the architecture, and fields of the file.
+FILES = {
+    "gemma2": (GEMMA, "gemma2", {"attention.sliding_window": 24, "attn_logit_softcapping": 5.0,
+                                 "final_logit_softcapping": 3.0}),
+    "gemma3": (GEMMA | {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+                        "num_hidden_layers": 7},
+               "gemma3", {"attention.sliding_window": 24}),
+    "granite": ({}, "granite", {"embedding_scale": 12.0, "residual_scale": 0.22,
+                                "attention.scale": 0.1, "logit_scale": 8.0}),
+    "smollm3": ({"no_rope_layers": None, "num_hidden_layers": 5}, "smollm3", {}),
+    "olmo2": ({}, "olmo2", {}),
+    "olmo3": ({}, "olmo2", {"attention.sliding_window": 24, "rope.scaling.type": "yarn",
+                            "rope.scaling.factor": 4.0,
+                            "rope.scaling.original_context_length": 128,
+                            "attention.sliding_window_pattern": [True, True, True, False]}),
+    "phi3": ({}, "phi3", {"attention.sliding_window": 0}),
+    "phi4": ({}, "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 12}),
+    "mixtral": ({"sliding_window": None}, "llama", {"expert_count": 4, "expert_used_count": 2}),
+    "qwen3_moe": ({"mlp_only_layers": []}, "qwen3moe",
+                  {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}),
+    "olmoe": ({"clip_qkv": None}, "olmoe", {"expert_count": 8, "expert_used_count": 3}),
+    "gpt_oss": ({"swiglu_limit": 7.0}, "gpt-oss",
+                {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96,
+                 "attention.sliding_window": 24, "rope.scaling.type": "yarn",
+                 "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}),
+}  # fmt: skip
+
+
+def converted(architecture, weights):
+    """The tensors of a folder as llama.cpp's converter passes them to its table of names."""
+    out, experts = {}, {}
+    for name, weight in weights.items():
+        for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
+            if architecture in ("granite", "smollm3", "llama") and part in name:
+                weight = paired(weight, heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            weight = weight + 1
+        if match := re.match(r"(.*experts)\.(\d+)\.(\w+)\.weight", name):
+            experts.setdefault((match[1], match[3]), []).append(weight)
+        elif name.endswith("sinks"):
+            out[f"{name}.weight"] = weight
+        elif ".experts." in name:
+            kind = ".bias" if name.endswith("_bias") else ".weight"
+            weight = weight if kind == ".bias" else weight.swapaxes(1, 2)
+            base = name.removesuffix("_bias")
+            if "down_proj" in name:
+                out[base + kind] = weight
+            else:
+                for i, part in enumerate(("gate_proj", "up_proj")):
+                    out[base.replace("gate_up_proj", part) + kind] = weight[:, i::2]
+        else:
+            out[name] = weight
+    for (prefix, part), matrices in experts.items():
+        if prefix.endswith("block_sparse_moe.experts"):
+            prefix = prefix.replace("model.layers", "layers").replace(
+                "block_sparse_moe", "feed_forward"
+            )
+        out[f"{prefix}.{part}.weight"] = np.stack(matrices)
+    return out
+
+
+def write(folder, name, **options):
+    """A GGUF file of the model, beside its folder."""
+    changes, architecture, fields = FILES[name]
+    config, weights = hf_model(folder, name, **changes)
+    write_model(folder, FAMILIES[name] | changes)
+
+    def change(writer, _):
+        for key, value in fields.items():
+            if key == "rope.dimension_count":
+                continue  # written already
+            kinds = {list: "array", str: "string", int: "uint32", float: "float32"}
+            add = getattr(writer, f"add_{kinds[type(value)]}")
+            add(f"{architecture}.{key}", value)
+
+    return write_gguf(
+        folder / "model.gguf", config, converted(architecture, weights), change=change,
+        architecture=architecture, rope_dims=fields.get("rope.dimension_count"), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_equals_the_folder(name, tmp_path):
+    path = write(tmp_path, name)
+    ids = np.random.default_rng(4).integers(0, 256, 90).tolist()
+    expected, actual = (
+        prefill(Stream(untokenized(source), FULL), [ids])[0] for source in (tmp_path, path)
+    )
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
+    config = read_config(read_header(path))
+    assert config.family == {"phi4": "phi3"}.get(name, FAMILIES[name]["model_type"])
+
+
+def test_divisors_of_frequencies_are_refused(tmp_path):
+    changes, architecture, _ = FILES["granite"]
+    config, weights = hf_model(tmp_path, "granite", **changes)
+
+    def change(_, tensors):
+        tensors["rope_freqs.weight"] = np.ones(8, np.float32)
+
+    path = write_gguf(tmp_path / "m.gguf", config, converted(architecture, weights), change=change,
+                      architecture=architecture)  # fmt: skip
+    with pytest.raises(UserError, match=r"rope_freqs.weight is not supported in files of granite"):
+        read_config(read_header(path))
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """A file of gpt-oss as it is published: matrices of experts are in blocks of 4 bits."""
+    in_blocks = lambda name: Type.MXFP4 if "_exps" in name else Type.F32
+    path = write(tmp_path, "gpt_oss", types=in_blocks)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    weights = open_source(path).weights("float32")
+    for part in ("gate", "up", "down"):
+        tensor = stored[f"blk.1.ffn_{part}_exps.weight"]
+        assert tensor.tensor_type == Type.MXFP4
+        expected = gguf.dequantize(tensor.data, Type.MXFP4)
+        np.testing.assert_array_equal(weights[f"layers.1.expert_{part}"], expected)
