@@ -37,8 +37,10 @@ def write_family(folder, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*keep the model's own window")
-@pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("policy", ["streaming:sinks=2,window=14", "snapkv:capacity=20,window=4"])
+@pytest.mark.parametrize(
+    "policy, weights",
+    [("streaming:sinks=2,window=14", None), ("snapkv:capacity=20,window=4", "int8")],
+)
 def test_the_engine_answers_as_a_stream(folder, policy, weights):
     """With a prefix cache, where the second request hits it."""
     llm = models.load(folder, weights=weights)
@@ -137,7 +139,7 @@ def test_a_value_that_changes_the_result_is_refused(name, change, said, tmp_path
         read_config(tmp_path)
 
 
-SHARDED = ("olmo3", "gemma2", "glm4", "cohere2", "falcon40b", "falcon_rw", "mixtral", "gpt_oss")
+SHARDED = "olmo3", "gemma2", "cohere2", "falcon_rw", "gpt_oss"
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -142,7 +142,7 @@ def test_every_command_is_started():
     assert set(STARTS) == {*COMMANDS, "python"}
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"policies", "data"}))
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"policies", "models", "data"}))
 def test_a_command_first_looks_at_the_memory_that_jax_reserves(
     name, folder, tmp_path, run, monkeypatch
 ):
