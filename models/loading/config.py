@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
+KINDS["longrope"] = (("short_factor",), ("factor", "attention_factor"))
+OLD_KINDS = {"su": "longrope"}  # names of the first published files
 THETA = 10000.0
 STRETCHED = ("linear", "yarn")  # the context is the original length times the factor
 
@@ -301,6 +304,7 @@ def encoding_of(
     """
     rope = rope_fields(raw, where)
     kind = rope.get("rope_type", "default")
+    kind = OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(KINDS)}")
     parts = (settings.get("partial_rotary_factor") for settings in (rope, raw))
@@ -323,6 +327,8 @@ def encoding_of(
     scaling = {field: rope[field] for field in required + optional if rope.get(field) is not None}
     theta = rope["rope_theta"]
     positive(rope, "rope_theta", where)
+    if kind == "longrope":
+        scaling, context = _longrope(scaling, rotated, original, context, where), original
     try:
         encoding = rotary(rotated, theta, {"kind": kind} | scaling, context)
         if rotated < head_dim:
@@ -331,6 +337,26 @@ def encoding_of(
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: {error}") from None
     return encoding, max(context, stretched)
+
+
+def _longrope(
+    scaling: Mapping[str, Any], rotated: int, original: int, context: int, where: Path
+) -> dict[str, Any]:
+    """LongRoPE within the original length: short factors, and the amplitude of the whole.
+
+    Beyond that length the model has other factors, with which no cached key is rotated.
+    """
+    factors = scaling["short_factor"]
+    numbers = isinstance(factors, list) and all(isinstance(f, int | float) for f in factors)
+    if not numbers or len(factors) != rotated // 2 or min(factors) <= 0:
+        raise UserError(
+            f"{where}: short_factor must be {rotated // 2} numbers above 0, got {factors!r:.60}; "
+            "download the file again"
+        )
+    stretch, amplitude = scaling.get("factor", context / original), scaling.get("attention_factor")
+    if amplitude is None:
+        amplitude = 1.0 if stretch <= 1 else (1 + log(stretch) / log(original)) ** 0.5
+    return {"kind": "default", "factors": tuple(factors), "attention_factor": amplitude}
 
 
 def _family(fields: Mapping[str, Any], where: Path) -> str:

@@ -42,6 +42,7 @@ ROPE = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
     "mscale_all_dim", "truncate", "partial_rotary_factor", "max_position_embeddings",
+    "short_factor", "long_factor",
 }  # fmt: skip
 # Fields with a neutral value besides null. What they would change, jaxkv does not compute.
 NEUTRAL = _by_name(

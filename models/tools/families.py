@@ -49,7 +49,7 @@ FAMILY_ROWS = tuple(FamilyRow(*row) for row in (
     ("gemma3_text", "Gemma 3", "as Gemma 2 without soft caps; norms of queries and keys, two "
      "rotations"),
     ("granite", "Granite 3", "four multipliers"),
-    ("phi3", "Phi-3, Phi-4-mini", "fused projections, partial rotation; not `longrope`"),
+    ("phi3", "Phi-3, Phi-4-mini", "fused projections, partial rotation"),
     ("glm", "GLM-4 9B (2024)", "biases, half of each head rotated"),
     ("glm4", "GLM-4 9B (2025)", "as glm; norms before and after"),
     ("cohere2", "Command R7B, Command A", "LayerNorm, a parallel block, a logit scale; only layers "

@@ -177,6 +177,18 @@ OTHERS = {  # families that are not of Llama's form
     "phi3": _config("Phi3", sliding_window=None),
     "phi3_window": _config("Phi3", sliding_window=24),
     "phi4": _config("Phi3", sliding_window=None, partial_rotary_factor=0.75),
+    "phi4_longrope": _config(
+        "Phi3",
+        sliding_window=None,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=2048,
+        original_max_position_embeddings=512,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        },
+    ),
     "neox": _neox(),
     "neox_sequential": _neox(use_parallel_residual=False, rotary_pct=0.5),
     "neox_without_biases": _neox(attention_bias=False, rotary_pct=1.0),
