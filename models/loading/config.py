@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.contract import DTYPES
-from jaxkv.errors import UserError, first_few
+from jaxkv.errors import UserError, first_few, nearest
 from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 from jaxkv.models.loading.families.family import Family, activation
 from jaxkv.models.loading.field_values import boolean, integer, positive
@@ -40,6 +40,7 @@ WITH_TOWER = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Mistral3ForConditionalGeneration": ("ministral3", "mistral"),
 }
+PICTURE_IDS = {"Gemma3ForConditionalGeneration": 262144, "Mistral3ForConditionalGeneration": 10}
 SUPPORTED = ", ".join(name for name in (*ARCHITECTURES, *WITH_TOWER) if not name.endswith("Model"))
 
 COMMON: dict[str, Any] = {
@@ -144,7 +145,7 @@ def read_config(folder: Path) -> Config:
 
 def text_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
     """The fields of the decoder: all of them, or those of the text part of a model with a tower."""
-    (name, *_) = names if isinstance(names := fields.get("architectures"), list) and names else [""]
+    name = _named(fields)
     if name not in WITH_TOWER:
         return fields
     text = fields.get("text_config")
@@ -157,8 +158,11 @@ def text_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
         )
     shared = "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"
     outer = {key: fields[key] for key in shared if key in fields}
-    tied = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
-    return outer | text | tied | {"architectures": [], "model_type": kind}
+    tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    picture = fields.get("image_token_index", fields.get("image_token_id", PICTURE_IDS[name]))
+    return outer | text | {
+        "architectures": [], "model_type": kind, "picture_token_id": picture,
+    } | ({} if tied is None else {"tie_word_embeddings": tied})  # fmt: skip
 
 
 def config_of(
@@ -170,13 +174,13 @@ def config_of(
     the file, for error messages. Raises UserError for a field that is missing, invalid or
     unsupported.
     """
-    own = FAMILIES.get(family)
-    defaults = dict(DEFAULTS[family] if own is None else own.defaults)
+    table = FAMILIES.get(family)
+    defaults = dict(DEFAULTS[family] if table is None else table.defaults)
     prepared = _prepared(family, fields, where)
     if "rope_theta" in rope_fields(prepared, where):  # in either dialect
         defaults.pop("rope_theta", None)
     raw = COMMON | defaults | prepared
-    if own is None and raw["hidden_act"] not in ("silu", "swish"):
+    if table is None and raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
     width, heads = integer(raw, "hidden_size", where), integer(raw, "num_attention_heads", where)
     layers, context = integer(raw, "num_hidden_layers", where), integer(raw, CONTEXT, where)
@@ -210,15 +214,19 @@ def config_of(
         out_bias=out,
         mlp_bias=mlp,
         qk_norm="head" if family in QK_NORM else "none",
-        windows=_windows(family, raw, layers, where) if own is None else (None,) * layers,
+        windows=_windows(family, raw, layers, where) if table is None else (None,) * layers,
         encoding=encoding,
         context=context,
         dtype=_dtype(raw, where),
         bos=next(iter(_ids("bos_token_id", generation, raw, where)), None),
         eos=_ids("eos_token_id", generation, raw, where),
         sink_logit=_sink_logit(raw, where),
+        picture_ids=_ids("picture_token_id", {}, raw, where) if "picture_token_id" in raw else (),
     )
-    return config if own is None else _switched(config, own, raw, where)
+    config = config if table is None else _switched(config, table, raw, where)
+    # A window of the whole context or more hides nothing, and would be allocated.
+    windows = (None if w is None or w >= context else w for w in config.windows)
+    return replace(config, windows=tuple(windows))
 
 
 def _prepared(family: str, fields: Mapping[str, Any], where: Path) -> dict[str, Any]:
@@ -226,19 +234,19 @@ def _prepared(family: str, fields: Mapping[str, Any], where: Path) -> dict[str, 
 
     Rope settings of layers with a window are in `window_rope`, if they are their own.
     """
-    own = FAMILIES.get(family, LLAMA_FORM)
-    raw = {name: value for name, value in fields.items() if name not in own.renamed}
+    table = FAMILIES.get(family, LLAMA_FORM)
+    raw = {name: value for name, value in fields.items() if name not in table.renamed}
     for name, value in fields.items():
-        shared = own.renamed.get(name, name)
+        shared = table.renamed.get(name, name)
         if raw.setdefault(shared, value) != value:
             raise UserError(
                 f"{where}: {name} and {shared} are one setting, got {value!r:.60} and "
                 f"{raw[shared]!r:.60}; delete the wrong one"
             )
-    raw |= own.derived(raw)
+    raw |= table.derived(raw)
     rope = raw.get("rope_parameters")
     kinds = {"full_attention", "sliding_attention"}
-    if own.window_rope and isinstance(rope, dict) and kinds <= {*rope}:
+    if table.window_rope and isinstance(rope, dict) and kinds <= {*rope}:
         raw |= {"rope_parameters": rope["full_attention"]}
         raw |= {"window_rope": rope["sliding_attention"]}
     return raw
@@ -328,7 +336,14 @@ def encoding_of(
     theta = rope["rope_theta"]
     positive(rope, "rope_theta", where)
     if kind == "longrope":
+        original = integer({"original_max_position_embeddings": original},
+                           "original_max_position_embeddings", where, minimum=2)  # fmt: skip
         scaling, context = _longrope(scaling, rotated, original, context, where), original
+    elif "short_factor" in rope:
+        raise UserError(
+            f"{where}: short_factor is of the rope kind longrope, got it with {kind}; delete it, "
+            "or change the kind"
+        )
     try:
         encoding = rotary(rotated, theta, {"kind": kind} | scaling, context)
         if rotated < head_dim:
@@ -353,7 +368,10 @@ def _longrope(
             f"{where}: short_factor must be {rotated // 2} numbers above 0, got {factors!r:.60}; "
             "download the file again"
         )
-    stretch, amplitude = scaling.get("factor", context / original), scaling.get("attention_factor")
+    stretch = positive(scaling, "factor", where) if "factor" in scaling else context / original
+    amplitude = None
+    if "attention_factor" in scaling:
+        amplitude = positive(scaling, "attention_factor", where)
     if amplitude is None:
         amplitude = 1.0 if stretch <= 1 else (1 + log(stretch) / log(original)) ** 0.5
     return {"kind": "default", "factors": tuple(factors), "attention_factor": amplitude}
@@ -361,10 +379,9 @@ def _longrope(
 
 def _family(fields: Mapping[str, Any], where: Path) -> str:
     """The family named by `architectures`, else by `model_type`; raises for every other model."""
-    names = fields.get("architectures") or []
-    names = [names] if isinstance(names, str) else names
     kind = str(fields.get("model_type", ""))
-    named = str(names[0]) if isinstance(names, list) and names else kind
+    names = fields.get("architectures") or []
+    named = _named(fields) or kind
     method = _get(fields.get("quantization_config"), "quant_method", "unknown method")
     packed = FAMILIES.get(ARCHITECTURES.get(named, kind), LLAMA_FORM).packed
     if fields.get("quantization_config") and (not packed or method != packed):
@@ -376,7 +393,16 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
         return ARCHITECTURES.get(named, kind)
     if not named:
         raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
-    raise UserError(f"{where}: unsupported architecture {named}; supported: {SUPPORTED}")
+    near = nearest(named, SUPPORTED.split(", "))
+    remedy = f"did you mean {near}? supported" if near else "supported"
+    raise UserError(f"{where}: unsupported architecture {named}; {remedy}: {SUPPORTED}")
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    """The first of `architectures`; empty where there is none."""
+    names = fields.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
+    return str(names[0]) if names else ""
 
 
 def _windows(

@@ -77,7 +77,7 @@ HARMLESS = {
     "use_flash_attn", "use_flash_attention", "is_llama_config", "transformers.js_config",
     "max_sequence_length", "model_max_length", "unsloth_version", "unsloth_fixed",
     "unsloth_processed", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    "keys_to_ignore_at_inference", "gradient_checkpointing",
+    "keys_to_ignore_at_inference", "gradient_checkpointing", "classifier_dropout",
 }  # fmt: skip
 
 # generation_config.json. Settings that jaxkv lacks, with their values of no effect besides null.
@@ -154,9 +154,10 @@ def check_config(
     """
     family = FAMILIES.get(config.family)
     if family is None:
-        own = APPLIED[config.family]
+        applied_here = APPLIED[config.family]
     else:
-        own = SHARED | family.applied | {*family.renamed.values(), "window_rope"}
+        applied_here = SHARED | family.applied | {*family.renamed.values()}
+        applied_here -= {*family.neutral}
     windowed = all(window is not None for window in config.windows)
     neutral = NEUTRAL | {
         "attention_multiplier": (config.head_dim**-0.5,),
@@ -167,13 +168,14 @@ def check_config(
         "use_qk_norm": (config.qk_norm != "none",),
         "qk_layernorm": (config.qk_norm != "none",),
     }
-    if "layer_types" not in own:
+    if "layer_types" not in applied_here:
         kind = "sliding_attention" if windowed else "full_attention"
         neutral |= {"layer_types": ([kind] * config.layers,), "use_sliding_window": (windowed,)}
-    neutral = {name: values for name, values in neutral.items() if name not in own}
-    applied = own | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
-    check(fields, neutral, applied | HARMLESS, where)
-    check(rope, neutral, ROPE | own | {"finetuned"}, where)
+    neutral = {name: values for name, values in neutral.items() if name not in applied_here}
+    neutral |= {} if family is None else family.neutral
+    applied = applied_here | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
+    check(fields, neutral, applied | HARMLESS | {"window_rope", "picture_token_id"}, where)
+    check(rope, neutral, ROPE | applied_here | {"finetuned"}, where)
 
 
 def check(

@@ -108,6 +108,12 @@ class Llm:
                 f"token ids must be from 0 to {self.input_ids - 1}, got {ids.min()}..{ids.max()}; "
                 "give those of the model's own tokenizer"
             )
+        pictures = np.isin(ids, self.config.picture_ids)
+        if pictures.any():
+            raise UserError(
+                f"a picture cannot be read, got its token id {ids[pictures][0]}; leave it out of "
+                "the prompt"
+            )
         return ids.astype(np.int32)
 
     @property

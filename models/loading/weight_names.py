@@ -64,7 +64,7 @@ LAYER = (
 )
 HEADS = {"lm_head.weight", "output.weight"}
 # Buffers that old versions of transformers saved; they are computed from config.json.
-HARMLESS = ("rotary_emb.inv_freq",)
+HARMLESS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 # Of models that read pictures too: a part of the names in the decoder, and other tensors.
 LANGUAGE = "language_model."
 TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
@@ -196,15 +196,18 @@ def _size(word: str, sizes: Mapping[str, int]) -> int:
 def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
     """The three names and the shape of every parameter."""
     family, sizes = _family(config), _sizes(config)
-    own = {name: part.name for name, part in family.fused.items()} | _names(config)
+    names_of_family = {name: part.name for name, part in family.fused.items()} | _names(config)
     form = _gguf(config)
     in_gguf = {name: part.name for name, part in form.fused.items()} | dict(form.names)
-    entries = [(config, name, own.get(name, hf), gguf, *rest) for name, hf, gguf, *rest in OUTER]
+    entries = [
+        (config, name, names_of_family.get(name, hf), gguf, *rest)
+        for name, hf, gguf, *rest in OUTER
+    ]
     for i in range(config.layers):
         described = of_layer(config, i)
         before = f"layers.{i}.", f"{family.layers}{i}.", f"blk.{i}."
         for name, hf_name, gguf_name, shape, fields in LAYER:
-            names = name, own.get(name, hf_name), in_gguf.get(name, gguf_name)
+            names = name, names_of_family.get(name, hf_name), in_gguf.get(name, gguf_name)
             names = [prefix + name for prefix, name in zip(before, names, strict=True)]
             entries.append((described, *names, shape, fields))
     return [

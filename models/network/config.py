@@ -9,6 +9,7 @@ from typing import Literal
 from jaxkv.rotary import Encoding, Rotary
 
 SINK_LOGITS = ("none", "zero", "learned")
+OTHERS = ("sink_logit", "picture_ids")  # fields with a default that are no switches
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Config:
     Sizes: vocab, width (D), layers, heads (N), kv_heads (K), head_dim (H), mlp (F), context.
     windows: the model's own sliding window of each layer, None for full attention; the window
     includes the query's own key. dtype: the dtype of the published weights. sink_logit: the extra
-    term in every softmax sum: none, exp(0), or exp of a learned logit per head.
+    term in every softmax sum: none, exp(0), or exp of a learned logit per head. picture_ids: tokens
+    that stand for pictures, which the decoder alone cannot read; empty for a model of text.
 
     encoding: the positions of all layers; `encodings` replaces it, one per layer.
     norm: root mean square times w or 1 + w, or LayerNorm. norm_bias: LayerNorm adds a bias.
@@ -58,6 +60,7 @@ class Config:
     bos: int | None
     eos: tuple[int, ...]
     sink_logit: str = "none"
+    picture_ids: tuple[int, ...] = ()
     encodings: tuple[Encoding, ...] | None = None
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     norm_bias: bool = False
@@ -83,7 +86,7 @@ class Config:
     @property
     def llama_form(self) -> bool:
         """Whether every switch is as in Llama, Mistral, Qwen2 or Qwen3."""
-        switches = (f for f in fields(self) if f.default is not MISSING and f.name != "sink_logit")
+        switches = (f for f in fields(self) if f.default is not MISSING and f.name not in OTHERS)
         defaults = all(getattr(self, switch.name) == switch.default for switch in switches)
         rotated = isinstance(self.encoding, Rotary) and self.encoding.head_dim is None
         return defaults and rotated and self.qk_norm != "whole"

@@ -92,8 +92,8 @@ def quantise(
             "the model"
         )
     if wide.ndim == 3:
-        each = [quantise(name, matrix, weight_format, source) for matrix in wide]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+        matrices = [quantise(name, matrix, weight_format, source) for matrix in wide]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *matrices)
     if _format(name, wide.shape, weight_format) == "int8":
         return _in_int8(wide)
     largest = np.max(np.abs(wide))

@@ -60,6 +60,8 @@ def compare(
         text = Stretches(np.asarray([llm.checked_ids(tokens)], np.int32), 0)
     windows = {policy: recompute.window_of(policy) for policy in policies}
     cached = [policy for policy, window in windows.items() if window is None]
+    if len(cached) < len(windows):
+        recompute.check(llm)
     for policy in cached:
         warn_beyond_context(llm, llm.policies(policy), text.fed)
     readings = []

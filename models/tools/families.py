@@ -18,8 +18,8 @@ class FamilyRow(NamedTuple):
     @property
     def architectures(self) -> list[str]:
         """The names in config.json that select the family."""
-        own = [n for n, family in ARCHITECTURES.items() if family == self.name]
-        return own + [n for n, kinds in WITH_TOWER.items() if self.name in kinds]
+        names = [n for n, family in ARCHITECTURES.items() if family == self.name]
+        return names + [n for n, kinds in WITH_TOWER.items() if self.name in kinds]
 
     @property
     def gguf(self) -> bool:

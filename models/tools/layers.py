@@ -11,6 +11,8 @@ from jaxkv.policy_spec import format_policy, state_bytes
 from jaxkv.rotary import Alibi, Encoding, NoPosition
 from jaxkv.state.memory import show
 
+SPANS = 4  # runs of layers that are shown
+
 
 def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
     """Groups of equal layers: their numbers, what they attend by, their policy and its bytes.
@@ -23,18 +25,18 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
         zip(policies, llm.config.windows, strict=True)
     ):
         config = of_layer(llm.config, number)
-        key = of_this_layer, window, config.encoding, config.experts, llm.specs[number]
+        key = of_this_layer, window, config.experts, llm.specs[number]
         groups.setdefault(key, []).append(number)
     return [
         {
             "layers": numbers,
             "window": window,
-            "positions": positions(encoding),
+            "positions": positions(spec.encoding),
             "experts": experts,
             "policy": format_policy(of_these_layers),
             "bytes": len(numbers) * state_bytes((of_these_layers,), spec, 1, tokens),
         }
-        for (of_these_layers, window, encoding, experts, spec), numbers in groups.items()
+        for (of_these_layers, window, experts, spec), numbers in groups.items()
     ]
 
 
@@ -66,5 +68,5 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    few = texts[:4]
-    return ",".join(few) + (f",... ({len(numbers)})" if len(texts) > len(few) else "")
+    shown = texts[:SPANS]
+    return ",".join(shown) + (f",... ({len(numbers)})" if len(texts) > SPANS else "")

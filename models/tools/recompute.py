@@ -20,6 +20,7 @@ from jaxkv.models.network.config import Config
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
+from jaxkv.rotary import Alibi
 from jaxkv.typing import Array, Float32, Int32
 
 NAME = "recompute"
@@ -41,6 +42,15 @@ def window_of(policy: str) -> int | None:
             f"try {NAME}:window=256"
         )
     return int(value)
+
+
+def check(llm: Llm) -> None:
+    """Raise UserError for a model that has no attention without a cache."""
+    if any(isinstance(spec.encoding, Alibi) for spec in llm.specs):
+        raise UserError(
+            f"re-computation has no ALiBi, got a model of the family {llm.config.family}; compare "
+            "policies alone"
+        )
 
 
 def measure(

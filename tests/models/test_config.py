@@ -102,7 +102,7 @@ def without(name: str, key: str) -> dict[str, Any]:
 REFUSED = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        "MambaForCausalLM; supported: LlamaForCausalLM",
+        "MambaForCausalLM; did you mean LlamaForCausalLM",
     ),
     "no architecture": ({"vocab_size": 8}, "missing field architectures"),
     "rope kind": (

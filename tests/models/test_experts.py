@@ -188,3 +188,19 @@ def test_layers_without_experts_have_one_mlp(tmp_path):
     names = open_source(tmp_path).weights("float32")
     assert "layers.0.router" in names and "layers.1.router" not in names
     assert "layers.1.gate" in names and "layers.0.gate" not in names
+
+
+@pytest.mark.parametrize("damage", ["scales", "type", "blocks"])
+def test_damaged_blocks_end_in_one_line(damage, tmp_path):
+    write_mxfp4(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    if damage == "scales":
+        stored[f"{name}_scales"] = np.ascontiguousarray(stored[f"{name}_scales"][..., :-1])
+    elif damage == "type":
+        stored[f"{name}_blocks"] = stored[f"{name}_blocks"].astype(np.int32)
+    else:
+        stored[f"{name}_blocks"] = np.ascontiguousarray(stored[f"{name}_blocks"][..., :8])
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="its scales must be bytes"):
+        open_source(tmp_path).tensors()

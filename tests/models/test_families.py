@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxkv import models
 from jaxkv.errors import UserError
@@ -12,6 +13,7 @@ from jaxkv.models.generation.serving import make_engine
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.source import open_source
+from jaxkv.models.tools import compare
 from jaxkv.models.training.continued import BaseModel
 from jaxkv.models.training.recipes import PRESETS
 from jaxkv.sampling import Sampling
@@ -119,6 +121,11 @@ def test_a_theta_of_the_later_dialect_replaces_the_default(tmp_path):
      ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be False, got True"),
      ("mpt", {"attn_config": {"softmax_scale": 0}}, "softmax_scale must be a positive number"),
      ("mpt", {"attn_config": 3}, "attn_config must be an object, got 3"),
+     ("ministral3", {"rope_parameters": None, "sliding_window": -1}, "must be a whole number"),
+     ("olmo3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "factor": "32"}},
+      "factor must be a positive number"),
+     ("olmo3", {"architectures": ["FalconH1ForCausalLM"]}, "did you mean FalconForCausalLM"),
+     ("olmo3", {"architectures": [["LlamaForCausalLM"]]}, "unsupported architecture"),
      ("mpt", {"hidden_size": 32}, "d_model and hidden_size are one setting, got 64 and 32"),
      ("mpt", {"expansion_ratio": "4"}, "intermediate_size"),
      ("mpt", {"logit_scale": 0.5}, "logit_scale must be 1, got 0.5"),
@@ -161,3 +168,45 @@ def test_tokens_do_not_depend_on_the_mesh(name, tmp_path):
     if mesh is not None and llm.config.experts:
         weight = llm.weights["layers.0.expert_down"]
         assert weight.sharding.shard_shape(weight.shape)[2] == llm.config.expert_mlp // 2
+
+
+def test_olmo_3_has_its_theta_in_every_dialect(tmp_path):
+    old = {n: v for n, v in OTHERS["olmo3"].items() if n not in ("rope_theta", "rope_scaling")}
+    same = {"rope_type": "default", "rope_theta": 500000.0}
+    dialects = (
+        {},
+        {"rope_theta": 500000.0},
+        {"rope_parameters": same},
+        {
+            "rope_parameters": {
+                "full_attention": same,
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    )
+    configs = []
+    for dialect in dialects:
+        write_json(tmp_path / "config.json", old | dialect)
+        configs.append(read_config(tmp_path))
+    assert configs[1:] == configs[:-1] and len({*configs[0].encodings}) == 1
+
+
+def test_buffers_of_old_files_are_no_weights(tmp_path):
+    write_family(tmp_path, "neox")
+    stored = load_file(tmp_path / "model.safetensors")
+    buffers = {f"gpt_neox.layers.{i}.attention.{n}": np.zeros(1, np.float32)
+               for i in range(3) for n in ("bias", "masked_bias")}  # fmt: skip
+    save_file(stored | buffers, tmp_path / "model.safetensors")
+    open_source(tmp_path).tensors()
+
+
+def test_a_part_that_rotates_is_refused_by_a_policy_of_pairs(tmp_path):
+    llm = models.load(write_family(tmp_path, "neox"))
+    with pytest.raises(UserError, match="got a model that rotates a part of them"):
+        Stream(llm, "triattention:capacity=16")
+
+
+def test_recomputation_is_refused_before_the_first_run(tmp_path):
+    llm = models.load(write_family(tmp_path, "mpt"))
+    with pytest.raises(UserError, match=r"re-computation has no ALiBi, got .* family mpt"):
+        compare.compare(llm, PROMPT, ["full", "recompute:window=16"], None, 0, None)

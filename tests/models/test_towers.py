@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.config import read_config
 from tests.models.folders import OTHERS, write_json
 from tests.models.test_parity import FULL, LIMIT, prefill, untokenized
+from tests.tiny import write_tiny
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
@@ -73,3 +77,18 @@ def test_the_published_config_of_gemma_3_names_few_fields(tmp_path):
     assert (config.vocab, config.heads, config.kv_heads, config.head_dim) == (262208, 8, 4, 256)
     assert (config.context, config.eos, config.dtype) == (131072, (1, 106), "bfloat16")
     assert config.windows[4:6] == (1024, None) and config.encodings[4] != config.encodings[5]
+
+
+def test_pictures_are_refused_and_towers_only_of_multimodal_models(tmp_path):
+    write_tiny(tmp_path, config=OTHERS["gemma3"], vocab_size=258, bos_token_id=0, eos_token_id=1)
+    text = json.loads((tmp_path / "config.json").read_text())
+    path = tmp_path / "model.safetensors"
+    tower = load_file(path) | {"vision_tower.a": np.zeros(2, np.float32)}
+    save_file(tower, path)
+    with pytest.raises(UserError, match=r"extra tensor vision_tower\.a"):
+        models.load(tmp_path)
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 7}
+    write_json(tmp_path / "config.json", outer | {"text_config": text})
+    llm = models.load(tmp_path)
+    with pytest.raises(UserError, match="a picture cannot be read, got its token id 7"):
+        models.score(llm, [0, 5, 7, 9], "full")

@@ -96,6 +96,11 @@ class TriAttention(CompressionPolicy):
                 f"triattention scores pairs of dimensions, got head dim {spec.head_dim}; take "
                 "another policy, such as keydiff"
             )
+        if getattr(spec.encoding, "head_dim", None) is not None:
+            raise UserError(
+                "triattention scores pairs of dimensions that all rotate, got a model that rotates "
+                "a part of them; take another policy, such as keydiff"
+            )
         shape = batch, spec.kv_heads, 1, spec.group
         return QueryCentres(
             jnp.zeros((*shape, spec.head_dim), jnp.float32),

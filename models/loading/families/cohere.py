@@ -36,5 +36,11 @@ COHERE2 = Family(
     applied=frozenset({"logit_scale", "attention_bias", "sliding_window", "sliding_window_pattern",
                        "layer_types"}),
     renamed={"layer_norm_eps": "rms_norm_eps"},
+    neutral={
+        "position_embedding_type": ("rope_gptj",), "order_of_interleaved_layers":
+        ("local_attn_first",), "use_gated_activation": (True,), "use_parallel_block": (True,),
+        "use_embedding_sharing": (True,), "layer_switch": (4,), "rotary_pct": (1,),
+        "use_parallel_embedding": (True, False), "cache_implementation": ("hybrid",),
+    },
     paired_rows=True,
 )  # fmt: skip

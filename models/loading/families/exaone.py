@@ -23,7 +23,7 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
 
 
 def kinds(fields: Fields, where: Path) -> list[str]:
-    """The kind of each layer: one of so many is full, or letters L and G are repeated."""
+    """The kind of each layer: full after so many windows, or by letters L and G."""
     pattern, count = fields["sliding_window_pattern"], fields["num_hidden_layers"]
     if fields["sliding_window"] is None:
         return ["full_attention"] * count

@@ -28,13 +28,13 @@ def derived(fields: Fields) -> dict[str, Any]:
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """The 40B form has a norm for attention and another for the MLP, both of the layer's input."""
-    later = boolean(fields, "new_decoder_architecture", where)
+    new_form = boolean(fields, "new_decoder_architecture", where)
     norms = fields["num_ln_in_parallel_attn"]
-    norms = (2 if later else 1) if norms is None else norms
-    if norms not in (1, 2) or (norms == 2 and not later):
-        allowed = "1 or 2" if later else "1 without new_decoder_architecture"
+    norms = (2 if new_form else 1) if norms is None else norms
+    if norms not in (1, 2) or (norms == 2 and not new_form):
+        allowed = "1 or 2" if new_form else "1 without new_decoder_architecture"
         raise ValueError(f"num_ln_in_parallel_attn must be {allowed}, got {norms!r}")
-    parallel = later or boolean(fields, "parallel_attn", where)
+    parallel = new_form or boolean(fields, "parallel_attn", where)
     bias = boolean(fields, "bias", where)
     changes = {
         "norm": "layer",
@@ -93,7 +93,7 @@ FALCON = Family(
     layers="transformer.h.",
     names={
         "embed": "transformer.word_embeddings.weight", "norm": "transformer.ln_f.weight",
-        "norm_bias": "transformer.ln_f.bias", "mlp_norm": "post_attention_layernorm.weight",
+        "norm_bias": "transformer.ln_f.bias", 
         "o": "self_attention.dense.weight", "o_bias": "self_attention.dense.bias",
         "up": "mlp.dense_h_to_4h.weight", "up_bias": "mlp.dense_h_to_4h.bias",
         "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias",

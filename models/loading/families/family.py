@@ -33,13 +33,13 @@ class FusedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How llama.cpp's files have a family, where that is not as they have Llama.
+    """What GGUF files of a family have of their own, as llama.cpp's converter writes them.
 
-    name: their architecture. fields: a field of config.json, under Llama's name, to the key of its
+    name: the architecture. fields: a field of config.json, under Llama's name, to the key of its
     value after the architecture. constants: what the files do not say, because llama.cpp has it as
     a constant, from the fields that they do say. names: our name of a parameter to theirs. fused:
-    our name to the part of a tensor. paired_rows: as of a family. raised_norms: weights of norms
-    are stored as 1 + w.
+    our name to the part of a tensor. paired_rows: as of a family. raised_norms: norm weights are
+    stored as 1 + w. pattern: files say which layers have a window. windowed: layers have a window.
     """
 
     name: str
@@ -49,6 +49,8 @@ class GgufForm:
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
     paired_rows: bool = False
     raised_norms: bool = False
+    pattern: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Family:
     name: its model_type. architectures: its names in config.json. defaults: fields that a
     config.json may lack, from the configuration class at Hugging Face. applied: fields of its own
     that it reads. renamed: its name of a field that other families call otherwise. derived: fields
-    that follow from others, from the fields under Llama's names.
+    that follow from others, from the fields under Llama's names. neutral: values of fields that
+    ask for what the family is anyway; with another value a model is refused.
     switches: from the fields of config.json, with defaults, and its file to fields of `Config`; it
     raises UserError, or ValueError with a reason, for what it does not support.
     window_rope: layers with a window have rope settings of their own.
-    layers: what precedes the number of a layer in the name of a tensor. names: our name of a
+    layers: the beginning of a tensor's name, up to the number of its layer. names: our name of a
     parameter to its own name, where that is not Llama's; names_of: those that follow from switches.
     fused: our name to the part of a tensor. paired_rows: in each head, rows of queries and keys
     that rotate together are neighbours. packed: the kind of quantised weights that is read. gguf:
@@ -76,6 +79,7 @@ class Family:
     applied: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     window_rope: bool = False
     layers: str = "model.layers."
     names: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +108,13 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+
+
+def one_window(fields: Fields, where: Path) -> tuple[int | None, ...]:
+    """The window of all layers, if there is any."""
+    window = fields["sliding_window"]
+    window = None if window is None else integer(fields, "sliding_window", where)
+    return (window,) * fields["num_hidden_layers"]
 
 
 def alternating(fields: Fields, every: int) -> list[str]:

@@ -20,8 +20,10 @@ NAMES = {
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
-OWN = frozenset({"attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window",
-                 "layer_types", "attn_logit_softcapping", "final_logit_softcapping"})  # fmt: skip
+APPLIED = frozenset({
+    "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+    "attn_logit_softcapping", "final_logit_softcapping",
+})  # fmt: skip
 DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "bos_token_id": 2,
     "eos_token_id": 1, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
@@ -50,8 +52,10 @@ def switches(fields: Fields, where: Path, every: int = 2) -> dict[str, Any]:
 def constants(fields: Fields) -> dict[str, Any]:
     """llama.cpp scales attention by the head dim, but in the 27B models by width over heads."""
     largest = {46, 62}  # layers
-    by_width = fields["hidden_size"] // fields["num_attention_heads"]
-    scaled_by = by_width if fields["num_hidden_layers"] in largest else fields["head_dim"]
+    by_width = fields["hidden_size"] // max(1, fields["num_attention_heads"])
+    scaled_by = fields["head_dim"]
+    if scaled_by is None or fields["num_hidden_layers"] in largest:
+        scaled_by = by_width
     return {"query_pre_attn_scalar": scaled_by, "hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -62,9 +66,9 @@ GEMMA2 = Family(
     ("Gemma2ForCausalLM", "Gemma2Model"),
     switches,
     defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    applied=OWN,
+    applied=APPLIED,
     names=NAMES,
-    gguf=GgufForm("gemma2", SOFT_CAPS, constants, raised_norms=True),
+    gguf=GgufForm("gemma2", SOFT_CAPS, constants, raised_norms=True, windowed=True),
 )
 
 
@@ -86,7 +90,7 @@ GEMMA3 = Family(
         "num_hidden_layers": 26, "num_attention_heads": 8, "max_position_embeddings": 131072,
         "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
     },
-    applied=OWN | {"sliding_window_pattern", "rope_local_base_freq"},
+    applied=APPLIED | {"sliding_window_pattern", "rope_local_base_freq"},
     renamed={"_sliding_window_pattern": "sliding_window_pattern"},
     window_rope=True,
     names=NAMES,
@@ -96,5 +100,7 @@ GEMMA3 = Family(
          "rope_local_base_freq": "rope.freq_base_swa"},
         constants,
         raised_norms=True,
+        pattern=True,
+        windowed=True,
     ),
 )  # fmt: skip

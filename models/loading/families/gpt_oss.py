@@ -37,7 +37,8 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
 
 def derived(fields: Fields) -> dict[str, Any]:
     """Rope settings, where there are none."""
-    return {} if {"rope_scaling", "rope_parameters"} & {*fields} else {"rope_parameters": ROPE}
+    named = fields.get("rope_scaling") or fields.get("rope_parameters")
+    return {} if named else {"rope_parameters": ROPE}
 
 
 def gate_up(kind: str, rows: str, stored: str, axis: int, transposed: bool) -> dict[str, FusedPart]:
@@ -58,12 +59,14 @@ GPT_OSS = Family(
         "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "sliding_window": 128, "num_local_experts": 128,
         "num_experts_per_tok": 4, "attention_bias": True, "swiglu_limit": 7.0,
+        "torch_dtype": "bfloat16",
     },
     applied=frozenset({
         "attention_bias", "sliding_window", "layer_types", "num_local_experts",
-        "num_experts_per_tok", "experts_per_token", "initial_context_length", "swiglu_limit",
+        "num_experts_per_tok", "initial_context_length", "swiglu_limit",
         "quantization_config",
     }),
+    renamed={"experts_per_token": "num_experts_per_tok"},
     derived=derived,
     packed="mxfp4",
     names={"router": "mlp.router.weight", "router_bias": "mlp.router.bias",
@@ -76,6 +79,7 @@ GPT_OSS = Family(
         {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
          "intermediate_size": "expert_feed_forward_length"},
         lambda fields: {"rope_scaling": {**fields["rope_scaling"], "truncate": False}},
+        windowed=True,
         names={"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"},
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields
+from jaxkv.models.loading.families.family import Family, Fields, one_window
 from jaxkv.models.loading.field_values import integer, positive
 
 ROPE = {
@@ -17,13 +17,18 @@ ROPE = {
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """The growth of queries, and one window for all layers, if there is any."""
-    rope, window = fields["rope_parameters"], fields["sliding_window"]
-    window = None if window is None else integer(fields, "sliding_window", where)
+    rope = fields.get("rope_parameters") or fields["rope_scaling"]
     growth = None
     if rope.get("llama_4_scaling_beta") is not None:
         length = integer(rope, "original_max_position_embeddings", where)
         growth = positive(rope, "llama_4_scaling_beta", where), length
-    return {"query_growth": growth, "windows": (window,) * fields["num_hidden_layers"]}
+    return {"query_growth": growth, "windows": one_window(fields, where)}
+
+
+def derived(fields: Fields) -> dict[str, Any]:
+    """Rope settings, where there are none."""
+    named = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return {} if named else {"rope_parameters": ROPE}
 
 
 MINISTRAL3 = Family(
@@ -32,7 +37,8 @@ MINISTRAL3 = Family(
     switches,
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": ROPE,
+        "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
     },
+    derived=derived,
     applied=frozenset({"sliding_window", "llama_4_scaling_beta"}),
 )  # fmt: skip

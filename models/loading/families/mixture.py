@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, GgufForm
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, one_window
 from jaxkv.models.loading.field_values import boolean, integer, positive
 
 
@@ -20,10 +20,8 @@ def experts(fields: Fields, where: Path, count: str, width: str) -> dict[str, An
 
 def switches_of_mixtral(fields: Fields, where: Path) -> dict[str, Any]:
     """All layers have one window, if there is any."""
-    window = fields["sliding_window"]
-    window = None if window is None else integer(fields, "sliding_window", where)
     return experts(fields, where, "num_local_experts", "intermediate_size") | {
-        "windows": (window,) * fields["num_hidden_layers"]
+        "windows": one_window(fields, where)
     }
 
 
@@ -33,12 +31,10 @@ def switches_of_qwen(fields: Fields, where: Path) -> dict[str, Any]:
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(i in range(layers) for i in dense):
         raise ValueError(f"mlp_only_layers must be numbers of layers, got {dense!r:.60}")
-    window = None
-    if boolean(fields, "use_sliding_window", where) and fields["sliding_window"] is not None:
-        window = integer(fields, "sliding_window", where)
+    windowed = boolean(fields, "use_sliding_window", where)
     return experts(fields, where, "num_experts", "moe_intermediate_size") | {
         "qk_norm": "head",
-        "windows": (window,) * layers,
+        "windows": one_window(fields, where) if windowed else (None,) * layers,
         "dense_layers": tuple(i for i in range(layers) if i in dense or (i + 1) % step),
         "normalised_experts": boolean(fields, "norm_topk_prob", where),
     }
@@ -91,6 +87,7 @@ QWEN3_MOE = Family(
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "num_experts_per_tok",
         "num_experts", "norm_topk_prob",
     }),
+    renamed={"num_local_experts": "num_experts"},
     gguf=GgufForm(
         "qwen3moe",
         COUNTS | {"moe_intermediate_size": "expert_feed_forward_length"},
@@ -107,5 +104,6 @@ OLMOE = Family(
     },
     applied=frozenset({"attention_bias", "clip_qkv", "num_experts_per_tok", "num_experts",
                        "norm_topk_prob"}),
+    renamed={"num_local_experts": "num_experts"},
     gguf=GgufForm("olmoe", COUNTS),
 )  # fmt: skip

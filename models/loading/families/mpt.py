@@ -9,12 +9,20 @@ from jaxkv.models.loading.families.family import Family, Fields, FusedPart
 from jaxkv.models.loading.field_values import boolean, positive
 from jaxkv.rotary import Alibi
 
+APPLIED = "alibi", "alibi_bias_max", "clip_qkv", "softmax_scale"
+NEUTRAL = {
+    "attn_type": ("multihead_attention",), "attn_impl": ("torch", "flash", "triton"),
+    "attn_pdrop": (0,), "prefix_lm": (False,), "qk_ln": (False,), "sliding_window_size": (-1,),
+    "attn_uses_sequence_id": (False,),
+}  # fmt: skip
+
 
 def derived(fields: Fields) -> dict[str, Any]:
     """The settings of attention, which are an object of their own, and the width of the MLP."""
     width, ratio = fields.get("hidden_size"), fields.get("expansion_ratio", 4)
     attention = fields.get("attn_config") or {}
     flat = dict(attention) if isinstance(attention, dict) else {}
+    flat = {name: flat[name] for name in (*APPLIED, *NEUTRAL) if name in flat}
     if isinstance(width, int) and isinstance(ratio, int):
         flat["intermediate_size"] = ratio * width
     return flat
@@ -49,8 +57,13 @@ MPT = Family(
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         "alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None,
     },
-    applied=frozenset({"attn_config", "expansion_ratio", "alibi", "alibi_bias_max", "clip_qkv",
-                       "softmax_scale"}),
+    applied=frozenset({"attn_config", "expansion_ratio", *APPLIED}),
+    neutral=NEUTRAL
+    | {
+        "no_bias": (True,), "norm_type": ("low_precision_layernorm", "layernorm"),
+        "learned_pos_emb": (True, False), "embedding_fraction": (1,), "init_device":
+        ("cpu", "meta", "mixed"), "emb_pdrop": (0,), "resid_pdrop": (0,), "verbose": (0,),
+    },
     renamed={"d_model": "hidden_size", "n_heads": "num_attention_heads",
              "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings",
              "layer_norm_epsilon": "rms_norm_eps"},

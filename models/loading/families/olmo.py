@@ -13,11 +13,16 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     return {"norm_place": "after", "qk_norm": "whole"}
 
 
+THETA = 500000.0
+
+
 def switches_of_olmo3(fields: Fields, where: Path) -> dict[str, Any]:
     """Three of four layers have a window, and rotate without scaling."""
+    rope = fields.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or fields.get("rope_theta") or THETA
     return switches(fields, where) | {
         "windows": windows_of(fields, where, alternating(fields, 4)),
-        "window_rope": fields.get("window_rope") or {"rope_theta": fields["rope_theta"]},
+        "window_rope": {"rope_theta": theta} | (fields.get("window_rope") or {}),
     }
 
 
@@ -39,9 +44,9 @@ OLMO3 = Family(
     "olmo3",
     ("Olmo3ForCausalLM", "Olmo3Model"),
     switches_of_olmo3,
-    defaults=DEFAULTS | {"sliding_window": 4096, "rope_theta": 500000.0},
+    defaults=DEFAULTS | {"sliding_window": 4096, "rope_theta": THETA},
     applied=frozenset({"attention_bias", "sliding_window", "layer_types"}),
     window_rope=True,
     names=NAMES,
-    gguf=GgufForm("olmo2", {"layer_types": "attention.sliding_window_pattern"}),
+    gguf=GgufForm("olmo2", pattern=True, windowed=True),
 )

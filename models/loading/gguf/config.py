@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import UserError, first_few
+from jaxkv.errors import UserError, first_few, nearest
 from jaxkv.models.loading.config import THETA, config_of
 from jaxkv.models.loading.families import FAMILIES
 from jaxkv.models.loading.families.family import GgufForm
@@ -119,7 +119,7 @@ def _family(header: Header, architecture: str, windowed: bool) -> str:
 
 def _own_fields(header: Header, form: GgufForm) -> dict[str, Any]:
     """The fields of config.json that a family has of its own, where the file has them."""
-    keys = {**form.fields, "layer_types": PATTERN}
+    keys = {**form.fields} | ({"layer_types": PATTERN} if form.pattern else {})
     values = {name: header.fields.get(f"{form.name}.{key}") for name, key in keys.items()}
     fields = {name: value for name, value in values.items() if value is not None}
     if isinstance(pattern := fields.get("layer_types"), list):
@@ -137,6 +137,13 @@ def _of_family(header: Header, config: Config) -> Config:
         raise UserError(
             f"{header.path}: {ROPE_FACTORS} is not supported in files of {config.family}; use "
             "another model"
+        )
+    amplitude = header.get(f"{FAMILIES[config.family].gguf.name}.rope.scaling.attn_factor", float)
+    yarn = header.get(f"{FAMILIES[config.family].gguf.name}.rope.scaling.type", str) == "yarn"
+    if amplitude not in (None, 1.0) and not yarn:
+        raise UserError(
+            f"{header.path}: rope.scaling.attn_factor must be 1 without the type yarn in files of "
+            f"{config.family}, got {amplitude}; use another model"
         )
     raised = FAMILIES[config.family].gguf.raised_norms
     return dataclasses.replace(config, norm="rms") if raised else config
@@ -189,8 +196,10 @@ def _architecture(header: Header) -> str:
             f"supported architectures: {supported}"
         )
     if name not in ARCHITECTURES:
+        near = nearest(name, ARCHITECTURES)
+        remedy = f"did you mean {near}? " if near else ""
         raise UserError(
-            f"{header.path}: unsupported architecture {name!r:.60}; supported: {supported}"
+            f"{header.path}: unsupported architecture {name!r:.60}; {remedy}supported: {supported}"
         )
     if (kind := header.get("general.type", str, "model")) != "model":
         raise UserError(
@@ -261,7 +270,10 @@ def _scaling(header: Header, architecture: str) -> dict[str, Any]:
     amplitude = values.pop("attention_factor")
     if amplitude is not None and kind == "yarn":
         # llama.cpp multiplies it with YaRN's own temperature; config.json gives the product.
-        values["attention_factor"] = amplitude * _temperature(values["factor"])
+        # Files of OLMo 3 have the product itself.
+        temperature = _temperature(values["factor"])
+        whole = architecture == "olmo2" and abs(amplitude - temperature) < 1e-3
+        values["attention_factor"] = amplitude if whole else amplitude * temperature
     return {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
 
 
@@ -303,15 +315,16 @@ def _check_fields(header: Header, architecture: str, config: Config) -> None:
         "rope.scaling.yarn_attn_factor": (_temperature(factor),) if scaled else (1,),
     }
     form = FAMILIES[config.family].gguf if config.family in FAMILIES else GgufForm("")
-    own = {*form.fields.values(), PATTERN} if form.name else set()
-    neutral = {key: values for key, values in neutral.items() if key not in own}
-    if config.family in ("qwen2", "qwen3"):  # llama.cpp applies no window there
+    applied = {*form.fields.values()} | ({PATTERN} if form.pattern else set())
+    neutral = {key: values for key, values in neutral.items() if key not in applied}
+    # llama.cpp applies no window where a family has none, and none to these two.
+    if config.family in ("qwen2", "qwen3") or (form.name and not form.windowed):
         windows = {"attention.sliding_window": (0, config.context)}
         neutral |= windows if (fields.get("attention.sliding_window") or 0) < config.context else {}
     check(
         {prefix + key: value for key, value in fields.items()},
         {prefix + key: values for key, values in neutral.items()},
-        {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS | own},
+        {prefix + key for key in GGUF_APPLIED | GGUF_HARMLESS | applied},
         header.path,
     )
 

@@ -48,6 +48,13 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,10 @@ class PreTokenizer:
 # tokenizer.ggml.pre -> splitting. Sources: the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen2 and
 # Mistral NeMo; names and the defaults of BOS as in llama.cpp (src/llama-vocab.cpp).
 PRE_TOKENIZERS = {
-    "gpt-2": PreTokenizer((GPT2,)),
-    "smollm": PreTokenizer((GPT2,), digits=True),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt"), PreTokenizer((GPT2,))),
+    **dict.fromkeys(("smollm", "refact", "command-r"), PreTokenizer((GPT2,), digits=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((LLAMA3,))),
+    "gpt-4o": PreTokenizer((O200K,)),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"),
         PreTokenizer((LLAMA3,), ignore_merges=True, adds_bos=True),

@@ -13,6 +13,7 @@ from jaxkv.files import open_regular, reading
 
 # Everything jaxkv reads from a published model, and nothing else (no .bin, .gguf, .onnx).
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja")
+IGNORED = ("original/*", "consolidated*")  # the same weights again, in another format
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -67,7 +68,12 @@ def _download(hub_id: str) -> Path:
             "(pip install huggingface_hub)"
         ) from None
     try:
-        snapshot = snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS))
+        snapshot = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=list(PATTERNS),
+            ignore_patterns=list(IGNORED),
+        )
     # The Hub client raises its own, OS and HTTP errors alike, and their types move between
     # versions; for the user all of them mean the same thing.
     except Exception as error:

@@ -215,7 +215,7 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
     """Our name -> tensor; raises where file and config.json disagree."""
     by_name: dict[str, Tensor] = {}
     for name, tensor in _with_mxfp4(tensors).items():
-        if name.endswith(HARMLESS) or name.startswith(TOWERS):
+        if name.endswith(HARMLESS) or (config.picture_ids and name.startswith(TOWERS)):
             continue
         if (earlier := by_name.setdefault(canonical(config, name), tensor)) is not tensor:
             raise UserError(f"{folder} has one tensor under two names: {earlier.name}, {name}")
@@ -245,9 +245,9 @@ def _match(tensors: Mapping[str, Tensor], config: Config, folder: Path) -> dict[
             first,
             shape=ours[name][1],
             part=parts.get(name),
-            members=(first, *others) if "*" in ours[name][0] else first.members,
+            members=(first, *rest) if "*" in ours[name][0] else first.members,
         )
-        for name, (first, *others) in members.items()
+        for name, (first, *rest) in members.items()
     }
 
 
@@ -255,17 +255,29 @@ def _with_mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by name, of which blocks and scales are one."""
     joined = {}
     for name, tensor in tensors.items():
-        whole = name.removesuffix(BLOCKS)
-        scales = tensors.get(whole + SCALES)
-        if whole != name and scales is not None and len(tensor.shape) == 4:
+        base_name = name.removesuffix(BLOCKS)
+        scales = tensors.get(base_name + SCALES)
+        if base_name != name and scales is not None:
+            _check_mxfp4(tensor, scales)
             experts, outputs, blocks, _ = tensor.shape
             shape = experts, 32 * blocks, outputs
-            joined[whole] = replace(
-                tensor, name=whole, type=MXFP4, shape=shape, members=(tensor, scales)
+            joined[base_name] = replace(
+                tensor, name=base_name, type=MXFP4, shape=shape, members=(tensor, scales)
             )
         elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
             joined[name] = tensor
     return joined
+
+
+def _check_mxfp4(blocks: Tensor, scales: Tensor) -> None:
+    """Raise UserError unless these are blocks [E,O,I/32,16] and their scales [E,O,I/32]."""
+    sizes = all(t.type == "U8" and t.bytes == prod(t.shape) for t in (blocks, scales))
+    if not sizes or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
+        raise corrupt(
+            blocks.file,
+            f"{blocks.name} and its scales must be bytes [E,O,B,16] and [E,O,B], got "
+            f"{blocks.type} {list(blocks.shape)} and {scales.type} {list(scales.shape)}",
+        )
 
 
 @reading()

@@ -140,3 +140,28 @@ def test_experts_in_mxfp4(tmp_path):
         assert tensor.tensor_type == Type.MXFP4
         expected = gguf.dequantize(tensor.data, Type.MXFP4)
         np.testing.assert_array_equal(weights[f"layers.1.expert_{part}"], expected)
+
+
+@pytest.mark.parametrize(
+    "name, key, value, said",
+    [("granite", "attention.sliding_window", 128, "sliding_window must be"),
+     ("qwen3_moe", "attention.sliding_window", 128, "sliding_window must be"),
+     ("gemma2", "attention.sliding_window_pattern", 3, "sliding_window_pattern must be"),
+     ("granite", "rope.scaling.attn_factor", 1.2, "attn_factor must be 1 without the type yarn"),
+     ("phi3", "attention.head_count", 0, "num_attention_heads must be a whole number")],
+)  # fmt: skip
+def test_a_field_that_llama_cpp_does_not_apply_is_refused(name, key, value, said, tmp_path):
+    changes, architecture, fields = FILES[name]
+    config, weights = hf_model(tmp_path, name, **changes)
+
+    def change(writer, _):
+        for field, stored in (fields | {key: value}).items():
+            add = writer.add_float32 if isinstance(stored, float) else writer.add_uint32
+            add(f"{architecture}.{field}", stored)
+
+    if key == "attention.head_count":
+        config = config | {"num_attention_heads": 0, "head_dim": 16}
+    path = write_gguf(tmp_path / "m.gguf", config, converted(architecture, weights),
+                      change=change, architecture=architecture)  # fmt: skip
+    with pytest.raises(UserError, match=said):
+        read_config(read_header(path))
