@@ -75,13 +75,16 @@ def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
 def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     """The values that each test of a file passed to `record_property`."""
     module = path.removesuffix(".py").replace("/", ".")
-    return {
+    values = {
         case.attrib["name"]: {
-            element.attrib["name"]: json.loads(element.attrib["value"]) for element in properties
+            element.attrib["name"]: json.loads(element.attrib["value"])
+            for element in case.findall("*/property")
+            if element.attrib["name"] != "cpu_seconds"  # of every test
         }
         for case in ElementTree.parse(reported).iter("testcase")
-        if case.attrib["classname"] == module and (properties := case.findall("*/property"))
+        if case.attrib["classname"] == module
     }
+    return {name: reported for name, reported in values.items() if reported}
 
 
 def families_table() -> str:

@@ -182,27 +182,15 @@ def config_of(
     raw = COMMON | defaults | prepared
     if table is None and raw["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
-    width, heads = integer(raw, "hidden_size", where), integer(raw, "num_attention_heads", where)
     layers, context = integer(raw, "num_hidden_layers", where), integer(raw, CONTEXT, where)
-    kv_heads = heads if raw[KV_HEADS] is None else integer(raw, KV_HEADS, where)
-    if heads % kv_heads:
-        raise UserError(
-            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
-            f"got {heads} and {kv_heads}"
-        )
-    if raw["head_dim"] is None and width % heads:
-        raise UserError(
-            f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
-            f"got {width} and {heads}"
-        )
-    head_dim = width // heads if raw["head_dim"] is None else integer(raw, "head_dim", where)
+    heads, kv_heads, head_dim = _heads(raw, where)
     biases = BIASES.get(family, BIASES["llama"])
     qkv, out, mlp = (boolean(raw, b, where) if isinstance(b, str) else b for b in biases)
     encoding, context = encoding_of(raw, head_dim, context, where)
     config = Config(
         family=family,
         vocab=integer(raw, "vocab_size", where),
-        width=width,
+        width=integer(raw, "hidden_size", where),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -227,6 +215,25 @@ def config_of(
     # A window of the whole context or more hides nothing, and would be allocated.
     windows = (None if w is None or w >= context else w for w in config.windows)
     return replace(config, windows=tuple(windows))
+
+
+def _heads(raw: Mapping[str, Any], where: Path) -> tuple[int, int, int]:
+    """The numbers of query and KV heads, and the head dim."""
+    width, heads = integer(raw, "hidden_size", where), integer(raw, "num_attention_heads", where)
+    kv_heads = heads if raw[KV_HEADS] is None else integer(raw, KV_HEADS, where)
+    if heads % kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
+            f"got {heads} and {kv_heads}"
+        )
+    if raw["head_dim"] is not None:
+        return heads, kv_heads, integer(raw, "head_dim", where)
+    if width % heads:
+        raise UserError(
+            f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
+            f"got {width} and {heads}"
+        )
+    return heads, kv_heads, width // heads
 
 
 def _prepared(family: str, fields: Mapping[str, Any], where: Path) -> dict[str, Any]:
