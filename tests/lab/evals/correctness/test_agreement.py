@@ -7,6 +7,8 @@ XML = """<testsuites><testsuite>
 <property name="worst" value="1.5e-06"/><property name="bytes" value="{&quot;code&quot;: 3}"/>
 </properties></testcase>
 <testcase classname="tests.models.test_parity" name="test_b"/>
+<testcase classname="tests.models.test_parity" name="test_c"><properties>
+<property name="cpu_seconds" value="2"/></properties></testcase>
 <testcase classname="tests.lab.test_tpu" name="test_a[llama]"><properties>
 <property name="worst" value="2"/></properties></testcase>
 </testsuite></testsuites>"""
