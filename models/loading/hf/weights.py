@@ -136,8 +136,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     """One tensor as a host array of `dtype`, in a buffer of its own."""
     if tensor.type == MXFP4:
-        host = _read_mxfp4(tensor, dtype)
-        return host if tensor.part is None else _cut(tensor, host, dtype)
+        return _read_mxfp4(tensor, dtype)
     if tensor.members:
         out = aligned(tensor.shape, dtype)
         for place, member in zip(out, tensor.members, strict=True):
@@ -162,29 +161,28 @@ def read(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
         raise corrupt(tensor.file, f"it ended within {tensor.name}")
     if tensor.part is None:
         return host.reshape(shape)
-    return _cut(tensor, host, dtype)
-
-
-def _cut(tensor: Tensor, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The part of a stored tensor in a buffer of its own."""
     out = aligned(tensor.shape, dtype)
-    out[...] = tensor.part.cut(stored, tensor.shape)
+    out[...] = tensor.part.cut(host, tensor.shape)
     return out
 
 
 def _read_mxfp4(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
-    """A tensor [E,I,O] from blocks [E,O,I/32,16] and their scales [E,O,I/32]."""
+    """A parameter [E,O,I] from blocks [E,O,I/32,16] and their scales [E,O,I/32].
+
+    Gate and up are every second row of theirs.
+    """
+    rows = slice(tensor.part.first, None, 2) if tensor.part.axis == 3 else slice(None)
     blocks, scales = (
-        np.fromfile(t.file, np.uint8, t.bytes, offset=t.start).reshape(t.shape)
+        np.fromfile(t.file, np.uint8, t.bytes, offset=t.start).reshape(t.shape)[:, rows]
         for t in tensor.members
     )
     signed = np.concatenate([FP4, -FP4])
     pairs = signed[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]  # low bits first
-    host = aligned((len(blocks), blocks.shape[1], 32 * blocks.shape[2]), dtype)
+    host = aligned(tensor.shape, dtype)
     for out, packed, powers in zip(host, blocks, scales, strict=True):  # one expert at a time
         values = pairs[packed].reshape(*packed.shape[:2], 32)
         out[...] = np.ldexp(values, powers[..., None].astype(np.int32) - 127).reshape(out.shape)
-    return host.swapaxes(1, 2)
+    return host
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
