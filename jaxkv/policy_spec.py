@@ -120,10 +120,9 @@ def by_layer(
         if width is not None and lookback > width
     ]
     if too_far and not isinstance(policy, Full):
-        name = format_policy(policy)
         warn(
             f"{len(too_far)} layer(s) keep the model's own window of {layer_windows[too_far[0]]} "
-            f"tokens, as {name} looks back further; name layers, as in *={name}, to force it"
+            "tokens, as the policy looks back further; `jaxkv policies --model` shows them"
         )
     return tuple(
         Window(layer_windows[layer]) if layer in too_far else layer_policy

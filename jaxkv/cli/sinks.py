@@ -14,8 +14,8 @@ FILES = ("sinks.json", "sinks.png")
 FLAGS = (
     ("text", str, None, "FILE", "plain UTF-8 text; - reads standard input (default: the beginning "
      "of a novel that comes with jaxkv)"),
-    ("capacity", flags.integer(5), 256, "TOKENS", "tokens in every cache (default: 256)"),
-    ("max-tokens", flags.integer(10), 4096, "N", "read only the first N tokens (default: 4096)"),
+    ("capacity", flags.integer(5), 256, "TOKENS", "tokens in every cache"),
+    ("max-tokens", flags.integer(10), 4096, "N", "read only the first N tokens"),
     ("out", str, None, "FOLDER", f"folder for {' and '.join(FILES)}, created if absent"),
 )  # fmt: skip
 

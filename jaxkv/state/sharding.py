@@ -49,7 +49,7 @@ def mesh_of(text: str) -> Mesh:
     if needed > len(devices):
         raise UserError(
             f"a mesh needs one device per place: {text!r} needs {needed}, got {len(devices)}; "
-            "make it smaller"
+            "make it smaller, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=N"
         )
     return jax.make_mesh(
         tuple(sizes.values()),

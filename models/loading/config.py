@@ -41,7 +41,7 @@ WITH_TOWER = {
     "Mistral3ForConditionalGeneration": ("ministral3", "mistral"),
 }
 PICTURE_IDS = {"Gemma3ForConditionalGeneration": 262144, "Mistral3ForConditionalGeneration": 10}
-SUPPORTED = ", ".join(name for name in (*ARCHITECTURES, *WITH_TOWER) if not name.endswith("Model"))
+SUPPORTED = [name for name in (*ARCHITECTURES, *WITH_TOWER) if not name.endswith("Model")]
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -181,7 +181,9 @@ def config_of(
         defaults.pop("rope_theta", None)
     raw = COMMON | defaults | prepared
     if table is None and raw["hidden_act"] not in ("silu", "swish"):
-        raise UserError(f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}")
+        raise UserError(
+            f"{where}: hidden_act must be silu, got {raw['hidden_act']!r}; use another model"
+        )
     layers, context = integer(raw, "num_hidden_layers", where), integer(raw, CONTEXT, where)
     heads, kv_heads, head_dim = _heads(raw, where)
     biases = BIASES.get(family, BIASES["llama"])
@@ -224,14 +226,14 @@ def _heads(raw: Mapping[str, Any], where: Path) -> tuple[int, int, int]:
     if heads % kv_heads:
         raise UserError(
             f"{where}: num_attention_heads must be a multiple of num_key_value_heads, "
-            f"got {heads} and {kv_heads}"
+            f"got {heads} and {kv_heads}; download the file again"
         )
     if raw["head_dim"] is not None:
         return heads, kv_heads, integer(raw, "head_dim", where)
     if width % heads:
         raise UserError(
             f"{where}: without head_dim, hidden_size must be a multiple of num_attention_heads, "
-            f"got {width} and {heads}"
+            f"got {width} and {heads}; download the file again"
         )
     return heads, kv_heads, width // heads
 
@@ -294,7 +296,7 @@ def rope_fields(raw: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters", ""):
         rope = raw.get(name) or {} if name else {"rope_theta": raw.get("rope_theta")}
         if not isinstance(rope, dict):
-            raise UserError(f"{where}: {name} must be an object, got {rope!r:.60}")
+            raise UserError(f"{where}: {name} must be an object, got {rope!r:.60}; delete it")
         nested = [value for value in rope.values() if isinstance(value, dict)]
         if nested and any(value != nested[0] for value in nested):
             raise UserError(f"{where}: {name} that differ between layers are not supported")
@@ -321,7 +323,10 @@ def encoding_of(
     kind = rope.get("rope_type", "default")
     kind = OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UserError(f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(KINDS)}")
+        raise UserError(
+            f"{where}: unsupported rope kind {kind!r}; supported: {', '.join(KINDS)}; use another "
+            "model"
+        )
     parts = (settings.get("partial_rotary_factor") for settings in (rope, raw))
     part = next((part for part in parts if part is not None), 1)
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
@@ -338,8 +343,13 @@ def encoding_of(
     required, optional = KINDS[kind]
     missing = [field for field in required if rope.get(field) is None]
     if missing:
-        raise UserError(f"{where}: rope kind {kind} lacks the field {', '.join(missing)}")
+        raise UserError(f"{where}: rope kind {kind} lacks the field {', '.join(missing)}; add it")
     scaling = {field: rope[field] for field in required + optional if rope.get(field) is not None}
+    texts = {name: value for name, value in scaling.items() if isinstance(value, str)}
+    if texts:
+        raise UserError(
+            f"{where}: settings of rope must be numbers, got {texts!r:.60}; download the file again"
+        )
     theta = rope["rope_theta"]
     positive(rope, "rope_theta", where)
     if kind == "longrope":
@@ -399,10 +409,12 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
     if named in ARCHITECTURES or (not names and kind in (*LLAMA_FAMILIES, *FAMILIES)):
         return ARCHITECTURES.get(named, kind)
     if not named:
-        raise UserError(f"{where}: missing field architectures; supported: {SUPPORTED}")
-    near = nearest(named, SUPPORTED.split(", "))
-    remedy = f"did you mean {near}? supported" if near else "supported"
-    raise UserError(f"{where}: unsupported architecture {named}; {remedy}: {SUPPORTED}")
+        raise UserError(f"{where}: missing field architectures; give one that `jaxkv models` lists")
+    near = nearest(named, SUPPORTED)
+    remedy = f"did you mean {near}? " if near else ""
+    raise UserError(
+        f"{where}: unsupported architecture {named}; {remedy}`jaxkv models` lists what is supported"
+    )
 
 
 def _named(fields: Mapping[str, Any]) -> str:

@@ -38,12 +38,12 @@ def boolean(raw: Mapping[str, Any], key: str, where: Path) -> bool:
     """The truth value of a field."""
     value = required(raw, key, where)
     if not isinstance(value, bool):
-        raise UserError(f"{where}: {key} must be true or false, got {value!r}")
+        raise UserError(f"{where}: {key} must be true or false, got {value!r}; correct it")
     return value
 
 
 def required(raw: Mapping[str, Any], key: str, where: Path) -> Any:
     """The value of a field that must be there."""
     if key not in raw:
-        raise UserError(f"{where}: missing field {key}")
+        raise UserError(f"{where}: missing field {key}; download the file again")
     return raw[key]

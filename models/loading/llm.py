@@ -182,7 +182,7 @@ def load(
     weights: str | None = None,
     sinks: str | Path | None = None,
 ) -> Llm:
-    """Load a model of the Llama family with its tokenizer.
+    """Load a published model with its tokenizer.
 
     name: a folder, a GGUF file, a Hub id, or smollm2-135m (smollm2.py); the default is the
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.

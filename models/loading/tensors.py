@@ -79,7 +79,7 @@ def match(
     Raises UserError for tensors that are missing, unknown, or of another shape.
     """
     known = {name for name, _ in expected.values()} | set(others)
-    lacking = [name for name, _ in expected.values() if name not in tensors]
+    lacking = [n for n in dict.fromkeys(n for n, _ in expected.values()) if n not in tensors]
     extra = [tensor.name for name, tensor in tensors.items() if name not in known]
     if lacking or extra:
         problems = [f"missing tensor {first_few(lacking)}"] if lacking else []

@@ -123,7 +123,7 @@ def test_a_theta_of_the_later_dialect_replaces_the_default(tmp_path):
      ("mpt", {"attn_config": 3}, "attn_config must be an object, got 3"),
      ("ministral3", {"rope_parameters": None, "sliding_window": -1}, "must be a whole number"),
      ("olmo3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "factor": "32"}},
-      "factor must be a positive number"),
+      "settings of rope must be numbers, got"),
      ("olmo3", {"architectures": ["FalconH1ForCausalLM"]}, "did you mean FalconForCausalLM"),
      ("olmo3", {"architectures": [["LlamaForCausalLM"]]}, "unsupported architecture"),
      ("mpt", {"hidden_size": 32}, "d_model and hidden_size are one setting, got 64 and 32"),
