@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import Family, Fields, alternating, windows_of
-from jaxkv.models.loading.field_values import boolean, integer, positive
+from jaxkv.models.loading.field_values import integer, positive
 
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
@@ -19,8 +19,6 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
         "logit_scale": positive(fields, "logit_scale", where),
         "windows": windows,
         "rotated_layers": tuple(window is not None for window in windows),
-        "qkv_bias": boolean(fields, "attention_bias", where),
-        "out_bias": boolean(fields, "attention_bias", where),
     }
 
 

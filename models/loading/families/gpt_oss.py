@@ -14,7 +14,7 @@ from jaxkv.models.loading.families.family import (
     windows_of,
 )
 from jaxkv.models.loading.families.mixture import experts
-from jaxkv.models.loading.field_values import boolean, positive
+from jaxkv.models.loading.field_values import positive
 
 ROPE = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
@@ -24,11 +24,8 @@ ROPE = {
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
     """Every second layer has a window."""
-    bias = boolean(fields, "attention_bias", where)
     return experts(fields, where, "num_local_experts", "intermediate_size") | {
         "windows": windows_of(fields, where, alternating(fields, 2)),
-        "qkv_bias": bias,
-        "out_bias": bias,
         "mlp_bias": True,
         "clamp": positive(fields, "swiglu_limit", where),
         "sink_logit": "learned",

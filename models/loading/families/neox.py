@@ -18,8 +18,6 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
         "activation": activation(fields),
         "gated": False,
         "parallel": "separate" if boolean(fields, "use_parallel_residual", where) else "none",
-        "qkv_bias": boolean(fields, "attention_bias", where),
-        "out_bias": boolean(fields, "attention_bias", where),
         "mlp_bias": True,
     }
 
@@ -50,7 +48,6 @@ NEOX = Family(
     names={
         "embed": "gpt_neox.embed_in.weight", "norm": "gpt_neox.final_layer_norm.weight",
         "norm_bias": "gpt_neox.final_layer_norm.bias", "head": "embed_out.weight",
-        "mlp_norm": "post_attention_layernorm.weight",
         "o": "attention.dense.weight", "o_bias": "attention.dense.bias",
         "up": "mlp.dense_h_to_4h.weight", "up_bias": "mlp.dense_h_to_4h.bias",
         "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias",
