@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, alternating, windows_of
+from jaxkv.models.loading.families.family import (
+    LAYER_NORM,
+    Family,
+    Fields,
+    GgufForm,
+    alternating,
+    windows_of,
+)
 from jaxkv.models.loading.field_values import integer, positive
 
 
@@ -41,4 +48,6 @@ COHERE2 = Family(
         "use_parallel_embedding": (True, False), "cache_implementation": ("hybrid",),
     },
     paired_rows=True,
+    gguf=GgufForm("cohere2", LAYER_NORM | {"logit_scale": "logit_scale"}, paired_rows=True,
+                  windowed=True),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, alternating, windows_of
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, alternating, windows_of
 from jaxkv.models.loading.field_values import integer
 
 
@@ -48,4 +48,5 @@ EXAONE4 = Family(
         "attn_post_norm": "post_attention_layernorm.weight",
         "mlp_post_norm": "post_feedforward_layernorm.weight",
     },
+    gguf=GgufForm("exaone4", pattern=True, windowed=True),
 )  # fmt: skip

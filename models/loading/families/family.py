@@ -96,6 +96,30 @@ GATE_UP = {  # of families that store both in one matrix
 }
 
 
+LAYER_NORM = {"rms_norm_eps": "attention.layer_norm_epsilon"}  # its key in GGUF files
+
+
+def contiguous_qkv(name: str, kind: str = "weight") -> dict[str, FusedPart]:
+    """Queries, keys and values, one after another. kind: weight or bias, the end of the name."""
+    ends = {"q": ("0", "NH"), "k": ("NH", "NH+KH"), "v": ("NH+KH", "NH+2KH")}
+    suffix = "" if kind == "weight" else "_bias"
+    return {
+        f"{part}{suffix}": FusedPart(f"{name}.{kind}", "NH+2KH", 0, *ends[part]) for part in ends
+    }
+
+
+def rotated_part(fields: Fields) -> float:
+    """The part of a head that rotates, from `rotary_dim`, its number of dims in a GGUF file."""
+    heads = max(1, fields["num_attention_heads"])
+    head_dim = fields["head_dim"] or fields["hidden_size"] // heads
+    rotated = fields.get("rotary_dim")
+    return rotated / max(1, head_dim) if isinstance(rotated, int) and rotated > 0 else 1.0
+
+
+ROTATED = {"rotary_dim": "rope.dimension_count"}
+FUSED_UP = {name: part._replace(name="ffn_up.weight") for name, part in GATE_UP.items()}
+
+
 def activation(fields: Fields, name: str = "hidden_act") -> str:
     """The activation that a field names; raises ValueError for one that is not supported."""
     value = fields[name]

@@ -6,7 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import GATE_UP, Family, Fields
+from jaxkv.models.loading.families.family import (
+    FUSED_UP,
+    GATE_UP,
+    ROTATED,
+    Family,
+    Fields,
+    GgufForm,
+    rotated_part,
+)
 from jaxkv.models.loading.field_values import boolean
 
 
@@ -44,4 +52,11 @@ GLM4 = replace(
         "attn_post_norm": "post_self_attn_layernorm.weight",
         "mlp_post_norm": "post_mlp_layernorm.weight",
     },
+    gguf=GgufForm(
+        "glm4",
+        ROTATED,
+        lambda fields: {"partial_rotary_factor": rotated_part(fields)},
+        fused=FUSED_UP,
+        paired_rows=True,
+    ),
 )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, FusedPart
+from jaxkv.models.loading.families.family import (
+    LAYER_NORM,
+    Family,
+    Fields,
+    GgufForm,
+    contiguous_qkv,
+)
 from jaxkv.models.loading.field_values import boolean, positive
 from jaxkv.rotary import Alibi
 
@@ -74,9 +80,12 @@ MPT = Family(
         "attn_norm": "norm_1.weight", "mlp_norm": "norm_2.weight", "o": "attn.out_proj.weight",
         "up": "ffn.up_proj.weight", "down": "ffn.down_proj.weight",
     },
-    fused={
-        "q": FusedPart("attn.Wqkv.weight", "3NH", 0, "0", "NH"),
-        "k": FusedPart("attn.Wqkv.weight", "3NH", 0, "NH", "2NH"),
-        "v": FusedPart("attn.Wqkv.weight", "3NH", 0, "2NH", "3NH"),
-    },
+    fused=contiguous_qkv("attn.Wqkv"),
+    gguf=GgufForm(
+        "mpt",
+        LAYER_NORM
+        | {"clip_qkv": "attention.clamp_kqv", "alibi_bias_max": "attention.max_alibi_bias"},
+        lambda fields: {"clip_qkv": fields.get("clip_qkv") or None},
+        fused=contiguous_qkv("attn_qkv"),
+    ),
 )  # fmt: skip

@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, FusedPart, activation
+from jaxkv.models.loading.families.family import (
+    LAYER_NORM,
+    ROTATED,
+    Family,
+    Fields,
+    FusedPart,
+    GgufForm,
+    activation,
+    contiguous_qkv,
+    rotated_part,
+)
 from jaxkv.models.loading.field_values import boolean
 
 
@@ -53,4 +63,10 @@ NEOX = Family(
         "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias",
     },
     fused=qkv("weight") | qkv("bias"),
+    gguf=GgufForm(
+        "gptneox",
+        LAYER_NORM | ROTATED | {"use_parallel_residual": "use_parallel_residual"},
+        lambda fields: {"partial_rotary_factor": rotated_part(fields), "attention_bias": True},
+        fused=contiguous_qkv("attn_qkv") | contiguous_qkv("attn_qkv", "bias"),
+    ),
 )  # fmt: skip

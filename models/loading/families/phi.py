@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import (
+    FUSED_UP,
     GATE_UP,
+    ROTATED,
     Family,
     Fields,
-    FusedPart,
     GgufForm,
+    contiguous_qkv,
     one_window,
+    rotated_part,
 )
 
 
@@ -20,23 +23,10 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     return {"windows": one_window(fields, where)}
 
 
-def qkv(name: str) -> dict[str, FusedPart]:
-    """Queries, keys and values, one after another."""
-    return {
-        "q": FusedPart(name, "NH+2KH", 0, "0", "NH"),
-        "k": FusedPart(name, "NH+2KH", 0, "NH", "NH+KH"),
-        "v": FusedPart(name, "NH+2KH", 0, "NH+KH", "NH+2KH"),
-    }
-
-
 def constants(fields: Fields) -> dict[str, Any]:
-    """The part that rotates, from its number of dims, and no window where it is 0."""
-    heads = max(1, fields["num_attention_heads"])
-    head_dim = fields["head_dim"] or fields["hidden_size"] // heads
-    rotated = fields.get("rotary_dim")
-    whole = isinstance(rotated, int) and rotated > 0
+    """The part that rotates, and no window where it is 0."""
     return {
-        "partial_rotary_factor": rotated / max(1, head_dim) if whole else 1,
+        "partial_rotary_factor": rotated_part(fields),
         "sliding_window": fields["sliding_window"] or None,
     }
 
@@ -63,13 +53,12 @@ PHI3 = Family(
     derived=derived,
     neutral={"full_attn_mod": (1,), "interpolate_factor": (1,), "embd_pdrop": (0,),
              "resid_pdrop": (0,)},
-    fused=qkv("self_attn.qkv_proj.weight") | GATE_UP,
+    fused=contiguous_qkv("self_attn.qkv_proj") | GATE_UP,
     gguf=GgufForm(
         "phi3",
-        {"rotary_dim": "rope.dimension_count"},
+        ROTATED,
         constants,
         windowed=True,
-        fused=qkv("attn_qkv.weight")
-        | {name: part._replace(name="ffn_up.weight") for name, part in GATE_UP.items()},
+        fused=contiguous_qkv("attn_qkv") | FUSED_UP,
     ),
 )  # fmt: skip

@@ -29,6 +29,7 @@ for family in FAMILIES.values():
     if family.gguf is not None and family.name not in ARCHITECTURES.get(family.gguf.name, ()):
         ARCHITECTURES[family.gguf.name] = (*ARCHITECTURES.get(family.gguf.name, ()), family.name)
 PATTERN = "attention.sliding_window_pattern"  # a bool per layer, or one of so many has no window
+RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 # config.json's key -> key in the metadata, after "ARCHITECTURE."; its type; True: required.
 KEYS = {
     "hidden_size": ("embedding_length", int, True),
@@ -37,7 +38,7 @@ KEYS = {
     "num_attention_heads": ("attention.head_count", int, True),
     "num_key_value_heads": ("attention.head_count_kv", int, False),
     "head_dim": ("attention.key_length", int, False),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float, True),
+    "rms_norm_eps": (RMS_EPSILON, float, False),
     "max_position_embeddings": ("context_length", int, True),
     "sliding_window": ("attention.sliding_window", int, False),
     "rope_theta": ("rope.freq_base", float, False),
@@ -71,7 +72,7 @@ def read_config(header: Header) -> Config:
     config = config_of(family, fields, {}, header.path)
     if family in FAMILIES:
         _check_fields(header, architecture, config)
-        return _of_family(header, config)
+        return _of_family(header, fields, config)
     config = dataclasses.replace(
         config, **{field: tensor in header.tensors for field, tensor in BIASES.items()}
     )
@@ -102,6 +103,8 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     if form is not None:
         fields |= _own_fields(header, form)
         fields |= form.constants(fields)
+    if fields["rms_norm_eps"] is None:
+        header.need(f"{architecture}.{RMS_EPSILON}", float)
     return family, fields
 
 
@@ -131,22 +134,23 @@ def _own_fields(header: Header, form: GgufForm) -> dict[str, Any]:
     return fields
 
 
-def _of_family(header: Header, config: Config) -> Config:
-    """The description as the file stores it; raises UserError for divisors of frequencies."""
+def _of_family(header: Header, fields: dict[str, Any], config: Config) -> Config:
+    """The description as the file stores it: with divisors of frequencies, and raised norms."""
+    form = FAMILIES[config.family].gguf
+    prefix = f"{form.name}.rope.scaling."
+    amplitude = header.get(f"{prefix}attn_factor", float)
+    if amplitude not in (None, 1.0) and header.get(f"{prefix}type", str) != "yarn":
+        raise UserError(
+            f"{header.path}: {prefix}attn_factor must be 1 without the type yarn, got {amplitude}; "
+            "use another model"
+        )
     if ROPE_FACTORS in header.tensors:
-        raise UserError(
-            f"{header.path}: {ROPE_FACTORS} is not supported in files of {config.family}; use "
-            "another model"
-        )
-    amplitude = header.get(f"{FAMILIES[config.family].gguf.name}.rope.scaling.attn_factor", float)
-    yarn = header.get(f"{FAMILIES[config.family].gguf.name}.rope.scaling.type", str) == "yarn"
-    if amplitude not in (None, 1.0) and not yarn:
-        raise UserError(
-            f"{header.path}: rope.scaling.attn_factor must be 1 without the type yarn in files of "
-            f"{config.family}, got {amplitude}; use another model"
-        )
-    raised = FAMILIES[config.family].gguf.raised_norms
-    return dataclasses.replace(config, norm="rms") if raised else config
+        encoding = _encoding(header, form.name, fields, config)
+        layers = config.encodings
+        if layers is not None:
+            layers = tuple(encoding if e == config.encoding else e for e in layers)
+        config = dataclasses.replace(config, encoding=encoding, encodings=layers)
+    return dataclasses.replace(config, norm="rms") if form.raised_norms else config
 
 
 def ends(header: Header) -> tuple[int, ...]:

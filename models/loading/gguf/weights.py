@@ -40,14 +40,19 @@ def read_weight(
 ) -> np.ndarray:
     """A parameter by our name as a host array."""
     architecture = header.fields["general.architecture"]
-    return read(tensor, dtype, paired_heads(architecture, config, name))
+    heads = paired_heads(architecture, config, name)
+    rotated = None if heads is None else 2 * len(config.encoding.frequencies)
+    return read(tensor, dtype, heads, rotated)
 
 
 @reading()
-def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarray:
+def read(
+    tensor: Tensor, dtype: np.dtype, heads: int | None = None, rotated: int | None = None
+) -> np.ndarray:
     """One tensor, dequantised, in a host buffer of its own.
 
     heads: the number of heads whose rows are stored as rotary pairs; they are put back in order.
+    rotated: so many rows of each of them, by default all.
     """
     host = aligned(tensor.shape if tensor.part is None else tensor.part.shape, dtype)
     if host.size == 0:
@@ -55,7 +60,7 @@ def read(tensor: Tensor, dtype: np.dtype, heads: int | None = None) -> np.ndarra
     # A vector is one row, unless its rows are in another order.
     table = host.reshape(1, -1) if host.ndim < 2 and not heads else host.reshape(host.shape[0], -1)
     rows, columns = table.shape
-    places = np.arange(rows) if heads is None else rows_of_pairs(rows, heads)
+    places = np.arange(rows) if heads is None else rows_of_pairs(rows, heads, rotated)
     dequantize, kind = gguf_package().dequantize, gguf_package().GGMLQuantizationType(tensor.type)
     row_bytes, step = tensor.bytes // rows, max(1, WINDOW // columns)
     window = np.empty(min(rows, step) * row_bytes, np.uint8)

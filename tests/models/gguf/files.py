@@ -19,6 +19,9 @@ from tests.models.folders import FAMILIES, tensors, write_json
 CONTROL = gguf.TokenType.CONTROL
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")} | {"mistral": "llama"}
 PAIRED = ("llama", "mistral")
+MPT_NAMES = {"d_model": "hidden_size", "n_heads": "num_attention_heads",
+             "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"}  # fmt: skip
+MPT = {"intermediate_size": 256}  # four times the width of the small model
 
 
 def written(path: Path, fill: Callable[[gguf.GGUFWriter], object]) -> Header:
@@ -97,15 +100,19 @@ def write_gguf(
     """
     architecture = architecture or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, **options)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    config = MPT | {MPT_NAMES.get(name, name): value for name, value in config.items()}
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_key_value_heads" in config:
+        writer.add_head_count_kv(kv_heads)
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(rope_dims or head_dim)
     if config.get("head_dim"):
         writer.add_key_length(head_dim)

@@ -15,9 +15,11 @@ from gguf import GGMLQuantizationType as Type
 
 from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
+from jaxkv.models.loading.config import read_config as folder_config
 from jaxkv.models.loading.gguf import read_config, read_header
 from jaxkv.models.loading.source import open_source
-from tests.models.folders import FAMILIES, write_model
+from jaxkv.rotary import Rotary
+from tests.models.folders import FAMILIES, LLAMA3, write_model
 from tests.models.gguf.files import hf_model, paired, write_gguf
 from tests.models.test_parity import FULL, prefill, untokenized
 
@@ -40,6 +42,17 @@ FILES = {
                             "attention.sliding_window_pattern": [True, True, True, False]}),
     "phi3": ({}, "phi3", {"attention.sliding_window": 0}),
     "phi4": ({}, "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 12}),
+    "cohere2": ({"sliding_window_pattern": 4, "num_hidden_layers": 5}, "cohere2",
+                {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25,
+                 "attention.sliding_window": 24}),
+    "glm4": ({"attention_bias": True, "partial_rotary_factor": 0.5}, "glm4",
+             {"rope.dimension_count": 8}),
+    "exaone4": ({}, "exaone4", {"attention.sliding_window": 24,
+                                "attention.sliding_window_pattern": [True, False, True]}),
+    "exaone4_full": ({}, "exaone4", {}),
+    "neox": ({}, "gptneox", {"rope.dimension_count": 4, "use_parallel_residual": True,
+                             "attention.layer_norm_epsilon": 1e-5}),
+    "mpt": ({}, "mpt", {"attention.layer_norm_epsilon": 1e-5, "attention.max_alibi_bias": 8.0}),
     "mixtral": ({"sliding_window": None}, "llama", {"expert_count": 4, "expert_used_count": 2}),
     "qwen3_moe": ({"mlp_only_layers": []}, "qwen3moe",
                   {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}),
@@ -60,6 +73,9 @@ def converted(architecture, weights):
                 weight = paired(weight, heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
+        if "attention.query_key_value" in name:
+            heads = weight.reshape(HEADS, 3, -1, *weight.shape[1:]).swapaxes(0, 1)
+            weight = heads.reshape(weight.shape)
         if match := re.match(r"(.*experts)\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault((match[1], match[3]), []).append(weight)
         elif name.endswith("sinks"):
@@ -84,9 +100,10 @@ def converted(architecture, weights):
     return out
 
 
-def write(folder, name, **options):
-    """A GGUF file of the model, beside its folder."""
+def write(folder, name, types=lambda name: Type.F32, **more):
+    """A GGUF file of the model, beside its folder; more: changes of config.json."""
     changes, architecture, fields = FILES[name]
+    changes = changes | more
     config, weights = hf_model(folder, name, **changes)
     write_model(folder, FAMILIES[name] | changes)
 
@@ -94,13 +111,13 @@ def write(folder, name, **options):
         for key, value in fields.items():
             if key == "rope.dimension_count":
                 continue  # written already
-            kinds = {list: "array", str: "string", int: "uint32", float: "float32"}
+            kinds = {list: "array", str: "string", int: "uint32", float: "float32", bool: "bool"}
             add = getattr(writer, f"add_{kinds[type(value)]}")
             add(f"{architecture}.{key}", value)
 
     return write_gguf(
         folder / "model.gguf", config, converted(architecture, weights), change=change,
-        architecture=architecture, rope_dims=fields.get("rope.dimension_count"), **options,
+        architecture=architecture, rope_dims=fields.get("rope.dimension_count"), types=types,
     )  # fmt: skip
 
 
@@ -113,20 +130,19 @@ def test_a_file_equals_the_folder(name, tmp_path):
     )
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
     config = read_config(read_header(path))
-    assert config.family == {"phi4": "phi3"}.get(name, FAMILIES[name]["model_type"])
+    assert config.family == FAMILIES[name]["model_type"]
 
 
-def test_divisors_of_frequencies_are_refused(tmp_path):
-    changes, architecture, _ = FILES["granite"]
-    config, weights = hf_model(tmp_path, "granite", **changes)
-
-    def change(_, tensors):
-        tensors["rope_freqs.weight"] = np.ones(8, np.float32)
-
-    path = write_gguf(tmp_path / "m.gguf", config, converted(architecture, weights), change=change,
-                      architecture=architecture)  # fmt: skip
-    with pytest.raises(UserError, match=r"rope_freqs.weight is not supported in files of granite"):
-        read_config(read_header(path))
+def test_divisors_of_frequencies_are_those_of_llama_3(tmp_path):
+    """As the converter writes them for EXAONE 4, whose full layers do not rotate."""
+    rope = {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "head_dim": 16}
+    path = write(tmp_path, "exaone4", **rope)
+    config, expected = read_config(read_header(path)), folder_config(tmp_path)
+    for actual, encoding in zip(config.encodings, expected.encodings, strict=True):
+        assert type(actual) is type(encoding)
+        if isinstance(encoding, Rotary):
+            near = np.asarray(actual.frequencies), np.asarray(encoding.frequencies)
+            np.testing.assert_allclose(*near, rtol=1e-6, atol=1)
 
 
 def test_experts_in_mxfp4(tmp_path):
