@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, one_window
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, one_window
 from jaxkv.models.loading.field_values import integer, positive
 
 ROPE = {
@@ -31,6 +31,16 @@ def derived(fields: Fields) -> dict[str, Any]:
     return {} if named else {"rope_parameters": ROPE}
 
 
+def constants(fields: Fields) -> dict[str, Any]:
+    """Rope settings with the growth of queries and the factor of YaRN's temperature."""
+    rope = {"rope_type": "default"} | fields["rope_scaling"]
+    if "growth" in fields:
+        rope["llama_4_scaling_beta"] = fields["growth"]
+    if "mscale" in fields:
+        rope |= {"mscale": fields["mscale"], "mscale_all_dim": fields["mscale"]}
+    return {"rope_scaling": rope}
+
+
 MINISTRAL3 = Family(
     "ministral3",
     ("Ministral3ForCausalLM", "Ministral3Model"),
@@ -40,5 +50,11 @@ MINISTRAL3 = Family(
         "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
     },
     derived=derived,
+    gguf=GgufForm(
+        "mistral3",
+        {"growth": "attention.temperature_scale", "mscale": "rope.scaling.yarn_log_multiplier"},
+        constants,
+        paired_rows=True,
+    ),
     applied=frozenset({"sliding_window", "llama_4_scaling_beta"}),
 )  # fmt: skip

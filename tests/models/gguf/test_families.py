@@ -53,6 +53,10 @@ FILES = {
     "neox": ({}, "gptneox", {"rope.dimension_count": 4, "use_parallel_residual": True,
                              "attention.layer_norm_epsilon": 1e-5}),
     "mpt": ({}, "mpt", {"attention.layer_norm_epsilon": 1e-5, "attention.max_alibi_bias": 8.0}),
+    "ministral3": ({}, "mistral3",
+                   {"attention.temperature_scale": 0.3, "rope.scaling.yarn_log_multiplier": 1.0,
+                    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                    "rope.scaling.original_context_length": 40}),
     "mixtral": ({"sliding_window": None}, "llama", {"expert_count": 4, "expert_used_count": 2}),
     "qwen3_moe": ({"mlp_only_layers": []}, "qwen3moe",
                   {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}),
@@ -69,7 +73,7 @@ def converted(architecture, weights):
     out, experts = {}, {}
     for name, weight in weights.items():
         for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
-            if architecture in ("granite", "smollm3", "llama") and part in name:
+            if architecture in ("granite", "smollm3", "llama", "mistral3") and part in name:
                 weight = paired(weight, heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
