@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.record import ROOT
 from jaxkv.evals.lib.run import Measure, Run, run
@@ -57,7 +59,11 @@ def reported_by(tests: dict[str, str], *options: str) -> dict[str, dict[str, Any
 
 def bars(results: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
     """The worst value of each kind against its bar."""
-    logits = [reported["largest_logit_difference"] for reported in results["parity"].values()]
+    logits = [
+        reported["largest_logit_difference"]
+        for reported in results["parity"].values()
+        if "largest_logit_difference" in reported
+    ]
     losses = [abs(reported["perplexity"] / reported["reference"] - 1)
               for reported in results["perplexity"].values()]  # fmt: skip
     (tpu,) = results["tpu"].values()
@@ -87,15 +93,22 @@ def figures(reported: Path, path: str) -> dict[str, dict[str, Any]]:
     return {name: reported for name, reported in values.items() if reported}
 
 
+DIFFERENCES = {
+    "largest_logit_difference": "from transformers", "int8_difference": "int8",
+    "devices_difference": "8 devices",
+}  # fmt: skip
+
+
 def families_table() -> str:
-    """The families, and the largest difference of a logit of each."""
+    """The families, and the largest differences of a logit of each."""
     parity = record.read("agreement")["results"]["parity"]
-    worst: dict[str, float] = {}
+    worst: dict[tuple[str, str], float] = {}
     for reported in parity.values():
-        if "family" in reported:
-            difference = reported["largest_logit_difference"]
-            worst[reported["family"]] = max(worst.get(reported["family"], 0.0), difference)
-    heads = "family", "models", "beyond Llama", "GGUF", "training", "difference"
+        for kind in DIFFERENCES:
+            if "family" in reported and kind in reported:
+                key = reported["family"], kind
+                worst[key] = max(worst.get(key, 0.0), reported[kind])
+    heads = "family", "models", "beyond Llama", "GGUF", "training", *DIFFERENCES.values()
     rows = [
         (
             f"`{row.name}`",
@@ -103,7 +116,7 @@ def families_table() -> str:
             row.beyond,
             "yes" if row.gguf else "no",
             "yes" if row.trained else "no",
-            f"{worst[row.name]:.0e}" if row.name in worst else "-",
+            *(f"{worst.get((row.name, kind), np.nan):.0e}" for kind in DIFFERENCES),
         )
         for row in FAMILY_ROWS
     ]

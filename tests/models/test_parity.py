@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxkv import models
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.chat import Chat
-from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.llm import Llm, placement
 from jaxkv.models.loading.source import open_source
+from jaxkv.models.network import quantised
 from jaxkv.models.network.decoder import Decoder
 from jaxkv.sampling import Sampling
+from jaxkv.state.sharding import mesh_of
 from tests.models.folders import FAMILIES, write_model
 
 LIMIT = 1e-4  # largest difference of a float32 logit
@@ -26,11 +30,12 @@ CHUNKS = (48, 1, 31, 7, 48, 15)  # tokens per call: less and more than windows o
 FULL = "full:max=512,start=256"  # doubles once
 
 
-def untokenized(folder: Path) -> Llm:
+def untokenized(folder: Path, mesh: Mesh | None = None) -> Llm:
     """The model in a folder that has no tokenizer."""
     source = open_source(folder)
-    config, weights = source.config, source.weights("float32")
-    return Llm(config, weights, None, Chat(None), folder, "float32")
+    config = source.config
+    weights = source.weights("float32", None if mesh is None else placement(mesh))
+    return Llm(config, weights, None, Chat(None), folder, "float32", mesh)
 
 
 def reference(folder: Path):
@@ -128,6 +133,43 @@ def test_logits_and_greedy_tokens(family, tmp_path, record_property):
     for ids, tokens in zip(sequences, greedy(stream, NEW), strict=True):
         assert tokens == reference_greedy(reference_model, ids, NEW)
     record_property("equal_greedy_tokens", NEW * len(sequences))
+
+
+@pytest.mark.record
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_and_eight_devices(family, tmp_path, record_property):
+    """int8 equals its own matrices in floats; eight devices equal one."""
+    folder = write_model(tmp_path, family)
+    llm = untokenized(folder)
+    ids = np.random.default_rng(7).integers(0, llm.config.vocab, 70).tolist()
+    logits = prefill(Stream(llm, FULL, batch=8), [ids] * 8)
+
+    rounded = {
+        name: jax.tree.map(jnp.asarray, quantised.quantise(name, np.asarray(weight), "int8"))
+        if quantised.is_matrix(name)
+        else weight
+        for name, weight in llm.weights.items()
+    }
+    floats = {name: as_floats(weight) for name, weight in rounded.items()}
+    both = [prefill(Stream(replace(llm, weights=w), FULL), [ids])[0] for w in (rounded, floats)]
+    int8 = float(np.abs(both[0] - both[1]).max())
+
+    mesh = mesh_of("data=4,model=2" if llm.config.kv_heads % 2 == 0 else "data=8")
+    split = untokenized(folder, mesh)
+    over_devices = prefill(Stream(split, FULL, batch=8), [ids] * 8)
+    devices = float(np.abs(np.array(over_devices) - np.array(logits)).max())
+    record_property("family", json.dumps(llm.config.family))
+    record_property("int8_difference", int8)
+    record_property("devices_difference", devices)
+    assert int8 < LIMIT and devices < LIMIT
+
+
+def as_floats(weight):
+    """A matrix, or those of experts, in float32."""
+    if not isinstance(weight, quantised.Quantised):
+        return weight
+    dense = jax.vmap(quantised.dense) if len(weight.shape) == 3 else quantised.dense
+    return dense(weight)
 
 
 @pytest.mark.parity
