@@ -25,7 +25,8 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
         zip(policies, llm.config.windows, strict=True)
     ):
         config = of_layer(llm.config, number)
-        key = of_this_layer, window, config.experts, llm.specs[number]
+        chosen = config.experts and config.experts_per_token
+        key = of_this_layer, window, (chosen, config.experts), llm.specs[number]
         groups.setdefault(key, []).append(number)
     return [
         {
@@ -33,10 +34,11 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
             "window": window,
             "positions": positions(spec.encoding),
             "experts": experts,
+            "experts_per_token": chosen,
             "policy": format_policy(of_these_layers),
             "bytes": len(numbers) * state_bytes((of_these_layers,), spec, 1, tokens),
         }
-        for (of_these_layers, window, experts, spec), numbers in groups.items()
+        for (of_these_layers, window, (chosen, experts), spec), numbers in groups.items()
     ]
 
 
@@ -52,7 +54,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [["layers", "own window", "positions", "experts", "policy", "memory"]]
     for row in rows:
         window = "-" if row["window"] is None else f"{row['window']:,}"
-        experts = str(row["experts"]) if row["experts"] else "-"
+        experts = f"{row['experts_per_token']} of {row['experts']}" if row["experts"] else "-"
         cells.append([spans(row["layers"]), window, row["positions"], experts, row["policy"],
                       show(row["bytes"])])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
