@@ -57,6 +57,7 @@ class TriAttention(CompressionPolicy):
     pruning per layer and head; by default its layers share one choice. The code takes the centres
     from a calibration text and keeps the prompt. Here they are the mean of all queries so far, and
     a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
+    A model that rotates a part of each head is refused.
     The authors' server disables prefix caching, and TensorRT-LLM's port never evicts the prompt.
     Here a snapshot of a prefix has the centres too.
 
