@@ -37,9 +37,10 @@ def parse_policy(text: str, layers: int | None = None) -> Policy | tuple[Policy,
     if not isinstance(text, str):
         raise UserError(f"a policy is written as a string like streaming:sinks=4, got {text!r}")
     name, equals, _ = text.split(":")[0].partition("=")
-    if not equals:
+    names_layers = ";" in text
+    if not equals and not names_layers:
         return _parse_one(text)
-    if not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
+    if not names_layers and not (name.strip() == "*" or name.strip().lstrip("-").isdecimal()):
         ambiguous = name in POLICIES and name in _names(POLICIES[name])
         example = f"{name}:{text}" if ambiguous else "streaming:sinks=4,window=252"
         raise UserError(f"fields follow the name and a colon, as in {example}, got {text!r}")

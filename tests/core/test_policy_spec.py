@@ -122,6 +122,7 @@ REFUSED = {
     "odd:exact=yes": "exact must be one of true, false, got 'yes'; use one of these",
     "odd:rate=fast": "rate must be a number, got 'fast'",
     "0=full;x=full": "are written LAYER=POLICY;...;.*got 'x=full'",
+    "full;*=full": "are written LAYER=POLICY;...;.*got 'full'",
     "-1=full": "got '-1=full'",
     "0=full;00=window": "layer 0 is named twice",
     "0=full;2=full": "layer 1 has no policy .* add .*=POLICY",
