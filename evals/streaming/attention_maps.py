@@ -23,11 +23,12 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights
+from jaxkv.models.tools.sinks import SKIP, first_token
 from jaxkv.typing import Array, Float32, Int32
 
 MAP, MAPS = 16, 256  # tokens of a stretch, and stretches, as in the paper's Figure 2
 METRIC, METRICS = 64, 100  # the same, as Gu et al. do
-LONG, SKIP = 512, 64  # tokens of a longer stretch; queries of it that have too few keys
+LONG = 512  # tokens of a longer stretch
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -71,17 +72,6 @@ def samples(texts: Sequence[Sequence[int]], length: int, count: int) -> Int32[np
     ids = np.concatenate([np.asarray(text, np.int32) for text in texts])
     starts = np.linspace(0, len(ids) - length, count + 1)[:-1].astype(int)
     return np.stack([ids[start : start + length] for start in starts])
-
-
-def first_token(llm: Llm, stretches: Int32[np.ndarray, "B T"]) -> Float32[np.ndarray, "L N"]:
-    """Mean attention on the first token, of queries from SKIP on."""
-    return np.mean(
-        [
-            uncached.mass_on_first(llm.config, llm.weights, jnp.asarray(ids[None]), SKIP)
-            for ids in stretches
-        ],
-        axis=0,
-    )
 
 
 @partial(jax.jit, static_argnums=0)

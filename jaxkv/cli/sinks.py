@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from jaxkv.cli import flags
-from jaxkv.cli.files import check_plot, print_json, read_text, write_report
+from jaxkv.cli.files import check_plot, describe, print_json, read_text, write_report
 from jaxkv.cli.interrupts import interrupted, note_interrupt
 from jaxkv.cli.progress import show_progress
 
@@ -33,22 +32,21 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.models.generation.score import encode
     from jaxkv.models.tools import sinks
     from jaxkv.models.tools.passage import PASSAGE
-    from jaxkv.models.tools.run_metadata import run_metadata
 
-    path = PASSAGE if args.text is None else Path(args.text)
-    ids = encode(llm, PASSAGE.read_text("utf-8") if text is None else text)[: args.max_tokens]
-    name = (llm.path if args.model is None else Path(args.model)).name
-    source = "standard input" if args.text == "-" else path.name
-    about = run_metadata("sinks", [] if args.text == "-" else [path], [args.seed])
+    if text is None:
+        args.text, text = str(PASSAGE), PASSAGE.read_text("utf-8")
+    ids = encode(llm, text)[: args.max_tokens]
+    about = describe("sinks", args, llm)
     with note_interrupt() as pressed:
         result = sinks.measure(llm, ids, args.capacity, args.seed, show_progress, pressed.is_set)
-    report = about | {"model": name, "text": source, "interrupted": pressed.is_set()} | result
+    report = about | {"interrupted": pressed.is_set()} | result
     if args.json:
         print_json(report)
     else:
-        print(sinks.table(report), "", *sinks.sentences(report, name), sep="\n")
+        print(sinks.table(report), "", *sinks.sentences(report, about["model"]), sep="\n")
     if out is not None and result["rows"]:
-        caption = f"{name} on {source}: {len(ids):,} tokens, caches of {args.capacity:,}"
+        source = f"{about['model']} on {about['text']}"
+        caption = f"{source}: {len(ids):,} tokens, caches of {args.capacity:,}"
         write_report(out, FILES, report, sinks.draw(report, caption))
     if pressed.is_set():
         return interrupted(f"{len(result['rows'])} of {len(sinks.COUNTS)} caches are measured")

@@ -111,8 +111,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "truncate",
         ),
     ),
+    "longrope": (("short_factor",), ("factor", "attention_factor")),
 }
-KINDS["longrope"] = (("short_factor",), ("factor", "attention_factor"))
 OLD_KINDS = {"su": "longrope"}  # names of the first published files
 THETA = 10000.0
 STRETCHED = ("linear", "yarn")  # the context is the original length times the factor
@@ -158,11 +158,10 @@ def text_fields(fields: dict[str, Any], where: Path) -> dict[str, Any]:
         )
     shared = "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"
     outer = {key: fields[key] for key in shared if key in fields}
-    tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    tied = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
     picture = fields.get("image_token_index", fields.get("image_token_id", PICTURE_IDS[name]))
-    return outer | text | {
-        "architectures": [], "model_type": kind, "picture_token_id": picture,
-    } | ({} if tied is None else {"tie_word_embeddings": tied})  # fmt: skip
+    named = {"architectures": [], "model_type": kind, "picture_token_id": picture}
+    return outer | text | tied | named
 
 
 def config_of(
@@ -353,8 +352,7 @@ def encoding_of(
     theta = rope["rope_theta"]
     positive(rope, "rope_theta", where)
     if kind == "longrope":
-        original = integer({"original_max_position_embeddings": original},
-                           "original_max_position_embeddings", where, minimum=2)  # fmt: skip
+        original = integer(rope, "original_max_position_embeddings", where, minimum=2)
         scaling, context = _longrope(scaling, rotated, original, context, where), original
     elif "short_factor" in rope:
         raise UserError(

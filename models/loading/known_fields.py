@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import UserError, first_few, warn
-from jaxkv.models.loading.families import FAMILIES
+from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 
 if TYPE_CHECKING:
     from jaxkv.models.network.config import Config
@@ -152,12 +152,9 @@ def check_config(
     fields: all fields of config.json, under the names of Llama. rope: its rope settings. config:
     the description they give.
     """
-    family = FAMILIES.get(config.family)
-    if family is None:
-        applied_here = APPLIED[config.family]
-    else:
-        applied_here = SHARED | family.applied | {*family.renamed.values()}
-        applied_here -= {*family.neutral}
+    family = FAMILIES.get(config.family, LLAMA_FORM)
+    applied_here = SHARED | family.applied | {*family.renamed.values()}
+    applied_here = APPLIED.get(config.family, applied_here - {*family.neutral})
     windowed = all(window is not None for window in config.windows)
     neutral = NEUTRAL | {
         "attention_multiplier": (config.head_dim**-0.5,),
@@ -172,7 +169,7 @@ def check_config(
         kind = "sliding_attention" if windowed else "full_attention"
         neutral |= {"layer_types": ([kind] * config.layers,), "use_sliding_window": (windowed,)}
     neutral = {name: values for name, values in neutral.items() if name not in applied_here}
-    neutral |= {} if family is None else family.neutral
+    neutral |= family.neutral
     applied = applied_here | SAMPLED | set(NEUTRAL_SAMPLING) | HARMLESS_SAMPLING
     check(fields, neutral, applied | HARMLESS | {"window_rope", "picture_token_id"}, where)
     check(rope, neutral, ROPE | applied_here | {"finetuned"}, where)

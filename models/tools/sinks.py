@@ -17,6 +17,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.uncached import SINK_HEAD, mass_on_first
 from jaxkv.models.tools import compare, palette, pictures
 from jaxkv.models.tools.measurement import WatchTask, is_noise, show
+from jaxkv.typing import Float32, Int32
 
 COUNTS = (4, 2, 1, 0)
 SKIP, STRETCH, STRETCHES = 64, 512, 4  # queries left out, tokens and number of samples
@@ -51,7 +52,9 @@ def measure(
         compare.result(llm, policy, score, block, over=over[policy]) | {"sinks": count}
         for count, (policy, score) in zip(COUNTS, scores.items(), strict=False)
     ]
-    by_head = first_token(llm, ids)
+    length = min(STRETCH, len(ids), llm.config.context)
+    starts = np.linspace(0, len(ids) - length, STRETCHES).astype(int)
+    by_head = first_token(llm, np.asarray([ids[at : at + length] for at in starts], np.int32))
     return {
         "capacity": capacity,
         "tokens": len(ids),
@@ -74,20 +77,13 @@ def needed(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return min(fits)
 
 
-def first_token(llm: Llm, ids: Sequence[int]) -> np.ndarray:
-    """Mean attention [L,N] on the first token of stretches of the text."""
-    length = min(STRETCH, len(ids), llm.config.context)
-    starts = np.linspace(0, len(ids) - length, STRETCHES).astype(int)
+def first_token(llm: Llm, stretches: Int32[np.ndarray, "B T"]) -> Float32[np.ndarray, "L N"]:
+    """Mean attention on the first token, of queries from SKIP on, or the last half of few."""
+    skip = min(SKIP, stretches.shape[1] // 2)
     shares = [
-        mass_on_first(
-            llm.config,
-            llm.weights,
-            jnp.asarray([ids[at : at + length]], jnp.int32),
-            min(SKIP, length // 2),
-        )
-        for at in starts
+        mass_on_first(llm.config, llm.weights, jnp.asarray(ids[None]), skip) for ids in stretches
     ]
-    return np.mean(np.asarray(shares), axis=0)
+    return np.mean(shares, axis=0)
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, GgufForm, alternating, windows_of
+from jaxkv.models.loading.families.family import (
+    POST_NORMS,
+    Family,
+    Fields,
+    GgufForm,
+    alternating,
+    windows_of,
+)
 from jaxkv.models.loading.field_values import integer
 
 
@@ -44,9 +51,6 @@ EXAONE4 = Family(
         "bos_token_id": 0, "eos_token_id": 2, "sliding_window": 4096, "sliding_window_pattern": 4,
     },
     applied=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
-    names={
-        "attn_post_norm": "post_attention_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-    },
+    names=POST_NORMS,
     gguf=GgufForm("exaone4", pattern=True, windowed=True),
 )  # fmt: skip

@@ -94,8 +94,10 @@ GATE_UP = {  # of families that store both in one matrix
     "gate": FusedPart("mlp.gate_up_proj.weight", "2F", 0, "0", "F"),
     "up": FusedPart("mlp.gate_up_proj.weight", "2F", 0, "F", "2F"),
 }
-
-
+POST_NORMS = {  # of families whose norms follow attention and MLP
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 LAYER_NORM = {"rms_norm_eps": "attention.layer_norm_epsilon"}  # its key in GGUF files
 
 
@@ -118,6 +120,16 @@ def rotated_part(fields: Fields) -> float:
 
 ROTATED = {"rotary_dim": "rope.dimension_count"}
 FUSED_UP = {name: part._replace(name="ffn_up.weight") for name, part in GATE_UP.items()}
+
+
+def or_rope(settings: Fields) -> Callable[[Fields], dict[str, Any]]:
+    """For `Family.derived`: rope settings, where config.json names none."""
+
+    def derived(fields: Fields) -> dict[str, Any]:
+        named = fields.get("rope_parameters") or fields.get("rope_scaling")
+        return {} if named else {"rope_parameters": settings}
+
+    return derived
 
 
 def activation(fields: Fields, name: str = "hidden_act") -> str:

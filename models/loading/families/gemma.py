@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.models.loading.families.family import (
+    POST_NORMS,
     Family,
     Fields,
     GgufForm,
@@ -15,11 +16,7 @@ from jaxkv.models.loading.families.family import (
 )
 from jaxkv.models.loading.field_values import integer, positive
 
-NAMES = {
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
+NAMES = POST_NORMS | {"mlp_norm": "pre_feedforward_layernorm.weight"}
 APPLIED = frozenset({
     "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
     "attn_logit_softcapping", "final_logit_softcapping",

@@ -11,9 +11,10 @@ from jaxkv.models.loading.families.family import (
     FusedPart,
     GgufForm,
     alternating,
+    or_rope,
     windows_of,
 )
-from jaxkv.models.loading.families.mixture import experts
+from jaxkv.models.loading.families.mixture import LOCAL_COUNTS, experts
 from jaxkv.models.loading.field_values import positive
 
 ROPE = {
@@ -30,12 +31,6 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
         "clamp": positive(fields, "swiglu_limit", where),
         "sink_logit": "learned",
     }
-
-
-def derived(fields: Fields) -> dict[str, Any]:
-    """Rope settings, where there are none."""
-    named = fields.get("rope_scaling") or fields.get("rope_parameters")
-    return {} if named else {"rope_parameters": ROPE}
 
 
 def gate_up(kind: str, rows: str, stored: str, axis: int, transposed: bool) -> dict[str, FusedPart]:
@@ -64,7 +59,7 @@ GPT_OSS = Family(
         "quantization_config",
     }),
     renamed={"experts_per_token": "num_experts_per_tok"},
-    derived=derived,
+    derived=or_rope(ROPE),
     packed="mxfp4",
     names={"router": "mlp.router.weight", "router_bias": "mlp.router.bias",
            "expert_down_bias": "mlp.experts.down_proj_bias"},
@@ -73,8 +68,7 @@ GPT_OSS = Family(
     | {"expert_down": FusedPart("mlp.experts.down_proj", "E M D", 0, "0", "E", "E M D", True)},
     gguf=GgufForm(
         "gpt-oss",
-        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-         "intermediate_size": "expert_feed_forward_length"},
+        LOCAL_COUNTS | {"intermediate_size": "expert_feed_forward_length"},
         lambda fields: {"rope_scaling": {**fields["rope_scaling"], "truncate": False}},
         windowed=True,
         names={"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"},

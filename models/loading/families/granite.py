@@ -19,8 +19,10 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     }
 
 
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier",
-               "logits_scaling")  # fmt: skip
+MULTIPLIERS = {  # and their keys in GGUF files
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
 GRANITE = Family(
     "granite",
     ("GraniteForCausalLM", "GraniteModel"),
@@ -28,15 +30,5 @@ GRANITE = Family(
     defaults=dict.fromkeys(MULTIPLIERS, 1.0)
     | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     applied=frozenset((*MULTIPLIERS, "attention_bias", "mlp_bias")),
-    gguf=GgufForm(
-        "granite",
-        dict(
-            zip(
-                MULTIPLIERS,
-                ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
-                strict=True,
-            )
-        ),
-        paired_rows=True,
-    ),
+    gguf=GgufForm("granite", MULTIPLIERS, paired_rows=True),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, GgufForm, one_window
+from jaxkv.models.loading.families.family import Family, Fields, GgufForm, one_window, or_rope
 from jaxkv.models.loading.field_values import integer, positive
 
 ROPE = {
@@ -23,12 +23,6 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
         length = integer(rope, "original_max_position_embeddings", where)
         growth = positive(rope, "llama_4_scaling_beta", where), length
     return {"query_growth": growth, "windows": one_window(fields, where)}
-
-
-def derived(fields: Fields) -> dict[str, Any]:
-    """Rope settings, where there are none."""
-    named = fields.get("rope_parameters") or fields.get("rope_scaling")
-    return {} if named else {"rope_parameters": ROPE}
 
 
 def constants(fields: Fields) -> dict[str, Any]:
@@ -49,7 +43,7 @@ MINISTRAL3 = Family(
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
     },
-    derived=derived,
+    derived=or_rope(ROPE),
     gguf=GgufForm(
         "mistral3",
         {"growth": "attention.temperature_scale", "mscale": "rope.scaling.yarn_log_multiplier"},

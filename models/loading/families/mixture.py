@@ -51,6 +51,7 @@ def switches_of_olmoe(fields: Fields, where: Path) -> dict[str, Any]:
 
 
 COUNTS = {"num_experts_per_tok": "expert_used_count", "num_experts": "expert_count"}
+LOCAL_COUNTS = {"num_experts_per_tok": "expert_used_count", "num_local_experts": "expert_count"}
 MIXTRAL = Family(
     "mixtral",
     ("MixtralForCausalLM", "MixtralModel"),
@@ -67,11 +68,7 @@ MIXTRAL = Family(
         "expert_up": "block_sparse_moe.experts.*.w3.weight",
         "expert_down": "block_sparse_moe.experts.*.w2.weight",
     },
-    gguf=GgufForm(
-        "llama",
-        {"num_experts_per_tok": "expert_used_count", "num_local_experts": "expert_count"},
-        paired_rows=True,
-    ),
+    gguf=GgufForm("llama", LOCAL_COUNTS, paired_rows=True),
 )  # fmt: skip
 QWEN3_MOE = Family(
     "qwen3_moe",

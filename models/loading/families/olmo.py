@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.loading.families.family import Family, Fields, GgufForm, alternating, windows_of
+from jaxkv.models.loading.families.family import (
+    POST_NORMS,
+    Family,
+    Fields,
+    GgufForm,
+    alternating,
+    windows_of,
+)
 
 
 def switches(fields: Fields, where: Path) -> dict[str, Any]:
@@ -26,10 +33,6 @@ def switches_of_olmo3(fields: Fields, where: Path) -> dict[str, Any]:
     }
 
 
-NAMES = {
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
 OLMO2 = Family(
     "olmo2",
@@ -37,7 +40,7 @@ OLMO2 = Family(
     switches,
     defaults=DEFAULTS,
     applied=frozenset({"attention_bias"}),
-    names=NAMES,
+    names=POST_NORMS,
     gguf=GgufForm("olmo2"),
 )
 OLMO3 = Family(
@@ -47,6 +50,6 @@ OLMO3 = Family(
     defaults=DEFAULTS | {"sliding_window": 4096, "rope_theta": THETA},
     applied=frozenset({"attention_bias", "sliding_window", "layer_types"}),
     window_rope=True,
-    names=NAMES,
+    names=POST_NORMS,
     gguf=GgufForm("olmo2", pattern=True, windowed=True),
 )

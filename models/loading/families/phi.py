@@ -32,14 +32,14 @@ def constants(fields: Fields) -> dict[str, Any]:
 
 
 def derived(fields: Fields) -> dict[str, Any]:
-    """LongRoPE by its other names, which are those of rope settings with factors."""
+    """LongRoPE under the name of YaRN, by which old files with factors mean it."""
     rope = fields.get("rope_scaling")
-    if isinstance(rope, dict) and "short_factor" in rope:
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("su", "yarn"):
-            settings = {name: value for name, value in rope.items() if name != "type"}
-            return {"rope_scaling": settings | {"rope_type": "longrope"}}
-    return {}
+    if not isinstance(rope, dict) or "short_factor" not in rope:
+        return {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return {}
+    settings = {name: value for name, value in rope.items() if name != "type"}
+    return {"rope_scaling": settings | {"rope_type": "longrope"}}
 
 
 PHI3 = Family(
