@@ -300,6 +300,8 @@ def _to(where: Callable[[Array], Array], state: IndexState) -> IndexState:
 
 
 def _norm(keys: Float32[Array, "... H"]) -> Float32[Array, "..."]:
+    """Constants to gradients: a key equal to the mean key has norm 0, where sqrt has none."""
+    keys = jax.lax.stop_gradient(keys)
     return jnp.sqrt(jnp.sum(keys * keys, axis=-1))
 
 
