@@ -132,7 +132,7 @@ GGUF_NEUTRAL = _by_name(
          "attention.value_length_swa rope.freq_base_swa rope.dimension_count_swa "
          "rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor"),
     ((False,), "use_parallel_residual swin_norm"),
-    (("", "Meta AI original pth"), "tensor_data_layout"),
+    (("", "Meta AI original pth", "jploski"), "tensor_data_layout"),
     (("silu", "swish"), "hidden_activation"),
     (([], [0, 0, 0, 0]), "rope.dimension_sections"),
 )  # fmt: skip

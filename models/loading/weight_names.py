@@ -198,7 +198,8 @@ def _parameters(config: Config) -> list[tuple[str, str, str, tuple[int, ...]]]:
     family, sizes = _family(config), _sizes(config)
     names_of_family = {name: part.name for name, part in family.fused.items()} | _names(config)
     form = _gguf(config)
-    in_gguf = {name: part.name for name, part in form.fused.items()} | dict(form.names)
+    in_gguf = {name: part.name for name, part in form.fused.items()}
+    in_gguf |= {**form.names, **form.names_of(config)}
     entries = [
         (config, name, names_of_family.get(name, hf), gguf, *rest)
         for name, hf, gguf, *rest in OUTER

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.models.loading.families.family import Family, Fields, FusedPart, activation
+from jaxkv.models.loading.families.family import (
+    LAYER_NORM,
+    Family,
+    Fields,
+    FusedPart,
+    GgufForm,
+    activation,
+    contiguous_qkv,
+)
 from jaxkv.models.loading.field_values import boolean
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import Alibi
@@ -57,14 +66,23 @@ def scaled_alibi(heads: int, width: int) -> Alibi:
     return Alibi(tuple(slope * (width // heads) ** -0.5 for slope in slopes))
 
 
-def names_of(config: Config) -> dict[str, str]:
-    """The norms of a block with two of them have names of their own."""
-    if config.parallel != "separate":
-        return {}
-    return {
+def norm_names(attn: str, mlp: str) -> Callable[[Config], dict[str, str]]:
+    """The norms of a block with two of them have names of their own, `attn` and `mlp`."""
+    names = {
         f"{norm}{suffix}": f"{name}.{kind}"
-        for norm, name in (("attn_norm", "ln_attn"), ("mlp_norm", "ln_mlp"))
+        for norm, name in (("attn_norm", attn), ("mlp_norm", mlp))
         for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
+    return lambda config: names if config.parallel == "separate" else {}
+
+
+def gguf_constants(fields: Fields) -> dict[str, Any]:
+    """The form, which files tell by their KV heads and norms. None has the form of RW."""
+    kv_heads, second_norm = fields["num_key_value_heads"], fields["second_norm"]
+    return {
+        "new_decoder_architecture": second_norm or kv_heads != 1,
+        "num_kv_heads": kv_heads,
+        "num_ln_in_parallel_attn": 2 if second_norm else 1,
     }
 
 
@@ -98,6 +116,13 @@ FALCON = Family(
         "up": "mlp.dense_h_to_4h.weight", "up_bias": "mlp.dense_h_to_4h.bias",
         "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias",
     },
-    names_of=names_of,
+    names_of=norm_names("ln_attn", "ln_mlp"),
     fused=qkv("weight") | qkv("bias"),
+    gguf=GgufForm(
+        "falcon",
+        LAYER_NORM,
+        gguf_constants,
+        names_of=norm_names("attn_norm_2", "attn_norm"),
+        fused=contiguous_qkv("attn_qkv"),
+    ),
 )  # fmt: skip

@@ -37,15 +37,17 @@ class GgufForm:
 
     name: the architecture. fields: a field of config.json, under Llama's name, to the key of its
     value after the architecture. constants: what the files do not say, because llama.cpp has it as
-    a constant, from the fields that they do say. names: our name of a parameter to theirs. fused:
-    our name to the part of a tensor. paired_rows: as of a family. raised_norms: norm weights are
-    stored as 1 + w. pattern: files say which layers have a window. windowed: layers have a window.
+    a constant, from the fields that they do say. names: our name of a parameter to theirs;
+    names_of: those that follow from switches. fused: our name to the part of a tensor. paired_rows:
+    as of a family. raised_norms: norm weights are stored as 1 + w. pattern: files say which layers
+    have a window. windowed: layers have a window.
     """
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     names: Mapping[str, str] = field(default_factory=dict)
+    names_of: Callable[[Config], Mapping[str, str]] = lambda config: {}
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
     paired_rows: bool = False
     raised_norms: bool = False

@@ -23,6 +23,13 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     return {"qkv_bias": boolean(fields, "attention_bias", where), "out_bias": False}
 
 
+GGUF = GgufForm(
+    "chatglm",
+    ROTATED,
+    lambda fields: {"partial_rotary_factor": rotated_part(fields)},
+    fused=FUSED_UP,
+    paired_rows=True,
+)
 GLM = Family(
     "glm",
     ("GlmForCausalLM", "GlmModel"),
@@ -35,6 +42,7 @@ GLM = Family(
     applied=frozenset({"attention_bias", "partial_rotary_factor"}),
     fused=GATE_UP,
     paired_rows=True,
+    gguf=GGUF,
 )  # fmt: skip
 
 
@@ -52,11 +60,5 @@ GLM4 = replace(
         "attn_post_norm": "post_self_attn_layernorm.weight",
         "mlp_post_norm": "post_mlp_layernorm.weight",
     },
-    gguf=GgufForm(
-        "glm4",
-        ROTATED,
-        lambda fields: {"partial_rotary_factor": rotated_part(fields)},
-        fused=FUSED_UP,
-        paired_rows=True,
-    ),
+    gguf=replace(GGUF, name="glm4"),
 )

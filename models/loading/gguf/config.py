@@ -60,6 +60,7 @@ BIASES = {
     "out_bias": "blk.0.attn_output.bias",
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
+SECOND_NORM = "blk.0.attn_norm_2.weight"
 TOKENS = "tokenizer.ggml.tokens"
 NO_TOKEN = 2**32 - 1  # some converters write this id where a model has no such token
 # Tokens that end a document, a turn or a message (before a tool's answer).
@@ -98,6 +99,7 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
         "eos_token_id": list(ends(header)),
         "attention_bias": BIASES["qkv_bias"] in header.tensors,
         "mlp_bias": BIASES["mlp_bias"] in header.tensors,
+        "second_norm": SECOND_NORM in header.tensors,  # of Falcon's attention
     }
     form = FAMILIES[family].gguf if family in FAMILIES else None
     if form is not None:

@@ -25,6 +25,7 @@ from tests.models.test_parity import FULL, prefill, untokenized
 
 HEADS, KV_HEADS = 4, 2
 GEMMA = {"query_pre_attn_scalar": 32}  # llama.cpp takes the head dim
+FALCON = {"attention.layer_norm_epsilon": 1e-5, "tensor_data_layout": "jploski"}  # fmt: skip
 # The model of folders.py, changes of its config.json, the architecture, and fields of the file.
 FILES = {
     "gemma2": (GEMMA, "gemma2", {"attention.sliding_window": 24, "attn_logit_softcapping": 5.0,
@@ -45,6 +46,8 @@ FILES = {
     "cohere2": ({"sliding_window_pattern": 4, "num_hidden_layers": 5}, "cohere2",
                 {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25,
                  "attention.sliding_window": 24}),
+    "glm": ({"head_dim": None, "partial_rotary_factor": 0.5}, "chatglm",
+            {"rope.dimension_count": 8}),
     "glm4": ({"attention_bias": True, "partial_rotary_factor": 0.5}, "glm4",
              {"rope.dimension_count": 8}),
     "exaone4": ({}, "exaone4", {"attention.sliding_window": 24,
@@ -52,6 +55,9 @@ FILES = {
     "exaone4_full": ({}, "exaone4", {}),
     "neox": ({}, "gptneox", {"rope.dimension_count": 4, "use_parallel_residual": True,
                              "attention.layer_norm_epsilon": 1e-5}),
+    "falcon7b": ({}, "falcon", FALCON | {"attention.head_count_kv": 1}),
+    "falcon40b": ({}, "falcon", FALCON | {"attention.head_count_kv": 2}),
+    "falcon11b": ({"bias": False}, "falcon", FALCON | {"attention.head_count_kv": 2}),
     "mpt": ({}, "mpt", {"attention.layer_norm_epsilon": 1e-5, "attention.max_alibi_bias": 8.0}),
     "ministral3": ({}, "mistral3",
                    {"attention.temperature_scale": 0.3, "rope.scaling.yarn_log_multiplier": 1.0,
@@ -68,6 +74,16 @@ FILES = {
 }  # fmt: skip
 
 
+def one_after_another(weight, head_dim=16):
+    """All queries, all keys and all values, from the queries, the key and the value of each KV
+    head."""
+    rows = weight.reshape(-1, head_dim, *weight.shape[1:])
+    kv_heads = (len(rows) - HEADS) // 2
+    groups = rows.reshape(kv_heads, -1, *rows.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return np.concatenate([part.reshape(-1, *weight.shape[1:]) for part in parts])
+
+
 def converted(architecture, weights):
     """The tensors of a folder as llama.cpp's converter passes them to its table of names."""
     out, experts = {}, {}
@@ -78,8 +94,7 @@ def converted(architecture, weights):
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
         if "attention.query_key_value" in name:
-            heads = weight.reshape(HEADS, 3, -1, *weight.shape[1:]).swapaxes(0, 1)
-            weight = heads.reshape(weight.shape)
+            weight = one_after_another(weight)
         if match := re.match(r"(.*experts)\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault((match[1], match[3]), []).append(weight)
         elif name.endswith("sinks"):
