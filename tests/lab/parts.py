@@ -46,6 +46,9 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
     "examples": Part(("tests/lab/test_examples.py",), ("README.md", "docs/*.md", "jaxkv/cli/*")),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
     "TPU": Part(("tests/lab/test_tpu.py",), ("pallas_kernels/*", "jaxkv/platform/*")),
+    "tunix": Part(
+        ("tests/lab/adapters",), ("jaxkv/adapters/*",)
+    ),  # skipped here: `.ci/run` says how
     "notebooks": Part(("tests/lab/colab",), ("colab/*",)),
     "wheel": Part(("tests/lab/test_wheel.py",), ("pyproject.toml", "jaxkv/evals/*")),
     "order of tests": Part(

@@ -1,0 +1,1 @@
+"""Caches of this package in the decoders of other libraries: `jaxkv.adapters.tunix`."""

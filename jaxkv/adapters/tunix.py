@@ -1,0 +1,302 @@
+"""A cache policy in the models of google-tunix: in its sampler, its rollouts and its trainers.
+
+    from jaxkv.adapters.tunix import with_policy
+    model = with_policy(model, "streaming:sinks=4,window=1020")
+
+Called without a cache, as in training, the model computes the attention of the policy too. Each
+query sees what it saw in the sampler, so the learner's log probabilities are those of the rollout.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.attention import chunked_scan
+from jaxkv.contract import Chunk, Policy, Spec, State, prefill_finished
+from jaxkv.errors import UserError, check_int
+from jaxkv.policy_spec import by_layer
+from jaxkv.rotary import rotary
+from jaxkv.typing import Array, Bool, Float, Int32
+
+VERSION = "0.1.7"  # of google-tunix
+PIECE = 256  # tokens that are computed at a time
+
+
+class LayerCache(NamedTuple):
+    """The cache of a layer. seen: columns of the attention mask before the next token's."""
+
+    state: State
+    positions: Int32[Array, " B"]
+    seen: Int32[Array, " B"]
+
+
+class TunixFamily(NamedTuple):
+    """How the models of a class of tunix attend.
+
+    module, model: where the class is. project: attention and input to queries, keys and values
+    before rotation. output: the name of the last projection. rope: attention to theta and the
+    factor of a linear scaling. scale: attention to the scale. window: attention to its window, None
+    for full.
+    """
+
+    module: str
+    model: str
+    project: Callable[[Any, Array], tuple[Array, ...]]
+    output: str
+    rope: Callable[[Any], tuple[float, float]]
+    scale: Callable[[Any], float]
+    window: Callable[[Any], int | None]
+
+
+def with_policy(
+    model: nnx.Module,
+    policy: str | Policy | Sequence[Policy | str],
+    *,
+    prompt: int | None = None,
+    seed: int = 0,
+) -> nnx.Module:
+    """A model with a cache policy: the same parts, names of weights and signature.
+
+    model: a Llama3, Qwen2, Qwen3 or Gemma3 of google-tunix, with or without LoRA. Layers with a
+    window of their own keep it unless the policy looks back less. policy: as for `jaxkv.by_layer`.
+    prompt: the number of tokens, with padding, that are the prompt where the model is called
+    without a cache, max_prompt_length of tunix. Policies that compress a finished prompt need it.
+    seed: of policies that draw. All sequences have the same seed, so that a sequence draws alike in
+    the sampler and in any batch of the trainer.
+
+    The sampler's cache_size bounds the text and not the cache; a growing cache has room for it. A
+    token that is padding in the attention mask has output 0, also if it was generated: forbid it.
+    Raises UserError for another model or version of tunix; the model does for packed sequences and
+    for a cache of a model without a policy.
+    """
+    family = _family_of(model)
+    if prompt is not None:
+        check_int("prompt", prompt)
+    check_int("seed", seed, 0)
+    model = nnx.merge(*nnx.split(model))
+    windows = [family.window(layer.attn) for layer in model.layers]
+    policies = by_layer(policy, len(windows), windows)
+    for number, (layer, layer_policy) in enumerate(zip(model.layers, policies, strict=True)):
+        spec = _spec(family, model.config, layer.attn)
+        attn = layer.attn = _as_class(layer.attn, _attention_class(type(layer.attn), family))
+        attn.policy, attn.spec = layer_policy, spec
+        attn.prompt, attn.seed, attn.number = prompt, seed, number
+    return _as_class(model, _model_class(type(model)))
+
+
+def _family_of(model: nnx.Module) -> TunixFamily:
+    """The row of the model's class; raises UserError where there is none."""
+    version = importlib.metadata.version("google-tunix")
+    if version != VERSION:
+        raise UserError(
+            f"policies were tried in google-tunix {VERSION}, got {version}; "
+            f"pip install google-tunix=={VERSION}"
+        )
+    if isinstance(model, PolicyModel):
+        raise UserError("the model has a policy already; give the model that it was made from")
+    # LoRA derives a class from that of tunix.
+    kinds = [(kind.__module__, kind.__name__) for kind in type(model).__mro__]
+    family = next((row for row in FAMILIES if (row.module, row.model) in kinds), None)
+    if family is None:
+        names = ", ".join(row.model for row in FAMILIES)
+        raise UserError(
+            f"models of google-tunix that take a policy are {names}, got "
+            f"{type(model).__module__}.{type(model).__name__}; for other decoders call jaxkv.step "
+            "(docs/integration.md)"
+        )
+    return family
+
+
+def _spec(family: TunixFamily, config: Any, attn: Any) -> Spec:
+    theta, factor = family.rope(attn)
+    scaling = {"kind": "linear", "factor": factor} if factor != 1 else None
+    return Spec(
+        kv_heads=attn.num_kv_heads,
+        head_dim=attn.head_dim,
+        scale=family.scale(attn),
+        encoding=rotary(attn.head_dim, theta, scaling),
+        dtype=getattr(config, "dtype", None) or getattr(config, "param_dtype", jnp.float32),
+        group=attn.num_heads // attn.num_kv_heads,
+    )
+
+
+def _as_class(module: nnx.Module, kind: type) -> nnx.Module:
+    """The module as one of a subclass of its own, with the same parts."""
+    copy = object.__new__(kind)
+    vars(copy).update(vars(module))
+    return copy
+
+
+@cache
+def _model_class(base: type) -> type:
+    return type(base.__name__, (PolicyModel, base), {})
+
+
+@cache
+def _attention_class(base: type, family: TunixFamily) -> type:
+    members = {"family": family, "signature": inspect.signature(base.block)}
+    return type(base.__name__, (PolicyAttention, base), members)
+
+
+class PolicyModel:
+    """A model of tunix whose caches are states of policies."""
+
+    def init_cache(
+        self, batch_size: int, cache_size: int, dtype: jnp.dtype
+    ) -> dict[str, LayerCache]:
+        """Empty caches. cache_size: tokens for which growing caches have room."""
+        caches = (layer.attn.empty(batch_size, cache_size) for layer in self.layers)
+        return {f"layer_{number}": cache for number, cache in enumerate(caches)}
+
+
+class PolicyAttention:
+    """An attention of tunix whose cache is the state of a policy."""
+
+    def empty(self, batch: int, tokens: int) -> LayerCache:
+        """The cache of no token, with room for `tokens` if it grows."""
+        _, rng = jax.random.split(jax.random.key(self.seed))  # as in models.generation.streams
+        state = self.policy.init(self.spec, 1, jax.random.fold_in(rng, self.number))
+        state = jax.tree.map(lambda leaf: jnp.repeat(leaf, batch, axis=0), state)
+        if self.policy.min_prompt is None:
+            state = self.policy.reserve(self.spec, state, tokens)
+        return LayerCache(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def block(self, *args: Any, **kwargs: Any) -> tuple[LayerCache | None, Float[Array, "B T D"]]:
+        """The block of tunix, with its arguments."""
+        arguments = self.signature.bind(self, *args, **kwargs).arguments
+        x, mask, before = (arguments[name] for name in ("x", "attn_mask", "cache"))
+        if before is not None and not isinstance(before, LayerCache):
+            raise UserError("the cache is of a model without a policy; give one of init_cache")
+        if mask is None and arguments.get("segment_ids") is not None:
+            raise UserError("packed sequences would share a cache; turn packing off")
+        cache = self.empty(*x.shape[:2]) if before is None else before
+        q, k, v = self.family.project(self, x)
+        positions, valid = _tokens(mask, cache, x.shape[1])
+        chunk = Chunk(q, k, v, positions.astype(jnp.uint32), valid)
+        if before is None:
+            out = self._attend(cache.state, chunk)
+        else:
+            out, state = self._extend(cache.state, chunk, mask.shape[2])
+            count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+            cache = LayerCache(state, cache.positions + count, cache.seen + np.int32(x.shape[1]))
+        out = getattr(self, self.family.output)(out.astype(v.dtype))
+        return None if before is None else cache, out
+
+    def _update(self, state: State, chunk: Chunk) -> tuple[Array, State]:
+        """The output, a piece at a time; a piece is computed again for gradients."""
+        update = jax.checkpoint(partial(self.policy.update, self.spec))
+        attended, state = chunked_scan(update, state, chunk, PIECE)
+        return attended.out, state
+
+    def _extend(self, state: State, chunk: Chunk, columns: int) -> tuple[Array, State]:
+        """The output of a prompt or of new tokens, and the state. columns: of the mask."""
+        tokens = chunk.valid.shape[1]
+        if self.policy.min_prompt is None or prefill_finished(state) or tokens == 1:
+            return self._update(state, chunk)
+        return self._update_prompt(state, chunk, columns - tokens)
+
+    def _update_prompt(self, state: State, prompt: Chunk, tokens: int) -> tuple[Array, State]:
+        """The same, of a whole prompt, with room for `tokens` after it."""
+        state = self.policy.reserve(self.spec, state, prompt.valid.shape[1])
+        out, state = self._update(state, prompt)
+        state = self.policy.finish_prefill(self.spec, state)
+        return out, self.policy.reserve(self.spec, state, tokens)
+
+    def _attend(self, state: State, chunk: Chunk) -> Array:
+        """The output of a whole text, whose beginning is the prompt."""
+        if self.policy.min_prompt is None:
+            return self._update(state, chunk)[0]
+        if self.prompt is None:
+            raise UserError(
+                f"{type(self.policy).__name__} compresses a finished prompt, and where one ends is "
+                "not known without a cache; give prompt= to with_policy, max_prompt_length of tunix"
+            )
+        tokens = chunk.valid.shape[1]
+        end = min(self.prompt, tokens)
+        prompt, rest = (
+            Chunk(*(leaf[:, first:last] for leaf in chunk))
+            for first, last in ((0, end), (end, tokens))
+        )
+        out, state = self._update_prompt(state, prompt, tokens - end)
+        if end == tokens:
+            return out
+        return jnp.concatenate([out, self._update(state, rest)[0]], axis=1)
+
+
+def _tokens(
+    mask: Bool[Array, "B T S"] | None, cache: LayerCache, tokens: int
+) -> tuple[Int32[Array, "B T"], Bool[Array, "B T"]]:
+    """Positions, and which tokens are no padding: those that see themselves in the mask."""
+    column = cache.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+    if mask is None:
+        valid = jnp.ones(column.shape, bool)
+    else:
+        valid = jnp.take_along_axis(mask, column[:, :, None], axis=2)[:, :, 0].astype(bool)
+    count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+    return cache.positions[:, None] + jnp.maximum(count - 1, 0), valid
+
+
+def _project(attn: Any, x: Array) -> tuple[Array, ...]:
+    """Of Llama3; Qwen2 adds biases, and Qwen3 normalises queries and keys."""
+    parts = []
+    for name in "qkv":
+        part = getattr(attn, f"{name}_proj")(x)
+        if hasattr(attn, f"{name}_bias"):
+            bias = getattr(attn, f"{name}_bias")[...].astype(part.dtype)
+            part = part + bias.reshape(1, 1, *part.shape[2:])
+        if hasattr(attn, f"{name}_norm"):
+            part = getattr(attn, f"{name}_norm")(part)
+        parts.append(part)
+    return tuple(parts)
+
+
+def _project_gemma3(attn: Any, x: Array) -> tuple[Array, ...]:
+    if attn.use_qkv_einsum:
+        q, k, v = attn.qkv_einsum(x)
+    else:
+        q, (k, v) = attn.q_einsum(x), attn.kv_einsum(x)
+    return attn._query_norm(q), attn._key_norm(k), v
+
+
+def _default_rope(attn: Any) -> tuple[float, float]:
+    """Llama3 and Qwen3 of tunix rotate by this default, whatever rope_theta of their config is."""
+    module = importlib.import_module(type(attn).block.__module__)
+    return inspect.signature(module.apply_rope).parameters["rope_theta"].default, 1.0
+
+
+LLAMA3 = TunixFamily(
+    "tunix.models.llama3.model",
+    "Llama3",
+    _project,
+    "o_proj",
+    _default_rope,
+    lambda attn: attn.scale,
+    lambda attn: None,
+)
+FAMILIES = (
+    LLAMA3,
+    LLAMA3._replace(
+        module="tunix.models.qwen2.model",
+        model="Qwen2",
+        rope=lambda attn: (attn.config.rope_theta, 1.0),
+    ),
+    LLAMA3._replace(module="tunix.models.qwen3.model", model="Qwen3"),
+    TunixFamily(
+        "tunix.models.gemma3.model",
+        "Gemma3",
+        _project_gemma3,
+        "attn_vec_einsum",
+        lambda attn: (attn.rope_base_frequency, attn.rope_scale_factor),
+        lambda attn: attn.query_pre_attn_scalar,
+        lambda attn: attn.sliding_window_size if "LOCAL" in attn.attn_type.name else None,
+    ),
+)
