@@ -63,26 +63,29 @@ class PreTokenizer:
 
     splits: expressions, each applied to the pieces of the one before. digits: split off every digit
     first; an expression would know the digits of another version of Unicode. ignore_merges: a piece
-    that is a token stays whole, whatever its merges. nfc: normalise the text first. adds_bos: where
-    a file does not say whether a text begins with BOS.
+    that is a token stays whole, whatever its merges. falcon: split off punctuation before, and
+    digits, in threes, after bytes became letters, of which some are digits. nfc: normalise the text
+    first. adds_bos: where a file does not say whether a text begins with BOS.
     """
 
     splits: tuple[str, ...]
     digits: bool = False
+    falcon: bool = False
     ignore_merges: bool = False
     nfc: bool = False
     adds_bos: bool = False
 
 
-# tokenizer.ggml.pre -> splitting. Sources: the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen2 and
-# Mistral NeMo; names and the defaults of BOS as in llama.cpp (src/llama-vocab.cpp).
+# tokenizer.ggml.pre -> splitting. Sources: the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen2,
+# Falcon and Mistral NeMo; names and the defaults of BOS as in llama.cpp (src/llama-vocab.cpp).
 PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "olmo", "mpt"), PreTokenizer((GPT2,))),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "exaone4"), PreTokenizer((GPT2,))),
     **dict.fromkeys(("smollm", "refact", "command-r"), PreTokenizer((GPT2,), digits=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((LLAMA3,))),
-    "gpt-4o": PreTokenizer((O200K,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((O200K,))),
+    "falcon": PreTokenizer((GPT2,), falcon=True),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3"),
         PreTokenizer((LLAMA3,), ignore_merges=True, adds_bos=True),
     ),
     "qwen2": PreTokenizer((QWEN2,), nfc=True),
@@ -160,11 +163,14 @@ def splitter(pre: PreTokenizer) -> Any:
     """The pre-tokenizer as one of the `tokenizers` package; it also maps bytes to letters."""
     from tokenizers import Regex, pre_tokenizers
 
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
-    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
-    return pre_tokenizers.Sequence(
-        [*digits, *splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    isolate = lambda split: pre_tokenizers.Split(Regex(split), "isolated")
+    before = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    after = []
+    if pre.falcon:
+        before = [pre_tokenizers.Punctuation("contiguous")]
+        after = [pre_tokenizers.Digits(individual_digits=False), isolate("[0-9][0-9][0-9]")]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*before, *map(isolate, pre.splits), letters, *after])
 
 
 def _sentencepiece(header: Header) -> Tokenizer:

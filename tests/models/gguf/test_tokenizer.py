@@ -46,6 +46,14 @@ REFERENCES = {
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     ),
+    "falcon": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(False),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(tokenizers.Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
+    ),
 }
 
 
@@ -68,7 +76,7 @@ def test_byte_level_bpe_agrees_with_the_original(name, tmp_path):
     assert tokenizer.decode(tokenizer.encode("<|begin|>the cat<|end|>")) == "the cat"
 
 
-@pytest.mark.parametrize("name", ["smollm", "gpt-2"])
+@pytest.mark.parametrize("name", REFERENCES)
 def test_splits_agree_on_every_character(name):
     """Each with letters, digits and spaces around it: character classes are the same."""
     actual, expected = splitter(PRE_TOKENIZERS[name]), REFERENCES[name]
@@ -82,6 +90,8 @@ def test_splits_agree_on_every_character(name):
 SPLITS = {
     "gpt-2": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'|S| 12345| | x|\n\n| y"),
     "smollm": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'|S| |1|2|3|4|5| | x|\n\n| y"),
+    "falcon": ("it's 12345  x+=1\n\n y", "it|'|s| |123|45| | x|+=|1|\n\n| y"),
+    "glm4": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'S| |123|45| | x|\n\n| y"),
     "llama-bpe": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'S| |123|45| | x|\n\n| y"),
     "qwen2": ("it's IT'S 12345  x\n\n y", "it|'s| IT|'S| |1|2|3|4|5| | x|\n\n| y"),
     "tekken": ("it's HTTPServer 12  x\n\n y", "it|'s| HTTPServer| |1|2| | x|\n\n| y"),
