@@ -69,7 +69,9 @@ HARMLESS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 LANGUAGE = "language_model."
 TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
           "model.multi_modal_projector.")  # fmt: skip
-ROPE_FACTORS = "rope_freqs.weight"  # a tensor of GGUF files that is read with the config
+# Divisors of rotary frequencies in GGUF files. No token within the context needs the long ones.
+ROPE_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
+LONG_FACTORS = "rope_factors_long.weight"
 # Architectures whose query and key rows are stored in GGUF files with each head's rotary pairs side
 # by side, (0, H/2, 1, H/2 + 1, ...), and the field of Config that counts the heads of a parameter.
 PAIRED_ROWS = {"llama", "mistral"}
@@ -164,6 +166,11 @@ def _family(config: Config) -> Family:
 
 def _gguf(config: Config) -> GgufForm:
     return _family(config).gguf or GgufForm("")
+
+
+def rope_tensors(config: Config) -> tuple[str, ...]:
+    """Tensors of GGUF files that are read with the config, if at all."""
+    return ROPE_FACTORS, *((SHORT_FACTORS, LONG_FACTORS) if _gguf(config).long_rope else ())
 
 
 def _names(config: Config) -> dict[str, str]:

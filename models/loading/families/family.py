@@ -40,7 +40,7 @@ class GgufForm:
     a constant, from the fields that they do say. names: our name of a parameter to theirs;
     names_of: those that follow from switches. fused: our name to the part of a tensor. paired_rows:
     as of a family. raised_norms: norm weights are stored as 1 + w. pattern: files say which layers
-    have a window. windowed: layers have a window.
+    have a window. windowed: layers have a window. long_rope: factors of LongRoPE may be tensors.
     """
 
     name: str
@@ -53,6 +53,7 @@ class GgufForm:
     raised_norms: bool = False
     pattern: bool = False
     windowed: bool = False
+    long_rope: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ PHI3 = Family(
         ROTATED,
         constants,
         windowed=True,
+        long_rope=True,
         fused=contiguous_qkv("attn_qkv") | FUSED_UP,
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from jaxkv.models.loading.gguf.header import Header, gguf_package
 from jaxkv.models.loading.gguf.weights import read
 from jaxkv.models.loading.known_fields import GGUF_APPLIED, GGUF_HARMLESS, GGUF_NEUTRAL, check
 from jaxkv.models.loading.tensors import corrupt
-from jaxkv.models.loading.weight_names import GGUF_EMBED, GGUF_HEAD, ROPE_FACTORS
+from jaxkv.models.loading.weight_names import GGUF_EMBED, GGUF_HEAD, ROPE_FACTORS, SHORT_FACTORS
 from jaxkv.models.network.config import Config
 from jaxkv.rotary import Rotary, rotary
 
@@ -104,6 +104,7 @@ def described(header: Header) -> tuple[str, dict[str, Any]]:
     form = FAMILIES[family].gguf if family in FAMILIES else None
     if form is not None:
         fields |= _own_fields(header, form)
+        fields["rope_scaling"] = _long_rope(header, form) or fields["rope_scaling"]
         fields |= form.constants(fields)
     if fields["rms_norm_eps"] is None:
         header.need(f"{architecture}.{RMS_EPSILON}", float)
@@ -141,7 +142,8 @@ def _of_family(header: Header, fields: dict[str, Any], config: Config) -> Config
     form = FAMILIES[config.family].gguf
     prefix = f"{form.name}.rope.scaling."
     amplitude = header.get(f"{prefix}attn_factor", float)
-    if amplitude not in (None, 1.0) and header.get(f"{prefix}type", str) != "yarn":
+    applied = header.get(f"{prefix}type", str) == "yarn" or SHORT_FACTORS in header.tensors
+    if amplitude not in (None, 1.0) and not applied:
         raise UserError(
             f"{header.path}: {prefix}attn_factor must be 1 without the type yarn, got {amplitude}; "
             "use another model"
@@ -281,6 +283,21 @@ def _scaling(header: Header, architecture: str) -> dict[str, Any]:
         whole = architecture == "olmo2" and abs(amplitude - temperature) < 1e-3
         values["attention_factor"] = amplitude if whole else amplitude * temperature
     return {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
+
+
+def _long_rope(header: Header, form: GgufForm) -> dict[str, Any]:
+    """rope_scaling of config.json for LongRoPE, whose factors are tensors; empty without them."""
+    tensor = header.tensors.get(SHORT_FACTORS)
+    if tensor is None or not form.long_rope:
+        return {}
+    prefix = f"{form.name}.rope.scaling."
+    settings = {
+        "rope_type": "longrope",
+        "short_factor": read(tensor, np.dtype("f4")).astype(np.float64).tolist(),
+        "original_max_position_embeddings": header.need(f"{prefix}original_context_length", int),
+    }
+    amplitude = header.get(f"{prefix}attn_factor", float)
+    return settings if amplitude is None else settings | {"attention_factor": amplitude}
 
 
 def _temperature(factor: float) -> float:

@@ -23,9 +23,9 @@ from jaxkv.models.loading.tensors import (
     match,
 )
 from jaxkv.models.loading.weight_names import (
-    ROPE_FACTORS,
     gguf_shapes,
     paired_heads,
+    rope_tensors,
     rows_of_pairs,
     stored_shapes,
     tensor_parts,
@@ -99,7 +99,7 @@ def supported(kind: int) -> bool:
 def model_tensors(header: Header, config: Config) -> dict[str, Tensor]:
     """Our name -> tensor; raises UserError where tensors and metadata disagree."""
     stored, parts = stored_shapes(config, gguf=True), tensor_parts(config, gguf=True)
-    tensors = match(header.tensors, stored, header.path, "its metadata", (ROPE_FACTORS,))
+    tensors = match(header.tensors, stored, header.path, "its metadata", rope_tensors(config))
     unsupported = [tensor for tensor in tensors.values() if not supported(tensor.type)]
     if unsupported:
         names = [type_name(kind) for kind in range(256) if supported(kind)]

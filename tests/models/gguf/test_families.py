@@ -6,6 +6,7 @@ fields it writes, is written again here from its sources (conversion/ of llama.c
 
 from __future__ import annotations
 
+import math
 import re
 
 import gguf
@@ -26,6 +27,7 @@ from tests.models.test_parity import FULL, prefill, untokenized
 HEADS, KV_HEADS = 4, 2
 GEMMA = {"query_pre_attn_scalar": 32}  # llama.cpp takes the head dim
 FALCON = {"attention.layer_norm_epsilon": 1e-5, "tensor_data_layout": "jploski"}  # fmt: skip
+AMPLITUDE = (1 + math.log(2048 / 512) / math.log(512)) ** 0.5  # of LongRoPE
 # The model of folders.py, changes of its config.json, the architecture, and fields of the file.
 FILES = {
     "gemma2": (GEMMA, "gemma2", {"attention.sliding_window": 24, "attn_logit_softcapping": 5.0,
@@ -43,6 +45,9 @@ FILES = {
                             "attention.sliding_window_pattern": [True, True, True, False]}),
     "phi3": ({}, "phi3", {"attention.sliding_window": 0}),
     "phi4": ({}, "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 12}),
+    "phi4_longrope": ({}, "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 12,
+                                   "rope.scaling.attn_factor": AMPLITUDE,
+                                   "rope.scaling.original_context_length": 512}),
     "cohere2": ({"sliding_window_pattern": 4, "num_hidden_layers": 5}, "cohere2",
                 {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25,
                  "attention.sliding_window": 24}),
@@ -70,7 +75,7 @@ FILES = {
     "gpt_oss": ({"swiglu_limit": 7.0}, "gpt-oss",
                 {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96,
                  "attention.sliding_window": 24, "rope.scaling.type": "yarn",
-                 "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}),
+                 "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}),
 }  # fmt: skip
 
 
@@ -126,7 +131,10 @@ def write(folder, name, types=lambda name: Type.F32, **more):
     config, weights = hf_model(folder, name, **changes)
     write_model(folder, FAMILIES[name] | changes)
 
-    def change(writer, _):
+    def change(writer, tensors):
+        for kind in ("long", "short") if name == "phi4_longrope" else ():
+            factors = config["rope_scaling"][f"{kind}_factor"]
+            tensors[f"rope_factors_{kind}.weight"] = np.asarray(factors, np.float32)
         for key, value in fields.items():
             if key == "rope.dimension_count":
                 continue  # written already
