@@ -10,8 +10,8 @@ from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches, w
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes; no claim of a paper rests on them
-    "cache_int8", "emergence", "host_time", "operations", "quantised_weights", "rehearsal", "remat",
-    "training_peers",
+    "attention_error", "cache_int8", "emergence", "host_time", "operations", "quantised_weights",
+    "rehearsal", "remat", "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "known_answers": "`denominator_lost` and `epsilon`",

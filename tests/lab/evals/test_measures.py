@@ -9,7 +9,6 @@ import json
 import numpy as np
 import pytest
 
-from jaxkv.evals.balancekv import tree_slots
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.streaming import tables
 from jaxkv.models.training.recipes import PRESETS
@@ -29,14 +28,11 @@ SMALLER = {
         "OTHERS": {name: tables.OTHERS[name] for name in ("re-computation", "full")},
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
-    "reservoir.attention_error": {"EXPONENTS": (0.0, 1.0)},
     "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
     "reservoir.recall": {"MIN_ACCURACY": 0.0, "COMPRESSED": {}, "FAR": (64,),
                          "POLICIES": {"full": "full", "window": "window:window=8"},
                          "facts.DOCUMENTS": 4, "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
-    "balancekv.tree_slots": {"cached_tokens": NO_TOKENS, "TREES": (tree_slots.FIRST,),
-                             "AT_EQUAL_TOKENS": ()},
     "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),), "SHARES": (0.1,),
                           "BUDGETS": (0.1,) * 3, "synthetic.TABLES": ((8, 75),)},
     "training.backcopy": {
@@ -62,12 +58,10 @@ WORDS = {
     "streaming.questions": f"{MODEL} --questions {{questions}}",
     "streaming.stream_eval": f"{TEXTS} --tokens 1800",
     "streaming.tables": f"{TEXTS} --tokens 4000",
-    "reservoir.attention_error": f"{TEXTS} --tokens 600 --layers 0 --seeds 1",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
     "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
     "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
-    "balancekv.tree_slots": f"{TEXTS} --tokens 900 --captured 600 --layers 0 --seeds 1",
     "magicpig.sampling": f"{TEXT} --tokens 300 --seeds 1",
     "magicpig.lookup": "--rounds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
