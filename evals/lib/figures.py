@@ -127,12 +127,8 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
                 "Only trained sink tokens attract attention in this task", "center right"),
     },
     "Samples of evicted tokens": {
-        "stream_losses": RecordPlot("stream_losses", plots.stream_losses,
-                                 "Loss of samples of the past, over streaming", height=5.4),
         "recall": RecordPlot("recall", plots.recall,
                           "Bounded caches: which facts are still known", OUTSIDE, height=3.8),
-        "recall_compressed": RecordPlot("recall", plots.recall_compressed,
-                                     "Compressed prompts: which facts are still known", OUTSIDE),
     },
     "Prompt compression": {
         "peers": RecordPlot("peers", kvpress_parity.plot,
@@ -143,10 +139,6 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
                                 "Error of one compressed layer (small model)", OUTSIDE),
     },
     "Sparse attention": {
-        "sparse": RecordPlot("sparse_135m", plots.sparse,
-                          "Loss by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
-        "sampling": RecordPlot("sampling", plots.sampling,
-                            "Error by the share of keys that is read (SmolLM2-135M)", OUTSIDE),
         "sampling_budgets": RecordPlot("sampling", plots.sampling_budgets,
                                     "Where sampling beats top-k: spread-out attention", OUTSIDE),
         "tune_lsh": RecordPlot("tune_lsh", plots.tune_lsh,

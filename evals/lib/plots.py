@@ -93,42 +93,6 @@ def single_layer(axes: Any, results: dict[str, Any]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def sparse(axes: Any, results: dict[str, Any]) -> None:
-    """Loss after a prompt minus full attention's, with two standard errors over texts, by the
-    share of the keys between the ends that is read."""
-    perplexity = next(iter(results["perplexity"].values()))
-    by_share = list(perplexity["shares"].values())
-    names = [name for name in by_share[0] if ", " not in name]
-    for name, style in zip(names, styles(names), strict=True):
-        lines = [share[name] for share in by_share]
-        at = [100 * line["share_read"]["mean"] for line in lines]
-        errors = [line["over_full"]["two_errors"]["stretches"] for line in lines]
-        losses = [line["over_full"]["mean"] for line in lines]
-        axes.errorbar(at, losses, errors, marker="o", markersize=3, capsize=2, label=name, **style)
-    ends, full = perplexity["ends alone"]["over_full"]["mean"], COLOURS["full"]
-    axes.axhline(ends, color=full, linestyle="dotted", label="ends alone")
-    axes.axhline(0, color=full, linewidth=0.8)
-    axes.set(xscale="log", xlabel="keys read, of those between sinks and window (%)",
-             ylabel="loss over full (nats per token)")  # fmt: skip
-    ticks = [100 * float(share) for share in perplexity["shares"]]
-    axes.set_xticks(ticks, [f"{share:g}" for share in ticks])
-    axes.set_xticks([], minor=True)
-
-
-def sampling(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a share of the keys, with two standard errors; SmolLM2-135M."""
-    (model,) = results["models"].values()
-    methods = model["captured"]
-    for (name, lines), style in zip(methods.items(), styles(list(methods)), strict=True):
-        read = [100 * line["share"] for line in lines.values()]
-        draw_intervals(axes, read, lines.values(), label=name, marker="o", markersize=3, **style)
-    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
-             ylabel="relative error of attention")  # fmt: skip
-    axes.set_xticks(
-        [100 * float(share) for share in lines], [f"{100 * float(share):g}" for share in lines]
-    )
-
-
 def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
     """Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of standard
     deviation σ (MagicPIG, Figures 3 and 5)."""
@@ -240,32 +204,12 @@ def first_token(axes: Any, results: dict[str, Any]) -> None:
     axes.set(xlabel="layer", ylabel="share of attention on first token", ylim=(0, 1))
 
 
-def stream_losses(axes: Any, results: dict[str, Any]) -> None:
-    """Loss minus that of streaming at equal bytes, mean over novels with two standard errors.
-    Weighted: a sampled token counts for all n tokens that it represents, or for a power of n.
-    Absolute: positions are those of the text."""
-    rows = {name: row for name, row in results["rows"].items() if name != "streaming"}
-    for at, (row, style) in enumerate(zip(rows.values(), styles(list(rows)), strict=True)):
-        axes.errorbar(row["loss_over_base"], -at, xerr=2 * (row["standard_error"] or 0), marker="o",
-                      markersize=4, capsize=2, color=style["color"])  # fmt: skip
-    axes.axvline(0, color=COLOURS["streaming"], linewidth=0.8)
-    axes.set_yticks([-at for at in range(len(rows))], list(rows), fontsize=7)
-    axes.set(xlabel="loss over streaming (nats per token)")
-
-
 def recall(axes: Any, results: dict[str, Any]) -> None:
     """A model reads facts among random letters and is then asked for one, whose value is one of
     eight. Mean over trained models, from the lowest to the highest. Dotted: tokens in a cache.
     Dashed: a guess."""
     draw_recall(axes, results, [name for name in results["policies"] if ", " not in name])
     axes.axvline(results["slots"], color=COLOURS["full"], linewidth=0.8, linestyle="dotted")
-
-
-def recall_compressed(axes: Any, results: dict[str, Any]) -> None:
-    """The same task; the prompt is compressed before the question. Mean over trained models, from
-    the lowest to the highest. Dashed: a guess."""
-    names = [name for name in results["compressed"] if ", " not in name]
-    draw_recall(axes, results, ["full", "streaming", *names])
 
 
 def draw_recall(axes: Any, results: dict[str, Any], names: list[str]) -> None:
