@@ -248,24 +248,6 @@ def test_too_many_ids_are_refused_before_decoding(monkeypatch):
         assert error["code"] == "context_length_exceeded"
 
 
-def test_fields_that_ask_for_nothing_are_accepted(served):
-    """And null in any field, also in an unknown one."""
-    harmless = {
-        "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "key",
-        "safety_identifier": "me", "unheard_of": None, "no_stop_trim": False,
-        "skip_special_tokens": True, "return_hidden_states": False,
-        "response_format": {"type": "text"},
-    }  # fmt: skip
-    assert served.complete("|x", **harmless).json["choices"][0]["text"] == "x"
-    chat = {
-        "tools": [], "tool_choice": "none", "modalities": ["text"], "functions": None,
-        "include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True,
-    }  # fmt: skip
-    messages = [{"role": "user", "content": "|x", "name": "Ann"}]
-    reply = served.chat("", messages=messages, **harmless, **chat)
-    assert reply.json["choices"][0]["message"]["content"] == "x"
-
-
 def test_stop_token_ids_end_an_answer(served):
     """Also with ignore_eos; their text is left out, as that of an EOS."""
     for fields in ({}, {"ignore_eos": True}):

@@ -248,7 +248,8 @@ def test_values_that_ask_for_nothing_are_ignored_and_others_are_refused(kind):
                     assert error.value.param == name
 
 
-# Defaults of llama.cpp that ask for nothing: POST /completion in its tools/server/README.md.
+# Defaults of llama.cpp that ask for nothing: POST /completion in its tools/server/README.md. Also
+# OpenAI's format of text, and null in an unknown field.
 DEFAULTS = {
     "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "n_predict": -1, "n_indent": 0, "n_keep": 0,
     "n_cache_reuse": 0, "stream": False, "stop": [], "typical_p": 1.0, "repeat_last_n": 64,
@@ -258,11 +259,12 @@ DEFAULTS = {
     "mirostat_eta": 0.1, "ignore_eos": False, "logit_bias": [], "n_probs": 0, "min_keep": 0,
     "t_max_predict_ms": 0, "id_slot": -1, "cache_prompt": True, "return_tokens": False,
     "timings_per_token": False, "return_progress": False,
+    "response_format": {"type": "text"}, "unheard_of": None,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CREATE)
-def test_defaults_of_llama_cpp_are_accepted(served, kind):
+def test_defaults_are_accepted(served, kind):
     plain = ask(served, kind).json["choices"]
     for name, value in DEFAULTS.items():
         validate(kind, GOOD[kind] | {name: value})
