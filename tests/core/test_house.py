@@ -38,7 +38,6 @@ MAY_IMPORT = {
         *("openvino_genai",),
         *("safetensors", "tokenizers", "yaml"),
     },
-    "docs/site": {"mkdocs"},
     "tests": None,
     "colab": {"models", "jaxkv", "jax", "numpy"},  # the wheel has no evals
     "colab/lib": {

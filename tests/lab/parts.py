@@ -41,7 +41,7 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
     "every experiment": Part(
         ("tests/lab/evals/test_measures.py", "tests/lab/evals/test_records.py"), ("evals/*",)
     ),
-    "pages": Part(("tests/lab/test_pages.py", "tests/lab/test_site.py"), ("*.md", "docs/*")),
+    "pages": Part(("tests/lab/test_pages.py",), ("*.md", "docs/*")),
     "readme": Part(("tests/lab/test_readme.py",), ("README.md", "pyproject.toml", "jaxkv/cli/*")),
     "examples": Part(("tests/lab/test_examples.py",), ("README.md", "docs/*.md", "jaxkv/cli/*")),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
