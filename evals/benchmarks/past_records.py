@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.evals.lib.record import read
-from jaxkv.evals.lib.table import page_table, table_head, table_row
-from jaxkv.evals.lib.verdict import Results, Statement, above, below, matches, within
+from jaxkv.evals.lib.table import page_table, ranged, table, table_head, table_row
+from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, matches, within
+from jaxkv.evals.training.sink_tables import KINDS, variant_of_record
+from jaxkv.models.network.quantised import FORMATS
+from jaxkv.state.memory import show
 
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes; no claim of a paper rests on them
@@ -28,6 +31,9 @@ FORMER_WORDS = {"prefix_replay": " --record", "sink_tables": " --rows 1000"}
 PRODUCTS = ("q, k, v", "attention output", "gate, up", "down")
 ALL_PRODUCTS = (*PRODUCTS, "head")
 ATTENTION = "rotation, attention, cache update"
+FORMS = ("float32", *FORMATS)  # of weights
+POLICIES = ("streaming", "reservoir", "balance-stream", "snapkv")
+CACHED = {name: 512 if name == "snapkv" else 1024 for name in POLICIES}  # tokens
 
 
 def command(name: str, module: str, words: str) -> str:
@@ -90,7 +96,90 @@ def memory_ratio(results: Results) -> dict[str, float]:
     return {"layers": programs["layers"]["temporaries"] / programs["none"]["temporaries"]}
 
 
-TABLES = {"operations": operations_table}
+def weights_table() -> str:
+    """Bytes, speed and loss: a row per form.
+
+    The file of the model is in Q4_1, whose grid int4 keeps, so the loss is also that of the default
+    model, which was trained and published in float32.
+    """
+    results = read("quantised_weights")["results"]
+    rates = results["tokens_per_second"]
+    lines = table_head("weights", "bytes", "one sequence", "eight sequences",
+                       "loss, SmolLM2-135M", "loss, default model")  # fmt: skip
+    for form in FORMS:
+        speeds = (ranged(rates[f"{form}, batch {batch}"], "median", ".0f") for batch in (1, 8))
+        losses = ("", "") if form == "float32" else (
+            f"{model['difference'][form]:+.4f} ± {2 * model['standard_error'][form]:.4f}"
+            for model in (results, results["default model"])
+        )  # fmt: skip
+        lines.append(table_row(form, show(results["bytes"][form]), *speeds, *losses))
+    caption = (
+        f"Tokens per second on two CPU cores; losses over float32 in nats per token, on "
+        f"{results['tokens']:,} tokens of a novel:"
+    )
+    return page_table(lines, caption)
+
+
+def caches_table() -> str:
+    """Bytes, loss and speed of each cache in int8, over floats.
+
+    `snapkv` is scored on the second half of each stretch, after its first half was compressed.
+    """
+    results = read("cache_int8")["results"]
+    lines = table_head("policy", "cached tokens", "bytes over float32", "bytes over bfloat16",
+                       "more loss (nats per token)", "times as fast")  # fmt: skip
+    for name in POLICIES:
+        size, loss = results["bytes"][name], results["loss"][name]
+        lines.append(table_row(
+            f"`{name}`", f"{CACHED[name]:,}", f"{size['float32']:.3f}", f"{size['bfloat16']:.3f}",
+            f"{loss['difference']:+.5f} ± {2 * loss['standard_error']:.5f}",
+            ranged(results["speed"][name]["faster"], "median", ".2f"),
+        ))  # fmt: skip
+    return page_table(lines)
+
+
+def sink_token_gains(results: Results) -> dict[str, float]:
+    """By preset, the last validation loss with a sink token minus that without."""
+    runs = results["runs"]
+    return {
+        size: runs[f"{size} token"]["valid_loss"][-1] - runs[f"{size} none"]["valid_loss"][-1]
+        for size in ("tiny", "small")
+    }
+
+
+def largest_attention(*sinks: str) -> Derived:
+    """The largest attention of a head on the first token, at the end of the runs of these sinks."""
+    return lambda results: {
+        name: run["first_token_most"][-1]
+        for name, run in results["runs"].items()
+        if variant_of_record(run) in sinks
+    }
+
+
+def runs_table() -> str:
+    """A row per run of `jaxkv pretrain`, at its end: when heads become attention sinks.
+
+    Gu et al. (2024, arXiv 2410.10781) measure the same attention on models of 60 million weights
+    and more.
+    """
+    heads = ("preset", "trained with", "million tokens", "validation loss",
+             "largest attention of a head")  # fmt: skip
+    cells = (
+        (f"`{name.split()[0]}`", KINDS[variant_of_record(trained)],
+         f"{trained['million_tokens'][-1]:.0f}", f"{trained['valid_loss'][-1]:.3f}",
+         f"{trained['first_token_most'][-1]:.3f}")
+        for name, trained in read("emergence")["results"]["runs"].items()
+    )  # fmt: skip
+    return table(heads, cells, "One run of each, at its end. Attention: on the first token.")
+
+
+TABLES = {
+    "cache_int8": caches_table,
+    "emergence": runs_table,
+    "operations": operations_table,
+    "quantised_weights": weights_table,
+}
+NEGATIVE = "evals/NEGATIVE.md"
 PAGE, ROW = "docs/results/speed.md", "cases/{}/rows/{}/{}"
 CHUNK = "prefill, float32, chunk of 1,024"
 LESS_TIME = [above(int8_over_float32, 0.75), below(int8_over_float32, 1)]
@@ -101,7 +190,7 @@ STATEMENTS = (
     Statement("docs/training.md", "is faster than a step of a plain PyTorch loop",
               "training_peers", [above("speed_over_torch", 1)]),
     Statement(PAGE, "read a quarter of the bytes in a little less time", "operations", LESS_TIME),
-    Statement("evals/NEGATIVE.md", "The products read a quarter of the bytes and take a little "
+    Statement(NEGATIVE, "The products read a quarter of the bytes and take a little "
               "less time", "operations", LESS_TIME),
     Statement(PAGE, "memory does not limit them", "operations",
               [below(ROW.format("decode, int8, batch 1", row, "share_of_bandwidth"), 0.3,
@@ -124,7 +213,26 @@ STATEMENTS = (
               "of one of SmolLM2-135M is outside its program", "host_time",
               [below(f"models/{name}/share", bound, sure=False)
                for name, bound in (("default model", 0.1), ("SmolLM2-135M", 0.03))]),
-    Statement("evals/NEGATIVE.md", "at batch 1 jaxkv is over twice as fast in the present record",
+    Statement(NEGATIVE, "at batch 1 jaxkv is over twice as fast in the present record",
               "latency", [above("generate/110M batch 1/times_faster/call over transformers", 2,
                                 sure=False)]),
+    Statement(NEGATIVE, "No head gives the first token a tenth of its attention", "emergence",
+              [below("runs/{run}/first_token_most/{evaluation}", 0.1)]),
+    Statement(NEGATIVE, "most of its heads are sink heads", "attention_maps",
+              [above("sink_metric", 0.5)]),
+    Statement(NEGATIVE, "A sink token changes the validation loss by less than 0.15 nats per token",
+              "emergence", [within(sink_token_gains, by=0.15)]),
+    Statement("docs/results/training.md", "no head gives the first token a tenth of its attention, "
+              "and without a sink token not even a hundredth", "emergence",
+              [below(largest_attention(*KINDS), 0.1),
+               below(largest_attention("none", "zero", "logit"), 0.01)]),
+    Statement("docs/policies.md", "no cache loses more than 0.001 nats per token", "cache_int8",
+              [within("loss/{policy}/difference", by=0.001)]),
+    Statement("docs/policies.md", "saves memory and not time", "cache_int8",
+              [below("bytes/{policy}/float32", 0.28),
+               below("speed/{policy}/faster", 1, sure=False)]),
+    Statement("docs/results/speed.md",
+              "int4 saves memory, and decodes one sequence more slowly than int8 and than float32",
+              "quantised_weights",
+              [below("int4_over_int8/batch 1", 1), below("faster/int4, batch 1", 1)]),
 )  # fmt: skip

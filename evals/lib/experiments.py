@@ -13,7 +13,6 @@ from jaxkv.evals.benchmarks import (
     latency,
     past_records,
     policy_rates,
-    quantisation,
     rates,
     servers,
     serving,
@@ -38,7 +37,7 @@ from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losse
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks import endless_needle, ruler_tables, served
 from jaxkv.evals.tasks import report as task_report
-from jaxkv.evals.training import backcopy, emergence, mfu, sink_tables, sinks_in_front
+from jaxkv.evals.training import backcopy, mfu, sink_tables, sinks_in_front
 
 # Heading of a section of CLAIMS.md, its introduction, and its claims.
 SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
@@ -77,10 +76,10 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 EXPERIMENTS = (
     tables, questions, stream_eval, side_by_side_tables, endless_losses, which_cache,
     known_answers, recall, stream_losses, attention_error, sampled, single_layer, tree_slots,
-    agreement, emergence, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
+    agreement, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, report, mfu, prefix_tables,
     # Benchmarks.
-    compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates, quantisation,
+    compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates,
     rates, servers, serving, startup,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
