@@ -301,10 +301,11 @@ def next_turn_ids(
 def end_of_turn(tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     """The added token with which the template closes an assistant's message, if it is one.
 
-    Text that closes a message ends no answer, because an answer may contain it.
+    Text that closes a message ends no answer, because an answer may contain it. The last message
+    counts first: gpt-oss closes earlier ones by a token that also ends its reasoning.
     """
     added = {token.id for token in tokenizer.added}
-    for roles, texts in _probes(chat, (*HISTORIES, ANSWERED)):
+    for roles, texts in _probes(chat, (ANSWERED, *HISTORIES)):
         text = texts[roles.index("assistant") + 1].lstrip()
         (separator,) = free_characters([text], 1)
         ids = tokenizer.encode(text, bos=False, start=False, separator=separator)

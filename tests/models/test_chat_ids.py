@@ -394,6 +394,9 @@ ENDS = {
     "after a space": (CHATML.replace("}}<|im_end|>", "}} <|im_end|>"), list(IM), "<|im_end|>"),
     "the next role": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
                       ["<|user|>", "<|assistant|>"], "<|user|>"),
+    "the last one is closed otherwise": (
+        CHATML.replace("<|im_end|>", "{{ '<|return|>' if loop.last else '<|im_end|>' }}"),
+        [*IM, "<|return|>"], "<|return|>"),
     "plain text": (PLAIN, list(IM), None),
     "a word": (CHATML.replace("<|im_end|>", "stop"), list(IM), None),
     "no end": ("{{ messages[0].content }}", list(IM), None),

@@ -63,7 +63,7 @@ def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, reference):
     assert sum(result.missed.values()) + result.blocks_hit == result.blocks
 
 
-@pytest.mark.record
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity, reference", [(4_000, 0.0882), (None, 0.3736)])
 def test_mooncake_hits_are_equal_by_ids_and_by_tokens(mooncake, capacity, reference):
     """Looking up ids or the tokens derived from them gives equal hits."""
