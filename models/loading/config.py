@@ -186,6 +186,8 @@ def config_of(
     layers, context = integer(raw, "num_hidden_layers", where), integer(raw, CONTEXT, where)
     heads, kv_heads, head_dim = _heads(raw, where)
     biases = BIASES.get(family, BIASES["llama"])
+    if table is not None:
+        biases = [name in table.applied and name for name in biases]
     qkv, out, mlp = (boolean(raw, b, where) if isinstance(b, str) else b for b in biases)
     encoding, context = encoding_of(raw, head_dim, context, where)
     config = Config(

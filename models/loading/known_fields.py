@@ -1,12 +1,14 @@
 """The known fields of config.json, generation_config.json and GGUF headers.
 
-A field is applied, or has one neutral value and is refused with another, or changes no result.
-Other fields are named in a warning, unless their value asks for nothing: published files have
-notes of many programs.
+A field is applied, or has one neutral value and is refused with another, or changes no result. Of
+the others, those whose value asks for nothing are ignored. Those with a name that speaks of the
+computation are refused, and the rest are named in a warning: published files have notes of many
+programs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +80,7 @@ HARMLESS = {
     "max_sequence_length", "model_max_length", "unsloth_version", "unsloth_fixed",
     "unsloth_processed", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     "keys_to_ignore_at_inference", "gradient_checkpointing", "classifier_dropout",
+    "custom_pipelines", "tokenizer_name", "init_config",
 }  # fmt: skip
 
 # generation_config.json. Settings that jaxkv lacks, with their values of no effect besides null.
@@ -181,7 +184,7 @@ def check(
     supported: Collection[str],
     where: Path,
 ) -> None:
-    """Raise UserError for a value that is not neutral; warn of fields that are not known."""
+    """Raise UserError for a value that changes results, or may; warn of other unknown fields."""
     for name, value in fields.items():
         if name in neutral and not _is_one(value, neutral[name]):
             values = " or ".join(f"{v!r:.60}" for v in neutral[name]) or "absent"
@@ -190,6 +193,14 @@ def check(
                 "anything else; use another model"
             )
     unknown = {name for name in fields if name not in neutral and name not in supported}
+    strange = unknown - OF_FAMILIES
+    computes = [name for name in strange if fields[name] not in EMPTY and COMPUTES.search(name)]
+    if computes:
+        name = min(computes)
+        raise UserError(
+            f"{where}: unknown field {name}, got {fields[name]!r:.60}: it may change the result; "
+            "use another model, or delete the field if it changes nothing"
+        )
     warn_of(f"{where}: these fields have no effect", fields, unknown)
 
 
@@ -216,6 +227,13 @@ def warn_of(message: str, fields: Mapping[str, Any], names: Iterable[str]) -> No
 
 
 EMPTY = (None, False, 0, "", [], {})
+# Fields of some family: another family ignores them, and says so.
+OF_FAMILIES = set().union(*APPLIED.values(), *(family.applied for family in FAMILIES.values()))
+# What changes results has such a word in its name, in files of all families so far.
+COMPUTES = re.compile(
+    "expert|router|rope|rotary|norm|scal|bias|soft_?cap|logit|alibi|residual|gat(e|ing)|sink|clip|"
+    "multiplier|sliding|attn_|attention_"
+)
 
 
 def _is_one(value: Any, values: tuple[Any, ...]) -> bool:

@@ -27,6 +27,7 @@ from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gg
 from jaxkv.models.network.config import Config
 from jaxkv.sampling import Sampling
 from tests.models import test_parity as parity
+from tests.models.folders import FAMILIES as MODELS
 from tests.models.folders import SIZES, YARN, write_json, write_model
 from tests.tiny import write_tiny
 
@@ -231,6 +232,25 @@ def test_a_published_config_is_read_without_a_warning(architecture, tmp_path, re
         assert config.windows == (None, None) and config.context == 4096
 
 
+CONFIGS = json.loads(Path(__file__).with_name("published_configs.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_of_a_published_model_is_read_without_a_warning(name, tmp_path, recwarn):
+    """By their fields, written down after the published files."""
+    config = read(tmp_path, CONFIGS[name])
+    assert not recwarn.list
+    assert sum(window is not None for window in config.windows) == WINDOWED.get(name, 0)
+
+
+# Layers with a window of their own.
+WINDOWED = {
+    "gemma-2-2b": 13, "gemma-3-1b-it": 22, "gemma-3-270m": 15, "gemma-3-4b-it": 29,
+    "gemma-3-27b-it": 52, "olmo3-7b": 24, "c4ai-command-r7b": 24, "exaone4-32b": 48,
+    "phi3-mini-4k": 32, "phi3-mini-128k": 0, "gpt-oss-20b": 12,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "architecture, change, said",
     [("Cohere2ForCausalLM", {"order_of_interleaved_layers": "global_attn_first"}, "must be 'local"),
@@ -305,12 +325,26 @@ def test_a_folder_with_an_adapter_is_refused(tmp_path):
 def test_unknown_fields_are_named_in_one_warning(tmp_path):
     silent = dict(zip("abcdef", (None, False, 0, 0.0, "", []), strict=True))
     base = read(tmp_path, BASES["llama"] | silent)
-    with pytest.warns(UserWarning, match=r"no effect: depth_scale 2.0, new 'x'$") as caught:
-        assert read(tmp_path, BASES["llama"] | {"depth_scale": 2.0, "new": "x"}) == base
+    with pytest.warns(UserWarning, match=r"no effect: depth 2.0, new 'x'$") as caught:
+        assert read(tmp_path, BASES["llama"] | {"depth": 2.0, "new": "x"}) == base
     assert len(caught) == 1
     rope = {"rope_type": "linear", "factor": 2.0, "depth_factor": [1.0]}
     with pytest.warns(UserWarning, match=r"no effect: depth_factor \[1.0\]$"):
         read(tmp_path, BASES["llama"] | {"rope_scaling": rope})
+
+
+@pytest.mark.parametrize(
+    "family, fields, name",
+    [("llama3", {"depth_scale": 2.0}, "depth_scale"),
+     ("qwen3_moe", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size"),
+     ("mpt", {"attn_config": {"alibi": True, "attn_logit_softcapping": 20}}, "attn_logit_softcap"),
+     ("mpt", {"attn_config": {"alibi": True, "qk_gn": True, "rope": True}}, "rope"),
+     ("gemma2", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "rope_gain": 2.0}},
+      "rope_gain")],
+)  # fmt: skip
+def test_an_unknown_field_of_the_computation_is_refused(family, fields, name, tmp_path):
+    with pytest.raises(UserError, match=f"unknown field {name}|{name}.* must be"):
+        read(tmp_path, MODELS[family] | fields)
 
 
 @pytest.mark.parametrize("field", known_fields.NEUTRAL_SAMPLING)

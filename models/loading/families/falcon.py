@@ -106,6 +106,7 @@ FALCON = Family(
     applied=frozenset({"activation", "alibi", "new_decoder_architecture", "multi_query",
                        "parallel_attn", "bias", "num_ln_in_parallel_attn", "num_kv_heads",
                        "ffn_hidden_size"}),
+    neutral={"ff_factor": (4,)},
     renamed={"layer_norm_epsilon": "rms_norm_eps"},
     derived=derived,
     layers="transformer.h.",

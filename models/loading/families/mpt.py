@@ -28,7 +28,6 @@ def derived(fields: Fields) -> dict[str, Any]:
     width, ratio = fields.get("hidden_size"), fields.get("expansion_ratio", 4)
     attention = fields.get("attn_config") or {}
     flat = dict(attention) if isinstance(attention, dict) else {}
-    flat = {name: flat[name] for name in (*APPLIED, *NEUTRAL) if name in flat}
     if isinstance(width, int) and isinstance(ratio, int):
         flat["intermediate_size"] = ratio * width
     return flat

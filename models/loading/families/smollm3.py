@@ -37,6 +37,7 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
     },
     applied=frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval",
-                       "layer_types", "sliding_window", "use_sliding_window"}),
+                       "layer_types", "sliding_window", "use_sliding_window",
+                       "max_window_layers"}),
     gguf=GgufForm("smollm3", paired_rows=True),
 )  # fmt: skip

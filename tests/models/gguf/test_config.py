@@ -353,8 +353,10 @@ def test_harmless_and_unknown_keys(tmp_path):
     harmless = {key: True if "finetuned" in key else 3 for key in known_fields.GGUF_HARMLESS}
     base = read(tmp_path, {})
     assert read(tmp_path, harmless | {".general.name": "x", ".split.count": 0}) == base
-    with pytest.warns(UserWarning, match=r"no effect: llama.depth_scale 2.0$"):
-        assert read(tmp_path, {"depth_scale": 2.0, "nothing": 0}) == base
+    with pytest.warns(UserWarning, match=r"no effect: llama.depth 2.0$"):
+        assert read(tmp_path, {"depth": 2.0, "nothing": 0}) == base
+    with pytest.raises(UserError, match=r"unknown field llama\.expert_weights_scale, got 2\.5"):
+        read(tmp_path, {"expert_weights_scale": 2.5})
 
 
 @pytest.mark.parametrize("key", known_fields.GGUF_NEUTRAL_SAMPLING)

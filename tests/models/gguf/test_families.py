@@ -75,7 +75,7 @@ FILES = {
     "gpt_oss": ({"swiglu_limit": 7.0}, "gpt-oss",
                 {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96,
                  "attention.sliding_window": 24, "rope.scaling.type": "yarn",
-                 "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}),
+                 "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}),
 }  # fmt: skip
 
 
