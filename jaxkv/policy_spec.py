@@ -101,8 +101,9 @@ def by_layer(
 
     policy: one for all layers, or one per layer, each as a string or a value. windows: the model's
     own sliding window of each layer, None for full attention. A layer with a window was trained to
-    see no more, so it keeps its window unless the policy looks back less. Layers that are named, in
-    the string or by a sequence, get the policy that is named.
+    see no more and no less, so it keeps its window and the policy is for the other layers. Where
+    all layers have one, the policy is for those in which it looks back less. Layers that are named,
+    in the string or by a sequence, get the policy that is named.
     """
     check_int("layers", layers)
     if isinstance(policy, str):
@@ -115,18 +116,20 @@ def by_layer(
     layer_windows = [*windows, *[None] * (layers - len(windows))]
     policies = [policy.for_layer(layer, layers) for layer in range(layers)]
     lookbacks = map(max_lookback, policies)
-    too_far = [
+    mixed = None in layer_windows
+    kept = [
         layer
         for layer, (width, lookback) in enumerate(zip(layer_windows, lookbacks, strict=True))
-        if width is not None and lookback > width
+        if width is not None and (lookback > width or (mixed and policies[layer] != Window(width)))
     ]
-    if too_far and not isinstance(policy, Full):
+    if kept and not isinstance(policy, Full):
+        why = "and the policy is for the others" if mixed else "as the policy looks back further"
         warn(
-            f"{len(too_far)} layer(s) keep the model's own window of {layer_windows[too_far[0]]} "
-            "tokens, as the policy looks back further; `jaxkv policies --model` shows them"
+            f"{len(kept)} layer(s) keep the model's own window of {layer_windows[kept[0]]} tokens, "
+            f"{why}; `jaxkv policies --model` shows them"
         )
     return tuple(
-        Window(layer_windows[layer]) if layer in too_far else layer_policy
+        Window(layer_windows[layer]) if layer in kept else layer_policy
         for layer, layer_policy in enumerate(policies)
     )
 

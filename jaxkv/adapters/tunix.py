@@ -66,8 +66,8 @@ def with_policy(
 ) -> nnx.Module:
     """A model with a cache policy: the same parts, names of weights and signature.
 
-    model: a Llama3, Qwen2, Qwen3 or Gemma3 of google-tunix, with or without LoRA. Layers with a
-    window of their own keep it unless the policy looks back less. policy: as for `jaxkv.by_layer`.
+    model: a Llama3, Qwen2, Qwen3 or Gemma3 of google-tunix, with or without LoRA. policy: as for
+    `jaxkv.by_layer`; layers of Gemma3 with a window of their own keep it.
     prompt: the number of tokens, with padding, that are the prompt where the model is called
     without a cache, max_prompt_length of tunix. Policies that compress a finished prompt need it.
     seed: of policies that draw. All sequences have the same seed, so that a sequence draws alike in

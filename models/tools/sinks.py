@@ -6,6 +6,7 @@ evicted. The share of the first token is the mean over queries that have at leas
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.uncached import SINK_HEAD, mass_on_first
 from jaxkv.models.tools import compare, palette, pictures
 from jaxkv.models.tools.measurement import WatchTask, is_noise, show
+from jaxkv.policies import Streaming
 from jaxkv.typing import Float32, Int32
 
 COUNTS = (4, 2, 1, 0)
@@ -45,6 +47,15 @@ def measure(
         )
     text = compare.cut(llm, ids, capacity, None, None)
     policies = [f"streaming:sinks={n},window={capacity - n}" for n in COUNTS]
+    with warnings.catch_warnings():  # the report says which layers keep their window
+        warnings.simplefilter("ignore")
+        measured = sum(isinstance(policy, Streaming) for policy in llm.policies(policies[0]))
+    if not measured:
+        window = min(filter(None, llm.config.windows))
+        raise UserError(
+            f"all layers of the model have a window of their own, the shortest of {window:,} "
+            f"tokens, and would keep it beside caches of {capacity:,}; give --capacity {window}"
+        )
     scores = compare.compare(llm, text, policies, None, seed, watch, stopped)
     block = -(-text.scored // 20)
     over = compare.over_first(scores, block) if scores else {}
@@ -57,6 +68,7 @@ def measure(
     by_head = first_token(llm, np.asarray([ids[at : at + length] for at in starts], np.int32))
     return {
         "capacity": capacity,
+        "layers": measured,
         "tokens": len(ids),
         "rows": rows,
         "needed": needed(rows),
@@ -108,7 +120,10 @@ def sentences(report: Mapping[str, Any], name: str) -> list[str]:
         return [attention]
     count, capacity = report["needed"], report["capacity"]
     use = f"streaming:sinks={count},window={capacity - count}"
-    return [f"{name} needs {count} sink{'s' * (count != 1)}: take {use}.", attention]
+    needs = f"{name} needs {count} sink{'s' * (count != 1)}: take {use}."
+    if report["layers"] < len(shares):
+        needs += f" The other {len(shares) - report['layers']} layers keep their own window."
+    return [needs, attention]
 
 
 def draw(report: Mapping[str, Any], caption: str) -> bytes:

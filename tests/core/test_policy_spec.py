@@ -217,13 +217,16 @@ def test_the_models_own_windows(pytestconfig):
     windows = (None, 24, None, 24)
     assert by_layer("full", 4, windows) == (Full(), Window(24), Full(), Window(24))
     assert by_layer(Window(24), 4, windows) == (Window(24),) * 4
-    assert by_layer("window:window=10", 4, windows) == (Window(10),) * 4
-    assert by_layer("streaming:sinks=4,window=20", 4, windows) == (Streaming(4, 20),) * 4
-    with pytest.warns(
-        UserWarning, match="2 layer.s. keep the model's own window of 24 tokens"
-    ) as caught:
-        policies = by_layer("streaming:sinks=4,window=21", 4, windows)
-    assert policies == (Streaming(4, 21), Window(24), Streaming(4, 21), Window(24))
+    for window in (10, 21):  # whether the policy looks back less or further
+        with pytest.warns(
+            UserWarning, match="2 layer.s. keep the model's own window of 24 tokens, and the policy"
+        ) as caught:
+            policies = by_layer(f"streaming:sinks=4,window={window}", 4, windows)
+        assert policies == (Streaming(4, window), Window(24)) * 2
+    # Where all layers have a window, the policy would be for none.
+    assert by_layer("streaming:sinks=4,window=20", 2, (24, 24)) == (Streaming(4, 20),) * 2
+    with pytest.warns(UserWarning, match="as the policy looks back further"):
+        assert by_layer("streaming:sinks=4,window=21", 2, (24, 24)) == (Window(24),) * 2
     # The wrappers of the check of types are callers, too.
     assert pytestconfig.option.typecheck or caught[0].filename == __file__
     # Named layers, and policies given one per layer, override the model's windows.

@@ -9,6 +9,7 @@ from jaxkv.models.loading.families import FAMILIES
 from jaxkv.models.tools import sinks
 from jaxkv.models.tools.families import FAMILY_ROWS
 from tests.models.cli.test_bad_input import refused
+from tests.models.folders import FAMILIES as CONFIGS
 from tests.models.folders import OTHERS
 from tests.tiny import write_tiny
 
@@ -31,6 +32,18 @@ def test_it_measures_the_loss_of_every_count(run, model, text, tmp_path):
         np.testing.assert_allclose(row["loss"], np.mean(score.losses), rtol=1e-5)
     assert len(report["first_token_by_layer"]) == llm.config.layers
     assert run(*words, "--json").json["needed"] == report["needed"]
+
+
+def test_sinks_are_measured_in_layers_without_a_window(run, text, tmp_path):
+    ids = {"vocab_size": 258, "bos_token_id": 0, "eos_token_id": 1}
+    gemma = OTHERS["gemma3"]
+    mixed = write_tiny(tmp_path / "gemma", config=gemma, num_hidden_layers=6, **ids)
+    words = ("--text", text, "--capacity", 40)
+    ran = run("sinks", "--model", mixed, *words)
+    assert "The other 4 layers keep their own window." in ran.out
+    windowed = write_tiny(tmp_path / "mistral", config=CONFIGS["mistral"], **ids)
+    ran = run("sinks", "--model", windowed, *words)
+    refused(ran, "all layers of the model have a window", "the shortest of 24", "--capacity 24")
 
 
 def row(count, mean, error):
