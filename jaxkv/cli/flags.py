@@ -96,7 +96,7 @@ MODEL = (
     ("dtype", str, None, None, "data type of weights and caches: float32, bfloat16 or float16, or "
      "in short fp32, bf16, fp16 (default: float32 on a CPU, where bfloat16 is slow and --weights "
      "int8 is faster than both; as published elsewhere, but float16 for bfloat16 on a GPU that "
-     "lacks it, such as a T4)"),
+     "lacks it, such as a T4, where Gemma takes float32)"),
     ("weights", str, None, "FORMAT", "quantise the matrices to int8 or int4 while they are loaded "
      "(default: keep --dtype)"),
     ("sinks", str, None, "FILE_OR_CONSTANT", "tokens or logits added to every sequence: a file "

@@ -7,6 +7,7 @@ at Hugging Face (DEFAULTS).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log
@@ -41,6 +42,7 @@ WITH_TOWER = {
     "Mistral3ForConditionalGeneration": ("ministral3", "mistral"),
 }
 PICTURE_IDS = {"Gemma3ForConditionalGeneration": 262144, "Mistral3ForConditionalGeneration": 10}
+SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")  # of an architecture
 SUPPORTED = [name for name in (*ARCHITECTURES, *WITH_TOWER) if not name.endswith("Model")]
 
 COMMON: dict[str, Any] = {
@@ -410,8 +412,9 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
         return ARCHITECTURES.get(named, kind)
     if not named:
         raise UserError(f"{where}: missing field architectures; give one that `jaxkv models` lists")
-    near = nearest(named, SUPPORTED)
-    remedy = f"did you mean {near}? " if near else ""
+    stems = {SUFFIX.sub("", name).lower(): name for name in reversed(SUPPORTED)}
+    near = nearest(SUFFIX.sub("", named), stems)
+    remedy = f"the nearest is {stems[near]}; " if near else ""
     raise UserError(
         f"{where}: unsupported architecture {named}; {remedy}`jaxkv models` lists what is supported"
     )

@@ -41,6 +41,8 @@ MAGIC = b"jaxkv weights 1\n"
 PIECE = 8 << 20  # bytes whose checksum one thread computes at a time
 # The code that decides the values of converted weights.
 SOURCES = (
+    "config.py",
+    "gguf/config.py",
     "gguf/weights.py",
     "weight_names.py",
     "../network/quantised.py",

@@ -20,6 +20,7 @@ from jaxkv.errors import UserError, check_choice
 from jaxkv.models.loading import converted
 from jaxkv.models.loading.chat import Chat, end_of_turn
 from jaxkv.models.loading.compilation import enable_compilation_cache
+from jaxkv.models.loading.families import FAMILIES, LLAMA_FORM
 from jaxkv.models.loading.sinks import with_sinks
 from jaxkv.models.loading.source import ModelSource, open_source
 from jaxkv.models.loading.tensors import place_all
@@ -187,9 +188,9 @@ def load(
     name: a folder, a GGUF file, a Hub id, or smollm2-135m (smollm2.py); the default is the
     small model in the package (models/default/README.md). GGUF files are dequantised to `dtype`.
     dtype: the dtype of weights and cache; None takes float32 on a CPU, float16 for bfloat16 on a
-    GPU without bfloat16 units, and the published dtype elsewhere. A CPU without such units
-    multiplies bfloat16 ten times slower. mesh: axes `data`
-    (batch), `model` (heads). progress: called with (bytes read, all bytes). weights: int8 or int4
+    GPU without bfloat16 units (float32 for Gemma), and the published dtype elsewhere. A CPU without
+    such units multiplies bfloat16 ten times slower. mesh: axes `data` (batch), `model` (heads).
+    progress: called with (bytes read, all bytes). weights: int8 or int4
     quantises the matrices while they are loaded (network/quantised.py); None keeps `dtype`. sinks:
     a file of learned tokens or logits for every sequence, constant or constant:TOKEN (sinks.py).
     Raises UserError for anything wrong with the model, and for quantised weights over a mesh.
@@ -211,7 +212,8 @@ def without_weights(
     enable_compilation_cache()
     config = source.config
     if dtype is None:
-        dtype = inference_dtype(config.dtype)
+        family = FAMILIES.get(config.family, LLAMA_FORM)
+        dtype = inference_dtype(config.dtype, family.overflows)
     dtype = SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name

@@ -24,15 +24,17 @@ def native_dtype(device: jax.Device) -> str:
     return "float32" if device.platform == "cpu" or _has_no_bfloat16(device) else "bfloat16"
 
 
-def inference_dtype(published: str) -> str:
+def inference_dtype(published: str, overflows: bool = False) -> str:
     """The dtype of weights and caches on this machine, of a model that was published in another.
 
-    A CPU takes float32, and a GPU without bfloat16 units, such as a T4, takes float16.
+    A CPU takes float32. A GPU without bfloat16 units, such as a T4, takes float16 for bfloat16, and
+    float32 where the hidden states of the model overflow float16.
     """
     if jax.default_backend() == "cpu":
         return "float32"
-    has_no_units = published == "bfloat16" and _has_no_bfloat16(jax.local_devices()[0])
-    return "float16" if has_no_units else published
+    if published != "bfloat16" or not _has_no_bfloat16(jax.local_devices()[0]):
+        return published
+    return "float32" if overflows else "float16"
 
 
 def _has_no_bfloat16(device: jax.Device) -> bool:

@@ -102,7 +102,11 @@ def without(name: str, key: str) -> dict[str, Any]:
 REFUSED = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        "MambaForCausalLM; did you mean LlamaForCausalLM",
+        "MambaForCausalLM; the nearest is LlamaForCausalLM",
+    ),
+    "a later version": (
+        {"architectures": ["Qwen3NextForCausalLM"]},
+        "Qwen3NextForCausalLM; the nearest is Qwen3ForCausalLM",
     ),
     "no architecture": ({"vocab_size": 8}, "missing field architectures"),
     "rope kind": (

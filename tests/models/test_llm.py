@@ -17,7 +17,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.loading.llm import without_weights
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.network import device
-from tests.models.folders import deny
+from tests.models.folders import OTHERS, deny
 from tests.models.gguf.files import hf_model, write_gguf
 from tests.models.test_uncached import Gpu
 from tests.tiny import write_tiny
@@ -111,6 +111,11 @@ def test_the_dtype_of_a_gpu(capability, published, expected, tmp_path, monkeypat
     monkeypatch.setattr(device.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(device.jax, "local_devices", lambda: [Gpu(capability)])
     assert without_weights(open_source(folder)).dtype == expected
+    gemma = OTHERS["gemma2"] | {"torch_dtype": published, "vocab_size": 258}
+    gemma = write_tiny(tmp_path / "gemma", config=gemma)
+    overflows = expected == "float16"  # so do the hidden states of Gemma
+    dtype = without_weights(open_source(gemma)).dtype
+    assert dtype == ("float32" if overflows else expected)
 
 
 def test_an_accelerator_that_reads_prompts_by_plain_attention_says_why(

@@ -71,8 +71,9 @@ class Family:
     layers: the beginning of a tensor's name, up to the number of its layer. names: our name of a
     parameter to its own name, where that is not Llama's; names_of: those that follow from switches.
     fused: our name to the part of a tensor. paired_rows: in each head, rows of queries and keys
-    that rotate together are neighbours. packed: the kind of quantised weights that is read. gguf:
-    None where files of llama.cpp are not read.
+    that rotate together are neighbours. packed: the kind of quantised weights that is read.
+    overflows: hidden states exceed the range of float16. gguf: None where files of llama.cpp are
+    not read.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Family:
     fused: Mapping[str, FusedPart] = field(default_factory=dict)
     paired_rows: bool = False
     packed: str = ""
+    overflows: bool = False
     gguf: GgufForm | None = None
 
 
@@ -117,8 +119,7 @@ def rotated_part(fields: Fields) -> float:
     """The part of a head that rotates, from `rotary_dim`, its number of dims in a GGUF file."""
     heads = max(1, fields["num_attention_heads"])
     head_dim = fields["head_dim"] or fields["hidden_size"] // heads
-    rotated = fields.get("rotary_dim")
-    return rotated / max(1, head_dim) if isinstance(rotated, int) and rotated > 0 else 1.0
+    return fields.get("rotary_dim", head_dim) / max(1, head_dim)
 
 
 ROTATED = {"rotary_dim": "rope.dimension_count"}

@@ -65,6 +65,7 @@ GEMMA2 = Family(
     defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     applied=APPLIED,
     names=NAMES,
+    overflows=True,
     gguf=GgufForm("gemma2", SOFT_CAPS, constants, raised_norms=True, windowed=True),
 )
 
@@ -91,6 +92,7 @@ GEMMA3 = Family(
     renamed={"_sliding_window_pattern": "sliding_window_pattern"},
     window_rope=True,
     names=NAMES,
+    overflows=True,
     gguf=GgufForm(
         "gemma3",
         {"final_logit_softcapping": "final_logit_softcapping",

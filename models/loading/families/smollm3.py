@@ -14,7 +14,11 @@ def switches(fields: Fields, where: Path) -> dict[str, Any]:
     count = fields["num_hidden_layers"]
     interval = integer(fields, "no_rope_layer_interval", where)
     rotated = fields.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
-    if len(rotated) != count or not {*rotated} <= {0, 1}:
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) != count
+        or any(x not in (0, 1) for x in rotated)
+    ):
         raise ValueError(f"no_rope_layers must be {count} zeros or ones, got {rotated!r:.60}")
     windowed = (
         boolean(fields, "use_sliding_window", where) and fields.get("sliding_window") is not None

@@ -128,6 +128,10 @@ def _own_fields(header: Header, form: GgufForm) -> dict[str, Any]:
     keys = {**form.fields} | ({"layer_types": PATTERN} if form.pattern else {})
     values = {name: header.fields.get(f"{form.name}.{key}") for name, key in keys.items()}
     fields = {name: value for name, value in values.items() if value is not None}
+    if "rotary_dim" in fields:
+        key = f"{form.name}.{keys['rotary_dim']}"
+        if header.checked(key, fields["rotary_dim"], int) < 1:
+            raise corrupt(header.path, f"{key} must be at least 1, got {fields['rotary_dim']}")
     if isinstance(pattern := fields.get("layer_types"), list):
         kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
         fields["layer_types"] = kinds

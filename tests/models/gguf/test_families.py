@@ -191,6 +191,7 @@ def test_experts_in_mxfp4(tmp_path):
      ("qwen3_moe", "attention.sliding_window", 128, "sliding_window must be"),
      ("gemma2", "attention.sliding_window_pattern", 3, "sliding_window_pattern must be"),
      ("granite", "rope.scaling.attn_factor", 1.2, "attn_factor must be 1 without the type yarn"),
+     ("phi3", "rope.dimension_count", 4.0, "phi3.rope.dimension_count must be of type int"),
      ("phi3", "attention.head_count", 0, "num_attention_heads must be a whole number")],
 )  # fmt: skip
 def test_a_field_that_llama_cpp_does_not_apply_is_refused(name, key, value, said, tmp_path):
