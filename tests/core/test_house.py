@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp", "openvino"),
-        *("openvino_genai",),
+        *("openvino_genai", "tunix", "flax", "optax"),
         *("safetensors", "tokenizers", "yaml"),
     },
     "tests": None,
@@ -52,6 +52,7 @@ COMPARED_WITH = {
     "llama_cpp",
     "openvino",
     "openvino_genai",
+    "tunix",
 }  # imported only in functions: they may be absent
 
 # Files that every reader of a policy knows, and files that say nothing about a policy.
