@@ -52,7 +52,6 @@ COMPARED_WITH = {
     "llama_cpp",
     "openvino",
     "openvino_genai",
-    "tunix",
 }  # imported only in functions: they may be absent
 
 # Files that every reader of a policy knows, and files that say nothing about a policy.
