@@ -27,6 +27,7 @@ OTHERS = {
     "recall": TRAINED,
     "rehearsal": TRAINED,
     "remat": RANDOM,
+    "rollouts": TRAINED,
     "sampling": f"{REAL}, {SYNTHETIC}",
     "sink_tables": TRAINED,
     "sparse_tokens": f"{RANDOM} (110M)",

@@ -24,7 +24,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import ranged, table
-from jaxkv.evals.lib.verdict import above, below, claim
+from jaxkv.evals.lib.verdict import Derived, Statement, above, claim, within
 from jaxkv.typing import Float
 
 if TYPE_CHECKING:
@@ -254,6 +254,16 @@ def padded(rows: Sequence[Sequence[float]], shape: tuple[int, ...]) -> Float[np.
     return out
 
 
+def more_reward(arm: str, base: str) -> Derived:
+    """The reward of the last steps over that of another way, for each seed."""
+    return lambda results: {
+        f"seed {ours['seed']}": ours["reward"] - other["reward"]
+        for ours, other in zip(
+            results["arms"][arm]["seeds"], results["arms"][base]["seeds"], strict=True
+        )
+    }
+
+
 MEASURE = Measure("rollouts", measure, FLAGS)
 CLAIMS = (
     claim("Sparse-RL (arXiv 2601.10079): the mismatch of compressed rollouts",
@@ -261,7 +271,10 @@ CLAIMS = (
           "sampler's by over 0.05", "rollouts",
           above("arms/mismatch/difference", by=0.05)),
     claim("not claimed", "A learner with the attention of the sampler has no mismatch: under 1e-5",
-          "rollouts", below("arms/bounded/difference", by=-1e-5)),
+          "rollouts", within("arms/bounded/difference", by=1e-5), unit="number"),
+    claim("not claimed", "It earns more reward than a learner of full attention, with and without "
+          "weights, for each seed", "rollouts", above(more_reward("bounded", "mismatch")),
+          above(more_reward("bounded", "weights")), unit="points"),
 )  # fmt: skip
 
 
@@ -283,6 +296,11 @@ def rollouts_table() -> str:
 
 
 TABLES = {"rollouts": rollouts_table}
+STATEMENTS = (
+    Statement("docs/adapters.md", "For each seed the learner of the adapter earns more reward than "
+              "`mismatch` and `weights`", "rollouts",
+              [above(more_reward("bounded", "mismatch")), above(more_reward("bounded", "weights"))]),
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(MEASURE)
