@@ -408,8 +408,14 @@ def _family(fields: Mapping[str, Any], where: Path) -> str:
             f"{where}: quantized weights ({method}) are not supported; "
             "use the float32, bfloat16 or float16 version of the model"
         )
-    if named in ARCHITECTURES or (not names and kind in (*LLAMA_FAMILIES, *FAMILIES)):
-        return ARCHITECTURES.get(named, kind)
+    known = (*LLAMA_FAMILIES, *FAMILIES)
+    if named in ARCHITECTURES or (not names and kind in known):
+        family = ARCHITECTURES.get(named, kind)
+        if kind in known and kind != family:
+            raise UserError(
+                f"{where}: architectures names {named}, and model_type {kind}; correct one of them"
+            )
+        return family
     if not named:
         raise UserError(f"{where}: missing field architectures; give one that `jaxkv models` lists")
     stems = {SUFFIX.sub("", name).lower(): name for name in reversed(SUPPORTED)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
     tokens: of the sequence. bytes: of one sequence in all layers of the group.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
-    policies = llm.policies(policy)
+    with warnings.catch_warnings():  # of layers that keep their window, which are shown here
+        warnings.simplefilter("ignore")
+        policies = llm.policies(policy)
     for number, (of_this_layer, window) in enumerate(
         zip(policies, llm.config.windows, strict=True)
     ):

@@ -43,7 +43,7 @@ def measure(
     if len(ids) < 2 * capacity:
         raise UserError(
             f"sinks are measured on a text of at least two caches, {2 * capacity:,} tokens, got "
-            f"{len(ids):,}; give a longer text or a smaller --capacity"
+            f"{len(ids):,}; give a longer text, a larger --max-tokens or a smaller --capacity"
         )
     text = compare.cut(llm, ids, capacity, None, None)
     policies = [f"streaming:sinks={n},window={capacity - n}" for n in COUNTS]

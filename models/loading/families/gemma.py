@@ -88,7 +88,9 @@ GEMMA3 = Family(
         "num_hidden_layers": 26, "num_attention_heads": 8, "max_position_embeddings": 131072,
         "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
     },
-    applied=APPLIED | {"sliding_window_pattern", "rope_local_base_freq"},
+    # transformers computes no cap of attention here.
+    applied=APPLIED - {"attn_logit_softcapping"}
+    | {"sliding_window_pattern", "rope_local_base_freq"},
     renamed={"_sliding_window_pattern": "sliding_window_pattern"},
     window_rope=True,
     names=NAMES,
