@@ -122,9 +122,7 @@ def pretrained(seed: int, steps: int) -> nnx.Module:
         head_dim=16, num_kv_heads=2, norm_eps=1e-6, rope_theta=1_000_000,
     )  # fmt: skip
     model = Qwen3(config, rngs=rngs)
-    for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        if not jnp.any(leaf[...]):  # the MLPs of tunix begin with zeros
-            leaf[...] = jax.random.normal(rngs.params(), leaf.shape) * leaf.shape[0] ** -0.5
+    fill_zeros(model, rngs)
     optimizer = nnx.Optimizer(model, optax.adam(2e-3), wrt=nnx.Param)
     length = 1 + PERIOD + ANSWER
     mask, positions = jnp.tril(jnp.ones((1, length, length), bool)), jnp.arange(length)[None]
@@ -142,6 +140,15 @@ def pretrained(seed: int, steps: int) -> nnx.Module:
         texts = [word + continued(word) for word in words(random, 64)]
         step(model, optimizer, jnp.asarray([[BEGIN, *Letters().encode(t)] for t in texts]))
     return model
+
+
+def fill_zeros(model: nnx.Module, rngs: nnx.Rngs) -> None:
+    """Draw the parameters that are all 0, as those of an MLP are in a new model of tunix."""
+    from flax import nnx
+
+    for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        if not jnp.any(leaf[...]):
+            leaf[...] = jax.random.normal(rngs.params(), leaf.shape) * leaf.shape[0] ** -0.5
 
 
 def train(arm: str, model: nnx.Module, seed: int, steps: int) -> dict[str, Any]:

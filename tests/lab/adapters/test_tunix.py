@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxkv.adapters import tunix as adapter
 from jaxkv.adapters.tunix import PolicyModel, with_policy
 from jaxkv.errors import UserError
+from jaxkv.evals.training.rollouts import fill_zeros
 from jaxkv.models.generation.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state import batch as sequences
@@ -46,12 +47,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(autouse=True)
 def promotion():
     """tunix adds numbers of several types and shapes, in threads of its own too."""
-    strict = jax.config.jax_numpy_dtype_promotion, jax.config.jax_numpy_rank_promotion
-    for values in (("standard", "allow"), strict):
-        for name, value in zip(("dtype", "rank"), values, strict=True):
-            jax.config.update(f"jax_numpy_{name}_promotion", value)
-        if values != strict:
-            yield
+    allowed = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+    before = {name: getattr(jax.config, name) for name in allowed}
+    for name, value in allowed.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 PAD, END, VOCAB, PROMPT = 0, 127, 128, 32
@@ -103,9 +105,7 @@ def make(name, seed=0):
     """A model in which no matrix or bias is 0, as those of an MLP are in tunix."""
     rngs = nnx.Rngs(seed)
     model = MODELS[name](rngs)
-    for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        if not jnp.any(leaf[...]):
-            leaf[...] = jax.random.normal(rngs.params(), leaf.shape) * leaf.shape[0] ** -0.5
+    fill_zeros(model, rngs)
     return model
 
 
