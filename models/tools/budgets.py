@@ -8,7 +8,6 @@ cache every token select from them, and get fields with which a query attends to
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from jaxkv import rows
 from jaxkv.contract import Policy, Spec, shapes_after_prefill
 from jaxkv.errors import UserError
 from jaxkv.models.loading.llm import Llm
+from jaxkv.models.tools.layers import quiet_policies
 from jaxkv.policies import Full, MagicPIG
 from jaxkv.policies.prompt_compression.base import CompressionPolicy, ExactEnds
 from jaxkv.policies.sparse_attention.base import SparsePolicy
@@ -212,10 +212,8 @@ def bytes_of(llm: Llm, policy: str, prompt: int, scored: int = 0) -> int:
 
     Empty slots of growing caches do not count: caches double, so that they are compiled seldom.
     """
-    with warnings.catch_warnings():  # of layers that keep the model's own window
-        warnings.simplefilter("ignore")
-        policies = llm.policies(policy)
-    return sum(n * _bytes(p, llm.spec, prompt, scored) for p, n in Counter(policies).items())
+    policies = Counter(quiet_policies(llm, policy))
+    return sum(n * _bytes(p, llm.spec, prompt, scored) for p, n in policies.items())
 
 
 def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv.contract import Policy
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import of_layer
 from jaxkv.policy_spec import format_policy, state_bytes
@@ -21,9 +22,7 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
     tokens: of the sequence. bytes: of one sequence in all layers of the group.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
-    with warnings.catch_warnings():  # of layers that keep their window, which are shown here
-        warnings.simplefilter("ignore")
-        policies = llm.policies(policy)
+    policies = quiet_policies(llm, policy)
     for number, (of_this_layer, window) in enumerate(
         zip(policies, llm.config.windows, strict=True)
     ):
@@ -43,6 +42,13 @@ def describe(llm: Llm, policy: str, tokens: int) -> list[dict[str, Any]]:
         }
         for (of_these_layers, window, (chosen, experts), spec), numbers in groups.items()
     ]
+
+
+def quiet_policies(llm: Llm, policy: str) -> tuple[Policy, ...]:
+    """One policy per layer, without the warning that some layers keep the model's own window."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return llm.policies(policy)
 
 
 def positions(encoding: Encoding) -> str:

@@ -6,7 +6,6 @@ evicted. The share of the first token is the mean over queries that have at leas
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxkv.errors import UserError, check_int
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.uncached import SINK_HEAD, mass_on_first
 from jaxkv.models.tools import compare, palette, pictures
+from jaxkv.models.tools.layers import quiet_policies
 from jaxkv.models.tools.measurement import WatchTask, is_noise, show
 from jaxkv.policies import Streaming
 from jaxkv.typing import Float32, Int32
@@ -47,9 +47,8 @@ def measure(
         )
     text = compare.cut(llm, ids, capacity, None, None)
     policies = [f"streaming:sinks={n},window={capacity - n}" for n in COUNTS]
-    with warnings.catch_warnings():  # the report says which layers keep their window
-        warnings.simplefilter("ignore")
-        measured = sum(isinstance(policy, Streaming) for policy in llm.policies(policies[0]))
+    by_layer = quiet_policies(llm, policies[0])
+    measured = sum(isinstance(policy, Streaming) for policy in by_layer)
     if not measured:
         window = min(filter(None, llm.config.windows))
         raise UserError(
