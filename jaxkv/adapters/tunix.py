@@ -12,23 +12,21 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.attention import chunked_scan
-from jaxkv.contract import Chunk, Policy, Spec, State, prefill_finished
+from jaxkv.adapters.layer import PolicyLayer
+from jaxkv.contract import Chunk, Policy, Spec, State
 from jaxkv.errors import UserError, check_int
 from jaxkv.policy_spec import by_layer
 from jaxkv.rotary import rotary
 from jaxkv.typing import Array, Bool, Float, Int32
 
 VERSION = "0.1.7"  # of google-tunix
-PIECE = 256  # tokens that are computed at a time
 
 
 class LayerCache(NamedTuple):
@@ -88,8 +86,7 @@ def with_policy(
     for number, (layer, layer_policy) in enumerate(zip(model.layers, policies, strict=True)):
         spec = _spec(family, model.config, layer.attn)
         attn = layer.attn = _as_class(layer.attn, _attention_class(type(layer.attn), family))
-        attn.policy, attn.spec = layer_policy, spec
-        attn.prompt, attn.seed, attn.number = prompt, seed, number
+        attn.policy_layer = PolicyLayer(layer_policy, spec, number, seed, prompt)
     return _as_class(model, _model_class(type(model)))
 
 
@@ -163,11 +160,7 @@ class PolicyAttention:
 
     def empty(self, batch: int, tokens: int) -> LayerCache:
         """The cache of no token, with room for `tokens` if it grows."""
-        _, rng = jax.random.split(jax.random.key(self.seed))  # as in models.generation.streams
-        state = self.policy.init(self.spec, 1, jax.random.fold_in(rng, self.number))
-        state = jax.tree.map(lambda leaf: jnp.repeat(leaf, batch, axis=0), state)
-        if self.policy.min_prompt is None:
-            state = self.policy.reserve(self.spec, state, tokens)
+        state = self.policy_layer.empty(batch, tokens)
         return LayerCache(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def block(self, *args: Any, **kwargs: Any) -> tuple[LayerCache | None, Float[Array, "B T D"]]:
@@ -178,71 +171,37 @@ class PolicyAttention:
             raise UserError("the cache is of a model without a policy; give one of init_cache")
         if mask is None and arguments.get("segment_ids") is not None:
             raise UserError("packed sequences would share a cache; turn packing off")
-        cache = self.empty(*x.shape[:2]) if before is None else before
+        batch, tokens, _ = x.shape
+        start = (jnp.zeros(batch, jnp.int32),) * 2 if before is None else before[1:]
+        positions, valid = _tokens(mask, *start, tokens)
         q, k, v = self.family.project(self, x)
-        positions, valid = _tokens(mask, cache, x.shape[1])
         chunk = Chunk(q, k, v, positions.astype(jnp.uint32), valid)
         if before is None:
-            out = self._attend(cache.state, chunk)
+            out, after = self.policy_layer.attend(chunk), None
         else:
-            out, state = self._extend(cache.state, chunk, mask.shape[2])
+            out, state = self.policy_layer.extend(before.state, chunk, mask.shape[2] - tokens)
             count = jnp.sum(valid, axis=1, dtype=jnp.int32)
-            cache = LayerCache(state, cache.positions + count, cache.seen + np.int32(x.shape[1]))
-        out = getattr(self, self.family.output)(out.astype(v.dtype))
-        return None if before is None else cache, out
-
-    def _update(self, state: State, chunk: Chunk) -> tuple[Array, State]:
-        """The output, a piece at a time; a piece is computed again for gradients."""
-        update = jax.checkpoint(partial(self.policy.update, self.spec))
-        attended, state = chunked_scan(update, state, chunk, PIECE)
-        return attended.out, state
-
-    def _extend(self, state: State, chunk: Chunk, columns: int) -> tuple[Array, State]:
-        """The output of a prompt or of new tokens, and the state. columns: of the mask."""
-        tokens = chunk.valid.shape[1]
-        if self.policy.min_prompt is None or prefill_finished(state) or tokens == 1:
-            return self._update(state, chunk)
-        return self._update_prompt(state, chunk, columns - tokens)
-
-    def _update_prompt(self, state: State, prompt: Chunk, tokens: int) -> tuple[Array, State]:
-        """The same, of a whole prompt, with room for `tokens` after it."""
-        state = self.policy.reserve(self.spec, state, prompt.valid.shape[1])
-        out, state = self._update(state, prompt)
-        state = self.policy.finish_prefill(self.spec, state)
-        return out, self.policy.reserve(self.spec, state, tokens)
-
-    def _attend(self, state: State, chunk: Chunk) -> Array:
-        """The output of a whole text, whose beginning is the prompt."""
-        if self.policy.min_prompt is None:
-            return self._update(state, chunk)[0]
-        if self.prompt is None:
-            raise UserError(
-                f"{type(self.policy).__name__} compresses a finished prompt, and where one ends is "
-                "not known without a cache; give prompt= to with_policy, max_prompt_length of tunix"
-            )
-        tokens = chunk.valid.shape[1]
-        end = min(self.prompt, tokens)
-        prompt, rest = (
-            Chunk(*(leaf[:, first:last] for leaf in chunk))
-            for first, last in ((0, end), (end, tokens))
-        )
-        out, state = self._update_prompt(state, prompt, tokens - end)
-        if end == tokens:
-            return out
-        return jnp.concatenate([out, self._update(state, rest)[0]], axis=1)
+            after = LayerCache(state, before.positions + count, before.seen + np.int32(tokens))
+        return after, getattr(self, self.family.output)(out.astype(v.dtype))
 
 
 def _tokens(
-    mask: Bool[Array, "B T S"] | None, cache: LayerCache, tokens: int
+    mask: Bool[Array, "B T S"] | None,
+    first: Int32[Array, " B"],
+    seen: Int32[Array, " B"],
+    tokens: int,
 ) -> tuple[Int32[Array, "B T"], Bool[Array, "B T"]]:
-    """Positions, and which tokens are no padding: those that see themselves in the mask."""
-    column = cache.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+    """Positions, and which tokens are no padding: those that see themselves in the mask.
+
+    first: the position of the next token. seen: columns of the mask before it.
+    """
+    column = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     if mask is None:
         valid = jnp.ones(column.shape, bool)
     else:
         valid = jnp.take_along_axis(mask, column[:, :, None], axis=2)[:, :, 0].astype(bool)
     count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    return cache.positions[:, None] + jnp.maximum(count - 1, 0), valid
+    return first[:, None] + jnp.maximum(count - 1, 0), valid
 
 
 def _project(attn: Any, x: Array) -> tuple[Array, ...]:

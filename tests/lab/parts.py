@@ -46,9 +46,8 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
     "examples": Part(("tests/lab/test_examples.py",), ("README.md", "docs/*.md", "jaxkv/cli/*")),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
     "TPU": Part(("tests/lab/test_tpu.py",), ("pallas_kernels/*", "jaxkv/platform/*")),
-    "tunix": Part(
-        ("tests/lab/adapters",), ("jaxkv/adapters/*",)
-    ),  # skipped here: `.ci/run` says how
+    # Skipped here: `.ci/run` has the extras.
+    "adapters": Part(("tests/lab/adapters",), ("jaxkv/adapters/*",)),
     "notebooks": Part(("tests/lab/colab",), ("colab/*",)),
     "wheel": Part(("tests/lab/test_wheel.py",), ("pyproject.toml", "jaxkv/evals/*")),
     "order of tests": Part(

@@ -44,18 +44,6 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """tunix adds numbers of several types and shapes, in threads of its own too."""
-    allowed = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
-    before = {name: getattr(jax.config, name) for name in allowed}
-    for name, value in allowed.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 PAD, END, VOCAB, PROMPT = 0, 127, 128, 32
 SIZES = {"num_layers": 3, "embed_dim": 64, "hidden_dim": 96, "num_heads": 4, "head_dim": 16,
          "num_kv_heads": 2}  # fmt: skip
@@ -310,7 +298,7 @@ def test_bad_input(monkeypatch):
     ids = jnp.ones((1, 4), jnp.int32)
     mask = common.make_causal_attn_mask(jnp.ones(ids.shape, bool))
     compressing, bounded = with_policy(model, "snapkv"), with_policy(model, "streaming")
-    with pytest.raises(UserError, match="give prompt= to with_policy"):
+    with pytest.raises(UserError, match="the number of its tokens as prompt="):
         compressing(ids, jnp.arange(4)[None], None, mask)
     with pytest.raises(UserError, match="turn packing off"):
         bounded(ids, jnp.arange(4)[None], None, None, segment_ids=ids)
