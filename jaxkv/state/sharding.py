@@ -138,7 +138,7 @@ def sharded_step(
     arguments.check(policy, spec, state, q, k, v, positions, valid, sink_logits)
     batch, heads = axes_in(mesh)
     check(mesh, q.shape[0], spec.kv_heads, [policy])
-    spec = _of_one_device(mesh, spec)
+    spec = local_spec(mesh, spec)
     by_batch, by_head = PartitionSpec(batch), PartitionSpec(batch, None, heads)
     states = specs(policy.leaves, batch, heads)
     split = jax.shard_map(
@@ -158,7 +158,7 @@ def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State)
     """
     check_heads_together(mesh, policy)
     states = specs(policy.leaves, *axes_in(mesh))
-    spec = _of_one_device(mesh, spec)
+    spec = local_spec(mesh, spec)
     split = jax.shard_map(
         lambda state: policy.finish_prefill(spec, state),
         mesh=mesh,
@@ -169,8 +169,8 @@ def sharded_finish_prefill(mesh: Mesh, policy: Policy, spec: Spec, state: State)
     return split(state)
 
 
-def _of_one_device(mesh: Mesh, spec: Spec) -> Spec:
-    """The spec of a device that has its share of the KV heads."""
+def local_spec(mesh: Mesh, spec: Spec) -> Spec:
+    """The spec of one device of a mesh, which has its share of the KV heads."""
     _, heads = axes_in(mesh)
     if heads is None:
         return spec

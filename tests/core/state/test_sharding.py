@@ -15,7 +15,13 @@ from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import TOVA, Full, Retrieval, Streaming
 from jaxkv.rotary import Alibi, rotary
-from jaxkv.state.sharding import mesh_of, sharded_finish_prefill, sharded_step, specs
+from jaxkv.state.sharding import (
+    local_spec,
+    mesh_of,
+    sharded_finish_prefill,
+    sharded_step,
+    specs,
+)
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0), group=2)
 POLICY = Streaming(sinks=2, window=4)
@@ -67,6 +73,13 @@ def test_partition_specs_follow_the_axis_letters():
     assert specs((POLICY.leaves, POLICY.leaves))[1] == layout
     in_int8 = specs(IN_INT8.leaves)
     assert in_int8.k.values == in_int8.k.scale == in_int8.exact_sinks.k == layout.k
+
+
+def test_the_spec_of_one_device_has_its_kv_heads():
+    assert local_spec(mesh_of("data=2,model=4"), SPEC) == dataclasses.replace(SPEC, kv_heads=1)
+    assert local_spec(mesh_of("data=2"), SPEC) == SPEC
+    spec = local_spec(mesh_of("model=2"), dataclasses.replace(SPEC, encoding=Alibi.of(8)))
+    assert (spec.kv_heads, spec.encoding.axis) == (2, "model")
 
 
 def test_sharded_equals_unsharded(rng):
