@@ -174,6 +174,34 @@ def test_a_policy_may_attend_before_it_evicts(size, holds):
     assert {v.number: v.holds for v in results if v.number in (5, 15)} == {5: True, 15: holds}
 
 
+class EveryFourth(AttendsFirst):
+    """It caches the tokens at every fourth position."""
+
+    def update_one(self, spec, state, chunk):
+        out, _ = super().update_one(spec, state, chunk)
+        return out, ring.write(spec, state, chunk._replace(valid=self.cached_of(state, chunk)))
+
+    def cached_of(self, state, chunk):
+        return chunk.valid & (chunk.positions % 4 == 0)
+
+
+class EvictsNone(EveryFourth):
+    """It caches no token once it is full."""
+
+    def cached_of(self, state, chunk):
+        return super().cached_of(state, chunk) & (state.count < self.window)[:, None]
+
+
+@pytest.mark.parametrize("kind, holds", [(EveryFourth, True), (EvictsNone, False)])
+def test_a_policy_that_skips_tokens_is_checked_beyond_its_first_eviction(kind, holds):
+    cached_tokens = lambda query: range(0, query + 1, 4)[-4:]
+    if holds:
+        check_policy(kind(window=4), cached_tokens=cached_tokens)
+    else:
+        with pytest.raises(LawError, match="law 15"):
+            check_policy(kind(window=4), cached_tokens=cached_tokens)
+
+
 class Saturated(jaxkv.Window):
     """Its positions stop at 2^31."""
 
