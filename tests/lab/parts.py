@@ -43,7 +43,10 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
     ),
     "pages": Part(("tests/lab/test_pages.py",), ("*.md", "docs/*")),
     "readme": Part(("tests/lab/test_readme.py",), ("README.md", "pyproject.toml", "jaxkv/cli/*")),
-    "examples": Part(("tests/lab/test_examples.py",), ("README.md", "docs/*.md", "jaxkv/cli/*")),
+    "examples": Part(
+        ("tests/lab/test_examples.py",),
+        ("README.md", "docs/*.md", "jaxkv/cli/*", "tests/pages.py"),
+    ),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
     "TPU": Part(("tests/lab/test_tpu.py",), ("pallas_kernels/*", "jaxkv/platform/*")),
     # Skipped here: `.ci/run` has the extras.

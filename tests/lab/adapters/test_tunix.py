@@ -23,9 +23,9 @@ from jaxkv.evals.training.rollouts import fill_zeros
 from jaxkv.models.generation.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state import batch as sequences
-from tests.lab.test_examples import blocks
 from tests.models.folders import FAMILIES, write_model
 from tests.models.test_parity import untokenized
+from tests.pages import blocks
 
 pytest.importorskip("tunix", reason="no google-tunix: pip install 'jaxkv[tunix]'")
 with warnings.catch_warnings():
