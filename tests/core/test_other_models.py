@@ -86,9 +86,9 @@ def outputs(step, state, chunks):
     return np.concatenate(outs, axis=1)
 
 
-def outputs_of_plain_jax(names, weights, chunks, spec=SPEC):
-    step = jax.jit(lambda *inputs: names.attention(POLICY, spec, weights, *inputs))
-    return outputs(step, POLICY.init(spec, 2, jax.random.key(0)), chunks)
+def outputs_of_plain_jax(names, weights, chunks):
+    step = jax.jit(lambda *inputs: names.attention(POLICY, SPEC, weights, *inputs))
+    return outputs(step, POLICY.init(SPEC, 2, jax.random.key(0)), chunks)
 
 
 def test_plain_jax(recipe, weights, chunks):
@@ -142,6 +142,23 @@ def test_linen(recipe, weights, chunks):
     np.testing.assert_allclose(outputs(step, cache, chunks), expected, atol=1e-5)
 
 
+def test_linen_gives_each_layer_another_sample(recipe, chunks):
+    linen = pytest.importorskip("flax.linen", reason="no flax: pip install -e '.[models]'")
+    names = recipe("class LinenAttention")
+    policy = jaxkv.policy("reservoir:sinks=1,window=2,sample=3")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x, positions, valid):
+            for name in "ab":
+                x = names.LinenAttention(policy, SPEC, name=name)(x, positions, valid)
+            return x
+
+    cache = jax.jit(Model().init)(jax.random.key(0), *chunks[0])["cache"]
+    seeds = [np.asarray(cache[name]["state"].rng) for name in "ab"]
+    assert (seeds[0] != seeds[1]).any()
+
+
 def test_equinox(recipe, weights, chunks):
     eqx = pytest.importorskip("equinox", reason="no equinox: pip install equinox")
     names = recipe("class EquinoxAttention")
@@ -179,14 +196,21 @@ def test_nnx(recipe, weights, chunks):
     np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding", [SPEC.encoding, Alibi.of(HEADS)], ids=["rotary", "alibi"])
-def test_shard_map(recipe, weights, chunks, encoding):
-    spec = dataclasses.replace(SPEC, encoding=encoding)
-    names = recipe("def sharded_attention(", spec=spec)
-    step = jax.jit(lambda *inputs: names.sharded_attention(weights, *inputs), donate_argnums=0)
-    expected = outputs_of_plain_jax(names, weights, chunks, spec)
-    np.testing.assert_allclose(outputs(step, names.split_state, chunks), expected, atol=1e-5)
-    assert names.split_state.k.is_deleted()  # donated
+@pytest.mark.parametrize(
+    "name, encoding",
+    [("streaming:sinks=2,window=6", Alibi.of(HEADS)), ("full:start=8", SPEC.encoding)],
+)
+def test_shard_map(recipe, weights, chunks, name, encoding):
+    spec, policy = dataclasses.replace(SPEC, encoding=encoding), jaxkv.policy(name)
+    names = recipe("def sharded_attention(", spec=spec, policy=policy)
+    split = jax.jit(lambda *inputs: names.sharded_attention(weights, *inputs), donate_argnums=0)
+    alone = jax.jit(lambda *inputs: names.attention(policy, spec, weights, *inputs))
+    full_state = policy.reserve(spec, policy.init(spec, 2, jax.random.key(0)), 21)
+    split_state = policy.reserve(spec, names.split_state, 21)
+    assert split_state.k.sharding.shard_shape(split_state.k.shape)[1] == 1  # KV head per device
+    expected = outputs(alone, full_state, chunks)
+    np.testing.assert_allclose(outputs(split, split_state, chunks), expected, atol=1e-5)
+    assert split_state.k.is_deleted()  # donated
 
 
 def bonsai() -> ModuleType:
