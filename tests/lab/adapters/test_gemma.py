@@ -25,9 +25,9 @@ from jaxkv.errors import UserError
 from jaxkv.models.generation.streams import Stream
 from jaxkv.sampling import Sampling
 from jaxkv.state import batch as sequences
-from tests.lab.test_examples import blocks
 from tests.models.folders import FAMILIES, write_model
 from tests.models.test_parity import untokenized
+from tests.pages import blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
