@@ -33,7 +33,7 @@ from jaxkv.typing import Array, Bool, Int32
 
 VERSION = "4.0.1"  # of gemma
 PADDING = 0  # the token
-LayerCache = dict[str, Any]  # gemma's names: k, v, positions, end_index
+GemmaCache = dict[str, Any]  # of a layer, with the names k, v, positions, end_index
 
 
 @flax.struct.dataclass
@@ -148,7 +148,7 @@ def _model_class(base: type) -> type:
 
         def init_cache(
             self, *, batch_size: int, dtype: Any, cache_length: int, sharding: Any = None
-        ) -> dict[str, LayerCache]:
+        ) -> dict[str, GemmaCache]:
             if sharding is not None:
                 raise UserError("caches of policies are not sharded here; leave sharding out")
             return _empty(self.layers_with_policy, batch_size, dtype, cache_length)
@@ -168,7 +168,7 @@ def _model_class(base: type) -> type:
 
 def _empty(
     layers: Sequence[PolicyLayer], batch: int, dtype: Any, tokens: int
-) -> dict[str, LayerCache]:
+) -> dict[str, GemmaCache]:
     """The caches of no token."""
     columns = tokens + 1  # samplers of gemma stop one column before the last
     count = jnp.zeros(batch, jnp.int32)
@@ -196,11 +196,11 @@ def _inputs(
     last_only: bool,
     *,
     images: Any = None,
-    cache: dict[str, LayerCache] | None = None,
+    cache: dict[str, GemmaCache] | None = None,
     positions: Int32[Array, "B T"] | None = None,
     attention_mask: Bool[Array, "B T S"] | None = None,
     **rest: Any,
-) -> tuple[Array, dict[str, Any], Callable[[dict[str, LayerCache]], dict[str, LayerCache]]]:
+) -> tuple[Array, dict[str, Any], Callable[[dict[str, GemmaCache]], dict[str, GemmaCache]]]:
     """The tokens and arguments of gemma's model, and what completes its caches.
 
     The positions are those of the text, and the mask has one column: which tokens are no padding.
@@ -288,8 +288,8 @@ def _completed(
     layers: Sequence[PolicyLayer],
     count: Int32[Array, " B"],
     newest: Int32[Array, " B"],
-    caches: dict[str, LayerCache],
-) -> dict[str, LayerCache]:
+    caches: dict[str, GemmaCache],
+) -> dict[str, GemmaCache]:
     """The caches after a call. Samplers stop where end_index reaches the number of columns."""
     grows = any(layer.policy.grows for layer in layers)
     end_index = jnp.full_like(count, jnp.max(count)) if grows else jnp.zeros_like(count)
@@ -347,7 +347,7 @@ def next_turn(state: Any) -> Any:
     )
 
 
-def _first(caches: dict[str, LayerCache]) -> PolicyCache:
+def _first(caches: dict[str, GemmaCache]) -> PolicyCache:
     """The cache of the first layer: the counts of all layers are equal."""
     return next(iter(caches.values()))["k"]
 

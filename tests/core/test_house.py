@@ -20,8 +20,8 @@ PACKAGES = {"jaxkv", "models", "pallas_kernels", "evals", "colab", "tests"}
 MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy"},
     "jaxkv": {"pallas_kernels", "jax", "numpy"},
-    "jaxkv/adapters": {"jax", "numpy", "flax"},
     "jaxkv/typing.py": {"jax", "numpy", "jaxtyping"},
+    "jaxkv/adapters": {"jax", "numpy", "flax", "gemma"},
     "jaxkv/serve/http": {
         *("pallas_kernels", "jax", "numpy", "starlette", "uvicorn", "h11", "prometheus_client"),
     },
