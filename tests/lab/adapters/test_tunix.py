@@ -279,7 +279,7 @@ def test_grpo_trains_a_bounded_model():
 
 
 def test_the_example_of_the_page_runs():
-    (code,) = blocks("docs/adapters.md", "python")
+    code = next(code for code in blocks("docs/adapters.md", "python") if "tunix" in code)
     names = {"model": make("Qwen3"), "max_prompt_length": PROMPT}
     exec(compile(code, "adapters", "exec"), names)
     assert isinstance(names["model"], PolicyModel)
