@@ -6,6 +6,7 @@ if not find_spec("flax"):
     raise ModuleNotFoundError("jaxkv.models needs Flax; pip install 'jaxkv[models]'", name="flax")
 
 from jaxkv.models.generation.conversation import Conversation
+from jaxkv.models.generation.grammar import Grammar
 from jaxkv.models.generation.score import losses, score
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.generation.text import Answer, generate, stream
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "Conversation",
     "Decoder",
+    "Grammar",
     "Llm",
     "Sampling",
     "Stream",

@@ -26,6 +26,7 @@ FLAGS = (
     ("prompts", str, None, "FILE", "file with a prompt a line; empty lines are skipped"),
     ("batch", flags.integer(1), BATCH, "N", "continue at most N of several prompts together; the "
      "seed of the first is --seed, each later one adds 1"),
+    ("json-schema", str, None, "FILE", "file with a JSON schema, which each answer obeys"),
 )  # fmt: skip
 
 
@@ -42,13 +43,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
+    schema = None if args.json_schema is None else read_text(args.json_schema, "schema")
     several = len(prompts) > 1 or args.prompts is not None
     rest = len(prompts) % args.batch  # sequences of the last batch
     batches = {size for size in (min(args.batch, len(prompts)), rest) if size}
     llm, load = flags.open_model(args, args.policy, batches=batches)
     sampling = flags.sampling_of(args, llm)
+    from jaxkv.models.generation.grammar import Grammar
     from jaxkv.models.generation.text import Generation, encode
 
+    grammar = None if schema is None else Grammar("json_schema", schema)
     # With one seed for all, the same draws would make the texts alike.
     seeds = [(args.seed + number) % 2**32 for number in range(len(prompts))]
     encoded, batches, press = encode(llm, prompts), [], Press()
@@ -64,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 seed=seeds[chunk],
                 stop=args.stop,
                 ignore_eos=args.ignore_eos,
+                schema=grammar,
             )
             if not batches:
                 load()  # while its programs are compiled

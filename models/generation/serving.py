@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
+from jaxkv.models.generation.grammar import Grammar, Matcher, matcher_of
 from jaxkv.models.generation.streams import warn_of_short_prompt
 from jaxkv.models.generation.text import OutputText, warn_beyond_context
 from jaxkv.models.loading.chat import Message, conversation_ids
@@ -193,6 +194,10 @@ class Language:
             continue_final,
             self.allow_special,
         )
+
+    def matcher(self, kind: str, value: object) -> Matcher:
+        """A matcher of a grammar; the arguments are those of `Grammar`."""
+        return matcher_of(self.llm, Grammar(kind, value))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id of a prompt adds."""

@@ -7,20 +7,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import defaults
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError, check_int, warn
 from jaxkv.models.generation.decoding import BLOCK
+from jaxkv.models.generation.grammar import Grammar, Matcher, matcher_of
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
 from jaxkv.policy_spec import format_policy, max_lookback
 from jaxkv.sampling import Sampling
+from jaxkv.typing import Int32
 
 Prompt = str | Sequence[int]
 
@@ -130,6 +134,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    schema: Mapping[str, Any] | Grammar | None = None,
     chunk: int | None = None,
     **knobs: float,
 ) -> Answer | list[Answer]:
@@ -140,13 +145,14 @@ def generate(
     sampling: how tokens are drawn; None takes the model's own settings (`Llm.sampling`). Its fields
     are also keywords (temperature=0, top_k=40, ...), which replace single settings of the model.
     seed: one for all sequences or one per sequence. stop: strings that end a sequence; its text
-    leaves them out. chunk: prompt tokens per prefill chunk, None chooses by policy.
+    leaves them out. schema: a JSON schema that each answer obeys unless max_new_tokens ends it, or
+    a `Grammar`. chunk: prompt tokens per prefill chunk, None chooses by policy.
     Raises UserError for anything that the caller can correct.
     """
     single = _is_one(prompt)
     prompts = encode(llm, [prompt] if single else prompt)
     run = Generation(
-        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, schema, chunk
     )
     # Nothing is shown before the whole answer is complete, so use full blocks from the start.
     run.stream.limit = 1 if stop else BLOCK
@@ -166,6 +172,7 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    schema: Mapping[str, Any] | Grammar | None = None,
     chunk: int | None = None,
     **knobs: float,
 ) -> Iterator[str]:
@@ -176,7 +183,7 @@ def stream(
     """
     prompts = encode(llm, [prompt])
     run = Generation(
-        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, chunk
+        llm, prompts, policy, max_new_tokens, sampling, knobs, seed, stop, ignore_eos, schema, chunk
     )
     run.outputs[0].keep = False
     # `Generation` has raised for bad arguments by now, before the first `next`.
@@ -229,6 +236,7 @@ class Generation:
         seed: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        schema: Mapping[str, Any] | Grammar | None = None,
         chunk: int | None = None,
     ):
         if max_new_tokens is not None:
@@ -237,6 +245,7 @@ class Generation:
         self.prompts = prompts
         self.tokens = 2**62 if max_new_tokens is None else max_new_tokens
         self.eos = () if ignore_eos else llm.eos
+        self.matchers = matchers_of(llm, schema, len(prompts), ignore_eos)
         self.outputs = [OutputText(llm, self.eos, stop) for _ in prompts]
         longest = max(map(len, prompts))
         self.stream = Stream(llm, policy, len(prompts), seed, longest + (max_new_tokens or 0))
@@ -258,7 +267,10 @@ class Generation:
             self.stream.prefill(self.prompts, self.chunk, progress)
             self.stream.finish_prefill()
             jax.block_until_ready(self.stream.decoding.logits)
-        blocks = self.stream.decode_blocks(self.sampling, self.tokens, self.eos)
+        if self.matchers:
+            blocks = self._matching_blocks()
+        else:
+            blocks = self.stream.decode_blocks(self.sampling, self.tokens, self.eos)
         while not all(output.reason for output in self.outputs):
             with self.decode.running():
                 block = next(blocks, None)
@@ -271,6 +283,25 @@ class Generation:
                 "".join(map(output.push, map(int, ids)))
                 for output, ids in zip(self.outputs, block, strict=True)
             ]
+
+    def _matching_blocks(self) -> Iterator[Int32[np.ndarray, "B 1"]]:
+        """Yield blocks of one token, which obey the grammar."""
+        everything = np.ones(self.stream.llm.config.vocab, bool)
+        for _ in range(self.tokens):
+            allowed = [
+                everything if output.reason else matcher.allowed()
+                for matcher, output in zip(self.matchers, self.outputs, strict=True)
+            ]
+            decoding = self.stream.decoding
+            logits = jnp.where(np.stack(allowed), decoding.logits, -jnp.inf)
+            self.stream.decoding = decoding._replace(logits=logits)
+            block, done = self.stream.decode(self.sampling, 1, self.eos)
+            for matcher, token in zip(self.matchers, block[:, 0].tolist(), strict=True):
+                if token >= 0:
+                    matcher.advance(token)
+            yield block
+            if done.all():
+                return
 
     def answers(self) -> list[Answer]:
         """One answer per sequence, once `blocks` is exhausted or the sequences have ended."""
@@ -290,6 +321,19 @@ class Generation:
             )
             for output, prompt in zip(self.outputs, self.prompts, strict=True)
         ]
+
+
+def matchers_of(
+    llm: Llm, schema: Mapping[str, Any] | Grammar | None, answers: int, ignore_eos: bool
+) -> list[Matcher]:
+    """A matcher for each answer; none without a schema."""
+    if schema is None:
+        return []
+    if ignore_eos:
+        raise UserError("an answer that obeys a schema ends; leave ignore_eos out")
+    grammar = schema if isinstance(schema, Grammar) else Grammar("json_schema", schema)
+    matcher = matcher_of(llm, grammar)
+    return [matcher.copy() for _ in range(answers)]
 
 
 def sampling_for(

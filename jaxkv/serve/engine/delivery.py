@@ -107,6 +107,8 @@ class Delivery:
             self._finish(handle, "eos")
         elif stop:
             self._finish(handle, "stop")
+        elif handle.matched == handle.generated and request.matcher.ended:
+            self._finish(handle, "eos")
         elif handle.generated == request.max_new_tokens:
             self._finish(handle, "length")
 

@@ -352,7 +352,10 @@ class Engine:
 
     def _dispatch_decode(self) -> int:
         """Dispatch one token of every running request that wants more; returns their number."""
-        step = self._running.decode()
+        step = self._running.decode(self._in_flight)
+        for handle in self._running.running:
+            if handle.failure:
+                self._finish(handle, "error", handle.failure)
         if step is None:
             return 0
         self._in_flight.append(step)

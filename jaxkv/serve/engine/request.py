@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxkv.errors import UserError, is_whole
 from jaxkv.sampling import LARGEST, Sampling
+from jaxkv.typing import Bool
 
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
 
@@ -24,6 +27,22 @@ class ScoredToken(NamedTuple):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@runtime_checkable
+class MatcherProtocol(Protocol):
+    """How far one answer obeys a grammar. ended: no token may follow."""
+
+    ended: bool
+
+    def copy(self) -> MatcherProtocol:
+        """A matcher at the same place, for another answer."""
+
+    def allowed(self) -> Bool[np.ndarray, " V"]:
+        """Which tokens may come next. Raises UserError if that takes too long."""
+
+    def advance(self, token: int) -> None:
+        """Add a token to the answer. Raises UserError for one that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,7 @@ class Request:
     logprobs: how many of the likeliest tokens to report with each token; None reports no log
       probabilities.
     echo: also score the prompt's tokens, without using the prefix cache.
+    matcher: of this answer alone; tokens that it does not allow are not drawn.
     Raises UserError for a request that no engine could answer.
     """
 
@@ -60,6 +80,7 @@ class Request:
     logprobs: int | None = None
     echo: bool = False
     min_new_tokens: int = 0
+    matcher: MatcherProtocol | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -71,6 +92,11 @@ class Request:
             raise UserError(
                 f"min_new_tokens must be from 0 to max_new_tokens, got {self.min_new_tokens} and "
                 f"{self.max_new_tokens}; give fewer"
+            )
+        if self.matcher is not None and self.min_new_tokens:
+            raise UserError(
+                f"an answer that obeys a grammar may end early, got min_new_tokens "
+                f"{self.min_new_tokens}; leave it out"
             )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"a seed must be from 0 to {2**32 - 1}, got {self.seed}; give 0")
@@ -217,6 +243,7 @@ class RequestHandle:
     """One submitted request.
 
     dispatched, generated: new tokens requested from the device, and delivered to the listener.
+    matched: new tokens that its matcher knows. failure: why its matcher cannot go on.
     cached, computed: prompt tokens. queue_seconds, first_token_seconds: since its arrival.
     """
 
@@ -227,11 +254,38 @@ class RequestHandle:
     finished: bool = False
     dispatched: int = 0
     generated: int = 0
+    matched: int = 0
+    failure: str = ""
     cached: int = 0
     computed: int = 0
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     prompt_scores: list[ScoredToken] = field(default_factory=list)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token is to be drawn."""
+        matcher = self.request.matcher
+        obeys = matcher is None or not (self.failure or matcher.ended)
+        return obeys and self.dispatched < self.request.max_new_tokens
+
+    def match(self, token: int) -> None:
+        """Tell the matcher the next token of the answer."""
+        self.matched += 1
+        try:
+            self.request.matcher.advance(token)
+        except UserError as error:
+            self.failure = str(error)
+
+    def allowed(self) -> Bool[np.ndarray, " V"] | None:
+        """Which tokens the matcher allows next; None for all."""
+        if self.request.matcher is None:
+            return None
+        try:
+            return self.request.matcher.allowed()
+        except UserError as error:
+            self.failure = str(error)
+            return None
 
     def outcome(self, reason: str, error: str = "") -> Outcome:
         """The outcome of a request that ends now."""

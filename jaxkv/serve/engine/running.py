@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxkv.sampling import Knobs, knobs_of_sequence
 from jaxkv.serve.engine.model import StepOutput
 from jaxkv.serve.engine.prefill import PrefillState
 from jaxkv.serve.engine.programs import DecodeBatch, Programs, SequenceParams
-from jaxkv.serve.engine.request import Request, RequestHandle
+from jaxkv.serve.engine.request import RequestHandle
 from jaxkv.typing import Float32
 
 SHRINK_AFTER = 64  # steps that need fewer entries, before the batch shrinks
@@ -61,7 +62,7 @@ class RunningBatch:
             self._resize(self._programs.size_for(len(self.running) + 1))
         index = self.handles.index(None)
         self._batch, output = self._programs.insert(
-            self._batch, index, state, sequence_params(handle.request, self._vocab)
+            self._batch, index, state, sequence_params(handle, self._vocab)
         )
         self.handles[index] = handle
         handle.dispatched = 1
@@ -73,19 +74,27 @@ class RunningBatch:
             if occupant is handle:
                 self.handles[index] = None
 
-    def decode(self) -> InFlightStep | None:
-        """Dispatch one token of every request that wants more; None if none does."""
+    def decode(self, in_flight: Iterable[InFlightStep]) -> InFlightStep | None:
+        """Dispatch one token of every request that wants more; None if none does.
+
+        in_flight: the steps that are not delivered. Matchers wait for their tokens.
+        """
+        match_tokens(in_flight)
+        for index, handle in enumerate(self.handles):
+            if handle is None or not handle.wants_more:
+                continue
+            request = handle.request
+            ends = 0 < request.min_new_tokens == handle.dispatched
+            if ends or request.matcher is not None:
+                bias = bias_row(handle, self._vocab, may_end=True)
+                self._batch = self._programs.set_bias(self._batch, index, bias)
         handles = [
             (index, handle)
             for index, handle in enumerate(self.handles)
-            if handle is not None and handle.dispatched < handle.request.max_new_tokens
+            if handle is not None and handle.wants_more
         ]
         if not handles:
             return None
-        for index, handle in handles:
-            if handle.dispatched == handle.request.min_new_tokens:
-                bias = bias_row(handle.request, self._vocab, may_end=True)
-                self._batch = self._programs.set_bias(self._batch, index, bias)
         active = np.zeros(self.size, bool)
         active[[index for index, _ in handles]] = True
         scored = any(handle.request.logprobs is not None for _, handle in handles)
@@ -119,8 +128,21 @@ class RunningBatch:
         self.handles += [None] * (size - len(entries))
 
 
-def sequence_params(request: Request, vocab: int) -> SequenceParams:
+def match_tokens(in_flight: Iterable[InFlightStep]) -> None:
+    """Tell the matchers of requests their tokens in steps that are not delivered, in order."""
+    tokens: Counter[RequestHandle] = Counter()
+    for step in in_flight:
+        for index, handle in step.handles if step.prompt_start is None else ():
+            if handle.request.matcher is None or not handle.dispatched or handle.finished:
+                continue
+            tokens[handle] += 1
+            if handle.generated + tokens[handle] > handle.matched:
+                handle.match(int(np.asarray(step.output.token)[index]))
+
+
+def sequence_params(handle: RequestHandle, vocab: int) -> SequenceParams:
     """The parameters of a request for its batch entry."""
+    request = handle.request
     seen = np.zeros((1, vocab), bool)
     seen[0, list(request.tokens)] = True
     return SequenceParams(
@@ -129,15 +151,18 @@ def sequence_params(request: Request, vocab: int) -> SequenceParams:
         knobs=Knobs(*(np.asarray(knob)[None] for knob in knobs_of_sequence(request.sampling))),
         seen=seen,
         penalties=np.array([[request.presence_penalty, request.frequency_penalty]], np.float32),
-        bias=bias_row(request, vocab, may_end=request.min_new_tokens == 0),
+        bias=bias_row(handle, vocab, may_end=request.min_new_tokens == 0),
     )
 
 
-def bias_row(request: Request, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
+def bias_row(handle: RequestHandle, vocab: int, may_end: bool) -> Float32[np.ndarray, "1 V"]:
     """The numbers that are added to the logits. may_end: whether the next token may be an eos."""
+    request = handle.request
     bias = np.zeros((1, vocab), np.float32)
     for token, value in request.bias:
         bias[0, token] += value
     if not may_end:
         bias[0, [token for token in request.eos if 0 <= token < vocab]] = -np.inf
+    if (allowed := handle.allowed()) is not None:
+        bias[0, ~allowed] = -np.inf
     return bias

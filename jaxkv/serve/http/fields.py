@@ -134,10 +134,64 @@ def _parts(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
-def response_format(name: str, value: Any) -> None:
-    if value != {"type": "text"}:
-        message = f"{name} must be of type text, got {shown(value)}; jaxkv does not constrain"
-        message = f"{message} tokens, so ask for JSON in the prompt and check the answer"
+class GrammarField(NamedTuple):
+    """What an answer must be, and the field that says so. kind: json_object, json_schema, ..."""
+
+    name: str
+    kind: str
+    value: Any = None
+
+
+def response_format(name: str, value: Any) -> GrammarField | None:
+    """The format of OpenAI: any text, any JSON object, or a schema."""
+    kinds = ("text", "json_object", "json_schema")
+    if type(value) is not dict or value.get("type") not in kinds:
+        raise invalid(name, f"an object whose type is one of {', '.join(kinds)}", value)
+    kind = value["type"]
+    if kind != "json_schema":
+        _check_keys(name, value, {"type"})
+        return None if kind == "text" else GrammarField(name, kind)
+    _check_keys(name, value, {"type", "json_schema"})
+    inner, described = f"{name}.json_schema", value.get("json_schema")
+    if type(described) is not dict or type(described.get("schema")) is not dict:
+        raise invalid(inner, "an object with a schema", described)
+    _check_keys(inner, described, {"name", "description", "schema", "strict"})
+    for key, check in (("name", text), ("description", text), ("strict", flag)):
+        if described.get(key) is not None:
+            check(f"{inner}.{key}", described[key])
+    return GrammarField(f"{inner}.schema", kind, described["schema"])
+
+
+# Of structured_outputs, and of older vLLM with "guided_" before it: the name -> the kind.
+STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def structured_outputs(name: str, value: Any) -> GrammarField | None:
+    """The form of vLLM: an object with one of json, regex, choice, grammar and json_object."""
+    accepted = {*STRUCTURES, "json_object"}
+    asked = {} if type(value) is not dict else {k: v for k, v in value.items() if v is not None}
+    if type(value) is not dict or len(asked) > 1 or not value.keys() <= accepted:
+        raise invalid(name, f"an object with one of {', '.join(sorted(accepted))}", value)
+    for key, content in asked.items():
+        inner = f"{name}.{key}"
+        if key == "json_object":
+            return GrammarField(inner, key) if flag(inner, content) else None
+        return GrammarField(inner, STRUCTURES[key], content)
+    return None
+
+
+def structure(kind: str) -> Check:
+    """A field that is a grammar itself. An empty text asks for nothing."""
+
+    def check(name: str, value: Any) -> GrammarField | None:
+        return None if value == "" else GrammarField(name, kind, value)
+
+    return check
+
+
+def _check_keys(name: str, value: Mapping[str, Any], accepted: set[str]) -> None:
+    if unknown := sorted(value.keys() - accepted):
+        message = f"{name} has an unknown member {shown(unknown[0])}; leave it out"
         raise APIError(400, message, param=name)
 
 
@@ -259,8 +313,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # stands for each value of it.
 IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
     "both": (
-        ("truncate_prompt_tokens prompt_logprobs logprob_token_ids allowed_token_ids json_schema "
-         "structured_outputs repetition_detection request_id kv_transfer_params ec_transfer_params "
+        ("truncate_prompt_tokens prompt_logprobs logprob_token_ids allowed_token_ids "
+         "repetition_detection request_id kv_transfer_params ec_transfer_params "
          "samplers sse_ping_interval", ()),
         ("use_beam_search watermarking include_stop_str_in_output no_stop_trim post_sampling_probs "
          "return_tokens_as_token_ids return_token_ids return_token_offsets return_hidden_states "
@@ -275,7 +329,6 @@ IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("n_keep repeat_last_n dry_allowed_length dry_penalty_last_n", (int,)),
         ("dynatemp_exponent xtc_threshold mirostat_tau mirostat_eta dry_base", (int, float)),
         ("truncation_side", ("left", "right")),
-        ("grammar", ("",)),
         ("session_id user prompt_cache_key safety_identifier", (str,)),  # for a provider's records
         ("service_tier", ("auto", "default")),
         ("bad_words response_fields lora", ([],)),
@@ -314,6 +367,14 @@ VARIABLES = {
     "thinking": ignored(bool),
     "reasoning_effort": ignored(*EFFORTS),
 }
+# Fields that say what an answer must be; a request has at most one of them.
+GRAMMARS = {
+    "response_format": Field(response_format),
+    "structured_outputs": Field(structured_outputs),
+    **{f"guided_{name}": Field(structure(kind)) for name, kind in STRUCTURES.items()},  # vLLM
+    "json_schema": Field(structure("json_schema")),  # llama.cpp
+    "grammar": Field(structure("grammar")),  # llama.cpp
+}
 SHARED = {
     "model": Field(text, remedy="give a name that /v1/models lists"),
     # Where these five are absent, the settings of the model apply.
@@ -334,8 +395,9 @@ SHARED = {
     "cache_salt": Field(salt),
     "min_tokens": Field(integer(0, MAX_COUNT), 0),
     "stop_token_ids": Field(token_ids, ()),
-    "response_format": Field(response_format),
-}
+} | GRAMMARS
+# What an answer that obeys a grammar cannot have: it may end early, and it has a beginning.
+CLASHES = ("ignore_eos", "min_tokens", "echo", "continue_final_message")
 ROUTES = {
     "completions": {
         "prompt": Field(prompt, remedy="give it"),
@@ -391,7 +453,15 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raise APIError(400, message, param="top_logprobs")
     if values.get("continue_final_message"):
         _check_continued(values)
-    return values
+    grammars = [values[name] for name in GRAMMARS if values[name] is not None]
+    if len(grammars) > 1:
+        first, second = (field.name for field in grammars[:2])
+        message = f"{first} and {second} exclude each other; give one"
+        raise APIError(400, message, param=second)
+    if grammars and (clash := next((name for name in CLASHES if values.get(name)), None)):
+        message = f"{clash} and {grammars[0].name} exclude each other; leave {clash} out"
+        raise APIError(400, message, param=clash)
+    return values | {"structure": grammars[0] if grammars else None}
 
 
 def _check_continued(values: dict[str, Any]) -> None:

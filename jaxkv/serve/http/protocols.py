@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxkv.serve.engine.request import Listener, Request
+from jaxkv.serve.engine.request import Listener, MatcherProtocol, Request
 
 
 @runtime_checkable
@@ -49,6 +49,12 @@ class LanguageProtocol(Protocol):
 
         variables: more variables of the template. continue_final: end within the last message.
         Raises UserError if the model's template refuses it.
+        """
+
+    def matcher(self, kind: str, value: object) -> MatcherProtocol:
+        """A matcher of a grammar. kind: json_object, json_schema, regex, choice or grammar.
+
+        Raises UserError for a grammar that no text obeys.
         """
 
     def pieces(self, ids: Sequence[int]) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from jaxkv.defaults import MAX_TOKENS
 from jaxkv.errors import UserError
-from jaxkv.serve.engine.request import Request
+from jaxkv.serve.engine.request import MatcherProtocol, Request
 from jaxkv.serve.http.access import Tenant
 from jaxkv.serve.http.body import parse
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.fields import invalid, template_variables, validate
+from jaxkv.serve.http.fields import GrammarField, invalid, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.responses import Delta, ResponseFormat
 from jaxkv.serve.http.server import ServerConfig
@@ -79,12 +79,13 @@ def parse_request(
     _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
     _check_ids("stop_token_ids", values["stop_token_ids"], model)
     _check_answers(values, model.config)
+    matcher = _matcher(values["structure"], model)
     try:
         prompts = _chat(values, model) if format.kind == "chat" else _texts(values, model, format)
         requests = [
             request
             for _, ids in prompts
-            for request in _requests(values, ids, tenant, model, format)
+            for request in _requests(values, ids, tenant, model, format, matcher)
         ]
     except UserError as error:
         raise APIError(400, str(error)) from None
@@ -99,6 +100,16 @@ def parse_request(
         stream=values["stream"],
         usage=bool(values["stream_options"]),
     )
+
+
+def _matcher(field: GrammarField | None, model: ServedModel) -> MatcherProtocol | None:
+    """What an answer must obey; None for no grammar."""
+    if field is None:
+        return None
+    try:
+        return model.language.matcher(field.kind, field.value)
+    except UserError as error:
+        raise APIError(400, f"{field.name}: {error}", param=field.name) from None
 
 
 def _check_ids(name: str, ids: Sequence[int], model: ServedModel) -> None:
@@ -183,7 +194,12 @@ def _check_length(size: int, param: str, model: ServedModel) -> None:
 
 
 def _requests(
-    values: Values, ids: Sequence[int], tenant: Tenant, model: ServedModel, format: ResponseFormat
+    values: Values,
+    ids: Sequence[int],
+    tenant: Tenant,
+    model: ServedModel,
+    format: ResponseFormat,
+    matcher: MatcherProtocol | None,
 ) -> list[Request]:
     """One request for each of the n answers to a prompt.
 
@@ -215,7 +231,10 @@ def _requests(
         logprobs=logprobs,
         echo=logprobs is not None and bool(values["echo"]),
     )
-    return [replace(first, seed=(seed + n) % 2**32) for n in range(values["n"])]
+    return [
+        replace(first, seed=(seed + n) % 2**32, matcher=matcher and matcher.copy())
+        for n in range(values["n"])
+    ]
 
 
 def _max_new_tokens(values: Values, size: int, format: ResponseFormat, model: ServedModel) -> int:

@@ -33,7 +33,9 @@ def language(template: str | None = None) -> Language:
 
     tokenizer = Tokenizer(ids_of, table, frozenset({BOS, EOS}), BOS, (EOS,), (BOS,))
     chat = Chat(template, (("bos_token", "<s>"),))
-    return Language(SimpleNamespace(tokenizer=tokenizer, chat=chat, eos=(EOS,)), "bytes", 1)
+    config = SimpleNamespace(vocab=VOCAB)
+    llm = SimpleNamespace(tokenizer=tokenizer, chat=chat, eos=(EOS,), config=config)
+    return Language(llm, "bytes", 1)
 
 
 def logprob(before: int, token: int) -> float:

@@ -40,8 +40,31 @@ BODIES = {
 # Fields of a completion, the error's `param`, and words of its message: a case for each check.
 COMPLETIONS = {
     "unknown": ({"tempreature": 1}, "tempreature", "unknown", "did you mean temperature?"),
-    "format": (
-        {"response_format": {"type": "json_object"}}, "response_format", "does not constrain tokens"
+    "format": ({"response_format": {"type": "xml"}}, "response_format", "text, json_object"),
+    "no schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema", "an object with a schema",
+    ),
+    "beside a schema": (
+        {"response_format": {"type": "json_object", "schema": {}}}, "response_format", "'schema'"
+    ),
+    "a schema of nothing": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        "response_format.json_schema.schema", "Unimplemented keys",
+    ),
+    "two structures": (
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"
+    ),
+    "a bad expression": ({"guided_regex": "(a"}, "guided_regex", "invalid regex"),
+    "no choices": ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one"),
+    "a megabyte of schema": (
+        {"guided_json": {"enum": ["x" * 2**20]}}, "guided_json", "65536 characters, got 1048"
+    ),
+    "two grammars": (
+        {"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "exclude each other"
+    ),
+    "a minimum of a grammar": (
+        {"guided_regex": "a*", "min_tokens": 2}, "min_tokens", "leave min_tokens out"
     ),
     "no prompt": ({"prompt": None}, "prompt", "missing"),
     "texts and ids": ({"prompt": ["a", [1]]}, "prompt", "a list of either"),

@@ -1,0 +1,186 @@
+"""Answers that obey a JSON schema, a regular expression or a grammar, by llguidance.
+
+grammars = Grammars(llm)
+matcher = grammars.matcher(Grammar("json_schema", schema))
+matcher.allowed()    # which tokens may come next
+matcher.advance(token)
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from jaxkv.errors import UserError, check_choice
+from jaxkv.models.loading.llm import Llm
+from jaxkv.models.loading.tokenizer import Tokenizer
+from jaxkv.typing import Bool
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
+MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
+LAYOUT = {  # of JSON: one line, as in the texts that models read, so that no answer is white space
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be.
+
+    kind: json_object for any object; json_schema with a schema as a dict or its JSON;
+    regex with an expression that the answer matches as a whole; choice with a list of texts;
+    grammar with a context-free grammar, in the forms of Lark or of llama.cpp (GBNF).
+    """
+
+    kind: Kind
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, get_args(Kind))
+
+
+class Matcher:
+    """How far one answer obeys a grammar.
+
+    complete: the answer obeys it and may end. ended: no token may follow.
+    """
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher, self._vocab = matcher, vocab
+
+    def copy(self) -> Matcher:
+        """A matcher at the same place, for another answer."""
+        return Matcher(self._matcher.deep_copy(), self._vocab)
+
+    def allowed(self) -> Bool[np.ndarray, " V"]:
+        """Which tokens may come next. Raises UserError beyond the limits of llguidance."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, bitorder="little")[: self._vocab].astype(bool)
+
+    def advance(self, token: int) -> None:
+        """Add a token to the answer. Raises UserError for one that is not allowed."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UserError(f"{_first_line(self._matcher.get_error())}; give a simpler grammar")
+
+
+def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
+    """A matcher of an empty answer. Raises UserError for a grammar that no text obeys."""
+    guidance = _llguidance()
+    text = _compiled(guidance, grammar)
+    limits = guidance.LLParserLimits(verbose_errors=False)
+    matcher = guidance.LLMatcher(_tokens_of(guidance, llm), text, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = _first_line(matcher.get_error())
+        if reason.startswith("NoExtension"):
+            reason = "no text obeys it"
+        raise UserError(f"{grammar.kind} cannot be used: {reason}; correct it")
+    return Matcher(matcher, llm.config.vocab)
+
+
+def _tokens_of(guidance: Any, llm: Llm) -> Any:
+    """The tokens of a model in llguidance's form, which takes a second to make, once."""
+    with _LOCK:
+        if llm.tokenizer not in _TOKENS:
+            _TOKENS[llm.tokenizer] = guidance.LLTokenizer(
+                guidance.TokenizerWrapper(_Tokens(llm)),
+                n_vocab=llm.config.vocab,
+                eos_token=[*llm.eos],
+            )
+        return _TOKENS[llm.tokenizer]
+
+
+_LOCK = threading.Lock()
+_TOKENS: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
+
+
+class _Tokens:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, llm: Llm) -> None:
+        self._tokenizer = llm.tokenizer
+        self.eos_token_id, self.bos_token_id = llm.eos[0], llm.tokenizer.bos
+        table = llm.tokenizer.table
+        self.tokens = [token if len(token) <= MAX_TOKEN else b"" for token in table]
+        self.special_token_ids = sorted(llm.tokenizer.special)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), bos=False, start=False)
+
+
+def _compiled(guidance: Any, grammar: Grammar) -> str:
+    """The grammar in llguidance's form."""
+    kind, value = grammar.kind, grammar.value
+    if kind == "json_object":
+        value = {"type": "object"}
+    if kind == "choice":
+        choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+        if not choices or not all(isinstance(text, str) for text in value):
+            raise UserError(f"choice must be a list of texts, got {value!r:.60}; give at least one")
+        value = [*value]
+    elif kind.startswith("json"):
+        value = _schema(value)
+    elif not isinstance(value, str) or not value:
+        raise UserError(f"{kind} must be a text, got {value!r:.60}; give one")
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > MAX_SIZE:
+        raise UserError(
+            f"{kind} may have {MAX_SIZE} characters, got {len(text)}; give a smaller one"
+        )
+    try:
+        if kind.startswith("json"):
+            return guidance.LLMatcher.grammar_from_json_schema(text, overrides=LAYOUT)
+        return guidance.grammar_from(kind, text)
+    except ValueError as error:
+        raise UserError(f"{kind} cannot be used: {_first_line(str(error))}; correct it") from None
+
+
+def _schema(value: Any) -> Any:
+    """A schema from a dict or JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UserError(f"json_schema must be JSON, got {value!r:.60}; correct it") from None
+    if not isinstance(value, dict):
+        raise UserError(f"json_schema must be an object, got {value!r:.60}; give a JSON schema")
+    return value
+
+
+def _first_line(message: str) -> str:
+    """The first line of a message of llguidance that is not part of a traceback."""
+    return message.strip().partition("\n")[0].removeprefix("panic: ").rstrip(". ")
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(
+            "schemas and grammars need llguidance, which is not installed; "
+            "pip install 'jaxkv[models]'"
+        ) from None
+    return llguidance

@@ -1,0 +1,172 @@
+"""Grammars: any text that a matcher allows obeys the schema, by other packages."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv.errors import UserError
+from jaxkv.models.generation.grammar import MAX_SIZE, Grammar, matcher_of
+from tests.serve.http.fake import EOS, VOCAB, language
+
+SCHEMAS = {
+    "nested": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "at": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 99},
+                               "y": {"type": "number", "minimum": 0, "maximum": 1}},
+                "required": ["x", "y"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "at"],
+        "additionalProperties": False,
+    },
+    "enum": {"enum": ["red", "grün", "青", 7, None, True]},
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+    "recursion": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "integer"},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "pattern": {"type": "string", "pattern": "^[0-9]{3}-[a-z]{2}$"},
+    "anything": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """A model with a token for each byte."""
+    fake = language().llm
+    return SimpleNamespace(tokenizer=fake.tokenizer, eos=(EOS,), config=SimpleNamespace(vocab=300))
+
+
+def walk(matcher, seed, most=400):
+    """A text whose tokens are drawn among those that are allowed; None for one without an end."""
+    rng, ids = np.random.default_rng(seed), []
+    while not matcher.ended:
+        allowed = np.flatnonzero(matcher.allowed())
+        assert set(allowed.tolist()) <= set(range(VOCAB)), "no padding of the embedding"
+        if EOS in allowed and (len(ids) > most // 4 or rng.random() < 0.5):
+            assert matcher.complete
+            break
+        if len(ids) == most:
+            return None
+        ids.append(int(rng.choice(allowed[allowed != EOS])))
+        matcher.advance(ids[-1])
+    return bytes(ids).decode()
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_text_obeys_its_schema(llm, name):
+    schema, matcher = SCHEMAS[name], matcher_of(llm, Grammar("json_schema", SCHEMAS[name]))
+    texts = [walk(matcher.copy(), seed) for seed in range(40)]
+    whole = [text for text in texts if text is not None]
+    assert len(whole) >= 10
+    for text in whole:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_every_text_matches_its_expression(llm):
+    expression = r"(\+|-)?[0-9]{1,3}(\.[0-9]+)?|grün|[x-z]*"
+    matcher = matcher_of(llm, Grammar("regex", expression))
+    for seed in range(40):
+        assert re.fullmatch(expression, walk(matcher.copy(), seed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "accepted"),
+    [
+        ("choice", ["red", "green", "gr"], {"red", "green", "gr"}),
+        ("grammar", 'start: "yes" | "no"', {"yes", "no"}),
+        ("grammar", 'root ::= "yes" | "no"', {"yes", "no"}),
+    ],
+)
+def test_choices_and_grammars(llm, kind, value, accepted):
+    matcher = matcher_of(llm, Grammar(kind, value))
+    assert {walk(matcher.copy(), seed) for seed in range(60)} == accepted
+
+
+def test_any_object(llm):
+    matcher = matcher_of(llm, Grammar("json_object"))
+    texts = [walk(matcher.copy(), seed) for seed in range(20)]
+    assert all(isinstance(json.loads(text), dict) for text in texts if text is not None)
+    matcher.advance(ord("{"))
+    with pytest.raises(UserError, match="give a simpler grammar"):
+        matcher.advance(ord("{"))
+
+
+DEEP = {"type": "integer"}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("json_schema", {"not": {}}, r'Unimplemented keys: \["not"\]; correct it'),
+        ("json_schema", False, "must be an object, got False"),
+        ("json_schema", [1], "must be an object, got"),
+        ("json_schema", "{", "must be JSON, got"),
+        ("json_schema", {"type": "strnig"}, "cannot be used"),
+        ("json_schema", DEEP, "recursion limit exceeded"),
+        ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "no text"),
+        ("json_schema", {"enum": ["x" * MAX_SIZE]}, f"may have {MAX_SIZE} characters, got"),
+        ("regex", "(a", "invalid regex"),
+        ("regex", r"[^\s\S]", "no text obeys it"),
+        ("regex", "", "must be a text, got ''"),
+        ("regex", 3, "must be a text, got 3"),
+        ("choice", [], "at least one"),
+        ("choice", "red", "list of texts"),
+        ("choice", ["a", 2], "list of texts"),
+        ("grammar", "start: foo", 'unknown name: "foo"'),
+        ("grammar", "root ::= foo", "cannot be used"),
+        ("yaml", "", "kind must be one of"),
+    ],
+)
+def test_bad_grammars_are_refused_at_once(llm, kind, value, message):
+    matcher_of(llm, Grammar("regex", "a"))  # the tokens are prepared once
+    start = time.perf_counter()
+    with pytest.raises(UserError, match=message) as refused:
+        matcher_of(llm, Grammar(kind, value))
+    assert time.perf_counter() - start < 0.5
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.real_model
+def test_the_real_model_obeys_a_schema(smollm2):
+    prompts = ["A person as JSON: ", "x", "Numbers"]
+    for temperature in (0.0, 1.0):
+        answers = models.generate(
+            smollm2, prompts, max_new_tokens=200, schema=SCHEMAS["nested"], seed=5,
+            temperature=temperature,
+        )  # fmt: skip
+        for answer in answers:
+            assert answer.finish_reason == "eos"
+            jsonschema.validate(json.loads(answer.text), SCHEMAS["nested"])
+    expression = models.Grammar("regex", "[0-9]{4}")
+    assert re.fullmatch("[0-9]{4}", models.generate(smollm2, "The year is", schema=expression).text)
+
+
+def test_a_schema_without_an_end_is_refused(llm):
+    with pytest.raises(UserError, match="leave ignore_eos out"):
+        models.generation.text.matchers_of(llm, {}, 1, ignore_eos=True)
