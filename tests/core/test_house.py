@@ -31,6 +31,7 @@ MAY_IMPORT = {
         *("safetensors", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub"),
         *("gguf", "pyarrow"),
         *("matplotlib", "tensorboardX"),
+        "tunix",
     },
     "evals": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
@@ -39,7 +40,7 @@ MAY_IMPORT = {
         *("safetensors", "tokenizers", "yaml"),
     },
     "tests": None,
-    "colab": {"models", "jaxkv", "jax", "numpy"},  # the wheel has no evals
+    "colab": {"models", "jaxkv", "jax", "numpy", "tunix"},  # the wheel has no evals
     "colab/lib": {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "matplotlib"),
         *("jupytext", "nbclient", "nbformat", "PIL", "IPython"),

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jaxkv.adapters import tunix as adapter
 from jaxkv.adapters.tunix import PolicyModel, with_policy
 from jaxkv.errors import UserError
-from jaxkv.evals.training.rollouts import fill_zeros
 from jaxkv.models.generation.streams import Stream
+from jaxkv.models.training.grpo import cache_config, fill_zeros, learner_log_probabilities
 from jaxkv.sampling import Sampling
 from jaxkv.state import batch as sequences
 from tests.models.folders import FAMILIES, write_model
@@ -31,7 +31,7 @@ pytest.importorskip("tunix", reason="no google-tunix: pip install 'jaxkv[tunix]'
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import qwix
-    from tunix.generate.sampler import CacheConfig, Sampler
+    from tunix.generate.sampler import Sampler
     from tunix.models.gemma3 import model as gemma3
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
@@ -45,6 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 PAD, END, VOCAB, PROMPT = 0, 127, 128, 32
+FORBIDDEN = [PAD, END]
 SIZES = {"num_layers": 3, "embed_dim": 64, "hidden_dim": 96, "num_heads": 4, "head_dim": 16,
          "num_kv_heads": 2}  # fmt: skip
 QWEN = SIZES | {"vocab_size": VOCAB, "norm_eps": 1e-6, "rope_theta": 1_000_000}
@@ -98,21 +99,9 @@ def make(name, seed=0):
 
 
 def sample(model, tokens, texts=TEXTS, **settings):
-    size = CacheConfig(PROMPT + tokens, len(model.layers), model.layers[0].attn.num_kv_heads, 16)
-    sampler = Sampler(model, Tokenizer(), size)
-    settings = {"return_logprobs": True, "forbidden_tokens": [PAD, END]} | settings
+    sampler = Sampler(model, Tokenizer(), cache_config(model, PROMPT + tokens))
+    settings = {"return_logprobs": True, "forbidden_tokens": FORBIDDEN} | settings
     return sampler(texts, max_generation_steps=tokens, max_prompt_length=PROMPT, **settings)
-
-
-def learner_log_probabilities(model, output):
-    """Those of tunix's trainer, with the sampler's forbidden tokens left out."""
-    prompt, completion = jnp.asarray(output.padded_prompt_tokens), jnp.stack(output.tokens)
-    graph, state = nnx.split(model)
-    _, logits = common.compute_per_token_logps(
-        graph, state, prompt, completion, PAD, END, return_logits=True
-    )
-    logits = logits.at[:, :, jnp.array([PAD, END])].set(-jnp.inf)
-    return common.selective_log_softmax(logits, completion)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,9 +126,10 @@ def test_a_learner_has_the_log_probabilities_of_the_sampler(name, policy):
     model = make(name)
     bounded = with_policy(model, policy, prompt=PROMPT)
     output = sample(bounded, 200, temperature=1.0, top_p=1.0, seed=3)
-    actual = learner_log_probabilities(bounded, output)
+    actual = learner_log_probabilities(bounded, output, FORBIDDEN)
     np.testing.assert_allclose(actual, output.logprobs, rtol=0, atol=1e-4)
-    difference = np.abs(learner_log_probabilities(model, output) - np.asarray(output.logprobs))
+    full = learner_log_probabilities(model, output, FORBIDDEN)
+    difference = np.abs(full - np.asarray(output.logprobs))
     if not policy.startswith("balance"):  # which has not evicted a tenth of the text
         assert difference.max() > 1e-3
 
