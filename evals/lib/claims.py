@@ -33,7 +33,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "remat": "training.remat",
     "rehearsal": "training.rehearsal",
     "backcopy": "training.backcopy",
-    "rollouts": "training.rollouts",
+    **{name: f"training.{name}" for name in ("rollouts", "long_rollouts")},
     "sink_tables": "training.sink_tables",
     **dict.fromkeys(("sinks_in_front", "sinks_distilled"), "training.sinks_in_front"),
     **{name: f"training.{name}" for name in ("emergence", "default_model")},

@@ -37,7 +37,14 @@ from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losse
 from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
 from jaxkv.evals.tasks import endless_needle, ruler_tables, served
 from jaxkv.evals.tasks import report as task_report
-from jaxkv.evals.training import backcopy, mfu, rollouts, sink_tables, sinks_in_front
+from jaxkv.evals.training import (
+    backcopy,
+    long_rollouts,
+    mfu,
+    rollouts,
+    sink_tables,
+    sinks_in_front,
+)
 
 # Heading of a section of CLAIMS.md, its introduction, and its claims.
 SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
@@ -51,8 +58,8 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "as no difference.",
      (*sink_tables.CLAIMS, *backcopy.CLAIMS, *sinks_in_front.CLAIMS)),
     ("### Reinforcement learning with bounded rollouts",
-     "google-tunix trains a small model by GRPO to continue a repeated word.",
-     tuple(rollouts.CLAIMS)),
+     "google-tunix trains a small model by GRPO to continue a repeated word. Long rollouts are "
+     "those of a random model.", (*rollouts.CLAIMS, *long_rollouts.CLAIMS)),
     ("### Long-context tasks on a real model",
      "The tasks follow the definitions of RULER (Hsieh et al. 2024) with generators of our own. A "
      "budget is a share of the context. The question follows the end of prefill. A task is scored "
@@ -80,7 +87,7 @@ EXPERIMENTS = (
     tables, questions, stream_eval, side_by_side_tables, endless_losses, which_cache,
     known_answers, recall, stream_losses, attention_error, sampled, single_layer, tree_slots,
     agreement, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
-    sinks_in_front, rollouts, report, mfu, prefix_tables,
+    sinks_in_front, rollouts, long_rollouts, report, mfu, prefix_tables,
     # Benchmarks.
     compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates,
     rates, servers, serving, startup,

@@ -19,6 +19,7 @@ OTHERS = {
     "kernels_tpu": SYNTHETIC,
     "known_answers": SYNTHETIC,
     "latency": f"{STORIES}, {RANDOM} (110M)",
+    "long_rollouts": RANDOM,
     "lookup": SYNTHETIC,
     "mfu": RANDOM,
     "mfu_gpu": RANDOM,
