@@ -126,6 +126,11 @@ CHAPTERS: dict[str, dict[str, RecordPlot | FinishedPlot]] = {
         "backcopy_curves": RecordPlot("backcopy", plots.backcopy_curves,
                 "Only trained sink tokens attract attention in this task", "center right"),
     },
+    "Reinforcement learning": {
+        "rollouts": RecordPlot("rollouts", plots.rollouts,
+                            "A learner with the sampler's attention earns more reward", OUTSIDE,
+                            3.6, 2),
+    },
     "Samples of evicted tokens": {
         "recall": RecordPlot("recall", plots.recall,
                           "Bounded caches: which facts are still known", OUTSIDE, height=3.8),

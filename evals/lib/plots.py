@@ -10,7 +10,15 @@ import numpy as np
 from jaxkv.evals.reservoir.facts import VALUES
 from jaxkv.evals.training.sink_tables import variant_of_record
 from jaxkv.models.tools import pictures
-from jaxkv.models.tools.palette import COLOURS, COMPRESSION, LINES, OTHERS, VARIANTS, styles
+from jaxkv.models.tools.palette import (
+    COLOURS,
+    COMPRESSION,
+    LINES,
+    OTHERS,
+    ROLLOUTS,
+    VARIANTS,
+    styles,
+)
 
 
 def latency(axes: Any, results: dict[str, Any]) -> None:
@@ -79,6 +87,31 @@ def backcopy_curves(axes: Any, results: dict[str, Any]) -> None:
         steps, _, attention = zip(*trained["curve"], strict=True)
         axes.plot(steps, attention, color=colour, linestyle=line, label=label)
     axes.set(xlabel="steps of training", ylabel="share of attention on first token", ylim=(0, None))
+
+
+def rollouts(panels: Any, results: dict[str, Any]) -> None:
+    """Median of the seeds with their range. Left: reward of each step. Right: the same minus the
+    reward of full with the same seed, mean of ten steps. full: full attention in sampler and
+    learner. Others: a cache of ten tokens in the sampler. mismatch: full attention in the learner.
+    weights: so, with weighted tokens. bounded: the attention of the sampler in the learner."""
+    reward_panel, difference_panel = panels
+    rewards = {
+        name: 100 * np.array([seed["rewards"] for seed in variant["seeds"]])
+        for name, variant in results["arms"].items()
+    }
+    steps = np.arange(1, rewards["full"].shape[1] + 1)
+    for name, by_seed in rewards.items():
+        draw_seeds(reward_panel, steps, by_seed, color=ROLLOUTS[name], label=name)
+        behind = [np.convolve(x, np.full(10, 0.1), "valid") for x in by_seed - rewards["full"]]
+        draw_seeds(difference_panel, steps[9:], np.array(behind), color=ROLLOUTS[name])
+    reward_panel.set(xlabel="step of GRPO", ylabel="reward: right letters (%)", ylim=(0, 100))
+    difference_panel.set(xlabel="step of GRPO", ylabel="reward minus full (points)")
+
+
+def draw_seeds(axes: Any, at: Any, by_seed: np.ndarray, **style: Any) -> None:
+    """The median line over the seeds, in a band from minimum to maximum."""
+    axes.plot(at, np.median(by_seed, axis=0), **style)
+    axes.fill_between(at, by_seed.min(0), by_seed.max(0), color=style["color"], alpha=0.12, lw=0)
 
 
 def single_layer(axes: Any, results: dict[str, Any]) -> None:

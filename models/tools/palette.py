@@ -52,6 +52,12 @@ COMPRESSION = {  # what is made of a prompt, in evals.balancekv.single_layer
     "snapkv": {"color": COLOURS["snapkv"]},
     "ends alone": {"color": "#d55e00", "linestyle": "dotted"},
 }
+ROLLOUTS = {  # variants of reinforcement learning, in evals.training.rollouts
+    "full": COLOURS["full"],
+    "mismatch": "#d55e00",
+    "weights": "#e69f00",
+    "bounded": COLOURS["streaming"],
+}
 OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for policies without an own colour
 LINES = ("solid", "dashed", "dotted", "dashdot")  # for one policy with several settings
 
