@@ -49,8 +49,10 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
     ),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
     "TPU": Part(("tests/lab/test_tpu.py",), ("pallas_kernels/*", "jaxkv/platform/*")),
-    # Skipped here: `.ci/run` has the extras.
-    "adapters": Part(("tests/lab/adapters",), ("jaxkv/adapters/*",)),
+    "adapters": Part(  # skipped here: `.ci/run` has the extras
+        ("tests/lab/adapters",),
+        ("jaxkv/adapters/*", "models/training/grpo.py", "evals/training/*", "colab/09_*"),
+    ),
     "notebooks": Part(("tests/lab/colab",), ("colab/*",)),
     "wheel": Part(("tests/lab/test_wheel.py",), ("pyproject.toml", "jaxkv/evals/*")),
     "order of tests": Part(

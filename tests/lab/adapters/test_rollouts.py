@@ -1,4 +1,7 @@
-"""The experiments with rollouts of google-tunix at small size. Skipped without the extra tunix."""
+"""The experiments and the notebook with rollouts of google-tunix, at small size.
+
+Skipped without the extra tunix.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 
 import pytest
 
+from jaxkv.colab import notebooks
 from jaxkv.evals.lib import record
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.training import long_rollouts, rollouts
@@ -55,3 +59,7 @@ def test_the_reward_counts_right_letters():
     assert grpo.rewards(words, ["x" + answers[0][1:], answers[1][: grpo.ANSWER // 2]]) == [
         1 - 1 / grpo.ANSWER, 0.5,
     ]  # fmt: skip
+
+
+def test_the_notebook_runs():
+    notebooks.run("09_bounded_rollouts", smoke=True)

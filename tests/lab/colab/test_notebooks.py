@@ -16,6 +16,9 @@ from jaxkv.errors import UserError
 
 NAMES = [path.stem for path in notebooks.sources()]
 INSTALL = f'%pip install -q "jaxkv[serve,train] @ git+{REPOSITORY}"'
+INSTALL_TUNIX = (  # a newer jax would not match the plug-in of the accelerator
+    f'%pip install -q "jaxkv[models,tunix] @ git+{REPOSITORY}" jax=={{version("jax")}}'
+)
 LONGEST_CELL, LONGEST_FUNCTION, LARGEST = 17, 12, 100_000  # lines, lines, bytes
 
 
@@ -61,7 +64,11 @@ def test_a_saved_notebook_is_small_and_complete(name):
 def test_the_first_cells_are_badge_install_and_device(name):
     first, install, check = cells(name)[:3]
     assert f"]({BADGE}{name}.ipynb)" in first.source.splitlines()[0]
-    assert (install.source, tags(install)) == (INSTALL, ["install"])
+    if name in notebooks.NEEDS:
+        assert install.source.splitlines()[-1] == INSTALL_TUNIX
+    else:
+        assert install.source == INSTALL
+    assert tags(install) == ["install"]
     assert check.source == f'from jaxkv.colab import runtime\n\nruntime.begin("{name}")'
 
 
@@ -91,6 +98,14 @@ def test_a_notebook_runs_with_another_model(shared):
     """
     model = str(shared / "models" / "stories260K")
     notebooks.run("06_write_your_own_policy", smoke=True, model=model)
+
+
+def test_a_notebook_without_its_module_is_left_out(monkeypatch, capsys):
+    for spec, left in ((None, NAMES[:-1]), (object(), NAMES)):
+        monkeypatch.setattr(notebooks, "find_spec", lambda _, spec=spec: spec)
+        assert notebooks.runnable(NAMES) == left
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "09_bounded_rollouts is left out, because tunix is not installed"
 
 
 @pytest.fixture
