@@ -33,12 +33,14 @@ from jaxkv.models.training import grpo
 
 words = grpo.words(np.random.default_rng(0), 4)
 answers = [grpo.continued(word) for word in words]
-print(f"prompt {words[0]}, right answer {answers[0]}")
-print("rewards of this answer:", *grpo.rewards(words, answers[:1] * 4))
+for word, answer in zip(words, answers, strict=True):
+    print(f"{word}: right answer {answer}")
+print("rewards of the first right answer and of half of it:",
+      *grpo.rewards([words[0]] * 2, [answers[0], answers[0][: grpo.ANSWER // 2]]))  # fmt: skip
 
 # %% [markdown]
 # The model is a Qwen3 of tunix with two layers. It was trained with full attention for a few steps,
-# so it continues words, but not yet well. `with_policy` returns a model with the same weights and
+# so it continues words, but not well yet. `with_policy` returns a model with the same weights and
 # another attention: each query attends to the first token and to the newest nine. A repetition is
 # six tokens long, so this cache can solve the task.
 
@@ -80,7 +82,7 @@ def difference(learner):
 
 
 for name, learner in {"full attention": model, "bounded attention": bounded}.items():
-    print(f"{name}: {difference(learner).mean():.1e} nats per token on average")
+    print(f"{name}: {difference(learner).mean():.1e} nats per token")
 
 # %% [markdown]
 # The bounded learner agrees with the sampler up to rounding. This is all that a reader changes in
@@ -127,7 +129,7 @@ for row, (arm, result) in enumerate(trained.items()):
 left.set(xlabel=f"step of GRPO, mean of {SMOOTH}", ylabel="reward: right letters (%)")
 right.set_yticks([-row for row in range(len(trained))], trained)
 right.set(xlabel="difference of log probabilities (nats)", xscale="log", xlim=(1e-8, 1))
-pictures.legend(figure, 4)
+left.legend(frameon=False, fontsize=8)
 caption = f"one model, {grpo.PROMPTS} words and {grpo.GROUP} answers of each per step; {POLICY}"
 runtime.picture(figure, "Training with bounded rollouts", caption)
 

@@ -12,7 +12,9 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +57,21 @@ class Letters:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without tunix's warnings, and its log of meshes and metrics."""
-    try:
-        import tunix  # noqa: F401
-    except ImportError:
-        raise UserError("this needs google-tunix: pip install 'jaxkv[tunix]'") from None
+    """Without tunix's warnings, progress bars, and log of meshes and metrics."""
+    if find_spec("tunix") is None:
+        raise UserError("this needs google-tunix: pip install 'jaxkv[tunix]'")
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            from tunix.sft import progress_bar
+
+            bar = progress_bar.tqdm
+            hidden = lambda **settings: bar(**settings | {"disable": True})
+            with patch.object(progress_bar, "tqdm", hidden):
+                yield
     finally:
         log.setLevel(level)
 
