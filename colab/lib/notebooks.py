@@ -45,7 +45,7 @@ OWNER = REPOSITORY.removeprefix("https://github.com/")
 BADGE = f"https://colab.research.google.com/github/{OWNER}/blob/main/colab/"
 MODEL_FIELD = 'MODEL = ""'  # the line in which a reader names another model
 # A module that a notebook needs beyond the others, and packages that its install cell may change.
-NEEDS = {"09_bounded_rollouts": ("tunix", {"flax"})}
+NEEDS = {"09_bounded_rollouts": ("tunix", {"flax", "safetensors"})}
 SMOKE_TIMEOUT = 600  # seconds per notebook with JAXKV_SMOKE=1; a busy machine took 188
 CELL_TIMEOUT = 7200  # seconds per cell otherwise
 
