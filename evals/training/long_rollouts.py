@@ -145,7 +145,7 @@ def generate(
 
 
 def differences(learner: nnx.Module, rollout: SampledText) -> np.ndarray:
-    """Absolute, by token."""
+    """Absolute differences of log probabilities, by token."""
     learned = learner_log_probabilities(learner, rollout.output, FORBIDDEN)
     return np.abs(jax.device_get(learned) - rollout.log_probabilities)
 

@@ -237,7 +237,7 @@ def learner_of(weighted: bool, log: list[tuple[float, float]]) -> Callable[..., 
 
 
 def cache_config(model: nnx.Module, tokens: int) -> Any:
-    """That of tunix's Sampler. tokens: of prompt and answer, for which growing caches have room."""
+    """Cache sizes for tunix's Sampler. tokens: of prompt and answer; growing caches have room."""
     from tunix.generate.sampler import CacheConfig
 
     config = model.config
@@ -247,9 +247,9 @@ def cache_config(model: nnx.Module, tokens: int) -> Any:
 def learner_log_probabilities(
     model: nnx.Module, output: Any, forbidden: Sequence[int]
 ) -> Float32[Array, "B T"]:
-    """Those that tunix's trainers compute of a Sampler's output.
+    """Log probabilities of a Sampler's output, as tunix's trainers compute them.
 
-    forbidden: tokens that the sampler left out, of which the first is padding.
+    forbidden: tokens that the sampler left out: padding first, the end of a text last.
     """
     from flax import nnx
     from tunix.rl import common
