@@ -69,11 +69,6 @@ def _check_arrays(spec: Spec, arrays: Mapping[str, Array | np.ndarray]) -> None:
         )
     batch, tokens, heads = q.shape[:3]
     group = heads // spec.kv_heads
-    if spec.group not in (None, group):
-        raise UserError(
-            f"the spec's group must be N/K={group} beside q {q.shape}, got {spec.group}; give "
-            f"Spec(group={group})"
-        )
     sizes = {"B": batch, "T": tokens, "N": heads, "K": spec.kv_heads, "H": spec.head_dim}
     for name, array in arrays.items():
         letters = _AXES[name]
@@ -86,8 +81,14 @@ def _check_arrays(spec: Spec, arrays: Mapping[str, Array | np.ndarray]) -> None:
         if array.shape != shape:
             raise UserError(
                 f"{name} must be [{','.join(letters)}] = {shape} beside q {q.shape} and the spec's "
-                f"kv_heads={spec.kv_heads}, got {array.shape}; reshape it"
+                f"kv_heads={spec.kv_heads}, got {array.shape}; transpose it, for example from "
+                "[B,N,T,H], or give one state and its arrays per layer"
             )
+    if spec.group not in (None, group):
+        raise UserError(
+            f"the spec's group must be N/K={group} beside q {q.shape}, got {spec.group}; give "
+            f"Spec(group={group})"
+        )
     for name in ("q", "k", "v"):
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
             raise UserError(f"{name} must be floating point, got {arrays[name].dtype}; convert it")

@@ -108,7 +108,8 @@ class Rotary:
         if x.shape[-1] != (self.head_dim or rotated):
             raise UserError(
                 f"a rotary encoding of {len(self.frequencies)} pairs needs head dim "
-                f"{self.head_dim or rotated}, got {x.shape[-1]}; make it for this head dim"
+                f"{self.head_dim or rotated}, got {x.shape[-1]}; make it by rotary(head_dim, "
+                "theta), with rotated= if only the first dims are rotated"
             )
         if self.head_dim is not None:
             whole = replace(self, head_dim=None)
@@ -159,7 +160,11 @@ Encoding = Rotary | Alibi | NoPosition
 
 
 def rotary(
-    head_dim: int, theta: float, scaling: Mapping[str, object] | None = None, context: int = 2048
+    head_dim: int,
+    theta: float,
+    scaling: Mapping[str, object] | None = None,
+    context: int = 2048,
+    rotated: int | None = None,
 ) -> Rotary:
     """The rotary encoding of a Llama-family model.
 
@@ -167,8 +172,9 @@ def rotary(
     max_position_embeddings, which YaRN uses where its own original length is absent. scaling: None,
     or `kind` (default, linear, llama3, yarn) with Hugging Face's field names. Under every kind,
     `factors` divide the frequency of each pair before it is scaled, and `attention_factor`
-    replaces the amplitude, which is 1 except under yarn.
-    Raises UserError for another kind or a missing field.
+    replaces the amplitude, which is 1 except under yarn. rotated: the first dims that are rotated,
+    even, as of GPT-NeoX; the others keep their values. None rotates all.
+    Raises UserError for another kind, a missing field, or dims that are odd or too many.
     """
     scaling = dict(scaling or {})
     kind = scaling.get("kind", "default")
@@ -189,11 +195,12 @@ def rotary(
             "model's rope_theta"
         )
     check_int("head_dim", head_dim, 2)
-    if head_dim % 2:
-        raise UserError(
-            f"rotary positions need an even head dim, got {head_dim}; use {head_dim + 1}"
-        )
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    size = head_dim if rotated is None else rotated
+    check_int("rotated", size, 2, head_dim)
+    if size % 2:
+        name = "head dim" if rotated is None else "number of rotated dims"
+        raise UserError(f"rotary positions need an even {name}, got {size}; use {size + 1}")
+    frequencies = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     frequencies = frequencies / np.asarray(scaling.get("factors", 1.0), np.float64)
     amplitude = scaling.get("attention_factor") or 1.0
     try:
@@ -206,7 +213,8 @@ def rotary(
     except KeyError as missing:
         raise UserError(f"rope scaling {kind!r} needs the field {missing}") from None
     fixed = np.round(frequencies / (2 * math.pi) * 2**32).astype(np.uint64) % 2**32
-    return Rotary(tuple(int(f) for f in fixed), float(amplitude))
+    part = None if size == head_dim else head_dim
+    return Rotary(tuple(int(f) for f in fixed), float(amplitude), part)
 
 
 def _llama3(frequencies: np.ndarray, scaling: Mapping[str, object]) -> np.ndarray:

@@ -154,7 +154,7 @@ def _raise_broken(policy: Policy, results: Sequence[LawResult | None]) -> None:
     if broken:
         lines = [f"law {r.number} ({r.statement}): {r.reason}" for r in broken]
         cause = next((r.error for r in broken if r.error), None)
-        raise LawError(f"{policy!r} breaks {len(broken)} law(s)\n" + "\n".join(lines)) from cause
+        raise LawError(f"{policy!r} breaks laws:\n" + "\n".join(lines)) from cause
 
 
 def check_laws(

@@ -364,9 +364,7 @@ def encoding_of(
             "or change the kind"
         )
     try:
-        encoding = rotary(rotated, theta, {"kind": kind} | scaling, context)
-        if rotated < head_dim:
-            encoding = replace(encoding, head_dim=head_dim)
+        encoding = rotary(head_dim, theta, {"kind": kind} | scaling, context, rotated)
         stretched = int(original * scaling.get("factor", 1)) if kind in STRETCHED else 0
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: {error}") from None

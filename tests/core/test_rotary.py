@@ -182,3 +182,16 @@ def test_bad_arguments_are_refused():
         rotary(8, 1e4).rotate(jnp.zeros((1, 1, 1, 6)), jnp.zeros((1, 1), jnp.uint32))
     with pytest.raises(UserError, match="got 5 slopes for 2 KV heads"):
         Alibi((1.0,) * 5).bias(jnp.zeros((1, 1), jnp.uint32), jnp.zeros((1, 1), jnp.uint32), 2)
+
+
+def test_a_part_of_the_dims_is_rotated():
+    """The first dims as in an encoding of their own; the others keep their values."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 16)), jnp.float32)
+    positions = jnp.arange(5, dtype=jnp.uint32)[None]
+    turned = rotary(16, 100.0, rotated=6).rotate(x, positions)
+    alone = rotary(6, 100.0).rotate(x[..., :6], positions)
+    np.testing.assert_array_equal(turned, jnp.concatenate([alone, x[..., 6:]], axis=-1))
+    assert rotary(16, 100.0, rotated=16) == rotary(16, 100.0)
+    for wrong in (0, 5, 18):
+        with pytest.raises(UserError, match="rotated|even"):
+            rotary(16, 100.0, rotated=wrong)
