@@ -198,7 +198,7 @@ def rotary(
     size = head_dim if rotated is None else rotated
     check_int("rotated", size, 2, head_dim)
     if size % 2:
-        name = "head dim" if rotated is None else "number of rotated dims"
+        name = "head dim" if size == head_dim else "number of rotated dims"
         raise UserError(f"rotary positions need an even {name}, got {size}; use {size + 1}")
     frequencies = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     frequencies = frequencies / np.asarray(scaling.get("factors", 1.0), np.float64)

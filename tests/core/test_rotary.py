@@ -193,5 +193,5 @@ def test_a_part_of_the_dims_is_rotated():
     np.testing.assert_array_equal(turned, jnp.concatenate([alone, x[..., 6:]], axis=-1))
     assert rotary(16, 100.0, rotated=16) == rotary(16, 100.0)
     for wrong in (0, 5, 18):
-        with pytest.raises(UserError, match="rotated|even"):
+        with pytest.raises(UserError, match=r"rotated|even"):
             rotary(16, 100.0, rotated=wrong)
