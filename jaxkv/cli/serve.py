@@ -267,7 +267,7 @@ def read_template(args: argparse.Namespace) -> str | None:
 def check_name(name: str) -> str:
     """Returns a model name that clients can send; raises UserError for others."""
     from jaxkv.serve.engine.request import is_unicode
-    from jaxkv.serve.http.fields import MAX_TEXT
+    from jaxkv.serve.http.checks import MAX_TEXT
 
     if not 0 < len(name) <= MAX_TEXT or not is_unicode(name):
         raise UserError(

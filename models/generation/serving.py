@@ -158,6 +158,10 @@ class Language:
     def eos(self) -> tuple[int, ...]:
         return self.llm.eos
 
+    @property
+    def template(self) -> str | None:
+        return self.llm.chat.template
+
     @cached_property
     def max_token_bytes(self) -> int:
         """Bytes of the longest token."""
@@ -210,10 +214,16 @@ class Language:
         return table[token] if token < len(table) else b""
 
     def detokenizer(
-        self, stops: Sequence[str], eos: Sequence[int], min_new_tokens: int = 0
+        self,
+        stops: Sequence[str],
+        eos: Sequence[int],
+        min_new_tokens: int = 0,
+        marks: Sequence[str] = (),
     ) -> OutputText:
         """The text of a new answer.
 
-        min_new_tokens: stop strings are ignored in the text of so many first tokens.
+        min_new_tokens: stop strings are ignored in the text of so many first tokens. marks: special
+        tokens that are written out.
         """
-        return OutputText(self.llm, eos, stops, keep=False, min_new_tokens=min_new_tokens)
+        shown = frozenset(t.id for t in self.llm.tokenizer.added if t.text in marks)
+        return OutputText(self.llm, eos, stops, False, min_new_tokens, shown)

@@ -53,7 +53,8 @@ class OutputText:
     """The text of one sequence as its tokens come; an eos, a stop string or `end` ends it.
 
     keep: store all tokens and text; False for unbounded generation in constant memory.
-    min_new_tokens: stop strings are ignored in the text of so many first tokens.
+    min_new_tokens: stop strings are ignored in the text of so many first tokens. shown: special
+    tokens that are written out.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class OutputText:
         stops: str | Sequence[str],
         keep: bool = True,
         min_new_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ):
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
@@ -75,7 +77,7 @@ class OutputText:
         self.count, self.reason, self.keep = 0, "", keep
         self._min_new_tokens = min_new_tokens
         self._shown: list[str] = []
-        self._pieces = Pieces(llm.tokenizer, start=False)
+        self._pieces = Pieces(llm.tokenizer, start=False, shown=shown)
         self._eos, self.stops, self._pending = frozenset(eos), tuple(stops), ""
 
     @property

@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from jaxkv.models.loading.hf.folder import read_json
 from jaxkv.models.loading.hf.tokenizer_config import content
 from jaxkv.models.loading.tokenizer import Tokenizer
 
-Message = Mapping[str, str]  # role (system, user, assistant) and content
+# role (system, user, assistant, tool) and content; tool_calls of an assistant, as in OpenAI's API.
+Message = Mapping[str, Any]
 
 # Placeholder of an answer in a rendering: private-use characters that templates copy unchanged.
 ANSWER = "\ue000answer\ue001"
@@ -378,7 +379,11 @@ def _escaped(
                 f"messages must not contain {mark!r}, a mark of one character that the chat "
                 "template writes; leave it out"
             )
+        name_of = partial(escape, beside=False)
         escaped.append(
-            {name: text if name == "role" else escape(text) for name, text in message.items()}
+            {
+                name: value if name == "role" else map_texts(value, escape, name_of)
+                for name, value in message.items()
+            }
         )
     return escaped

@@ -104,9 +104,16 @@ class Tokenizer:
 class Pieces:
     """Incremental decoding: only whole characters; the pieces add up to `decode`."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False, start: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special: bool = False,
+        start: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """special: write special tokens out; shown: these alone. start: as in `decode`."""
         self._table = tokenizer.table
-        self._silent = frozenset() if special else tokenizer.special
+        self._silent = frozenset() if special else tokenizer.special - shown
         self._strip = tokenizer.strip if start else 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -38,6 +38,9 @@ from jaxkv.serve.http.responses import (
     Finish,
     Json,
     ResponseFormat,
+    choice_of,
+    parsed_message,
+    part_deltas,
     usage,
 )
 from jaxkv.serve.http.server import Drain
@@ -133,7 +136,7 @@ class CompletionRoute:
         try:
             for index, entry in enumerate(request.requests):
                 detokenizer = self.model.language.detokenizer(
-                    request.stops, entry.eos, entry.min_new_tokens
+                    request.stops, entry.eos, entry.min_new_tokens, request.marks
                 )
                 listener = ChoiceListener(
                     index, detokenizer, events, self.metrics, request.scored, record
@@ -213,8 +216,13 @@ class Reply:
         for index, (reader, deltas) in enumerate(zip(self._readers(), events, strict=True)):
             texts, tokens = zip(*map(reader.read, deltas), strict=True)
             logprobs = self.format.logprobs([*chain(*tokens)]) if self.request.scored else None
-            reason = FINISHED[deltas[-1].reason]
-            choices.append(self.format.choice(index, "".join(texts), logprobs, reason))
+            text, reason = "".join(texts), FINISHED[deltas[-1].reason]
+            if self.request.parser is None:
+                choices.append(self.format.choice(index, text, logprobs, reason))
+                continue
+            message = parsed_message(self.request.parser().push(text, last=True))
+            reason = finish_reason(reason, "tool_calls" in message)
+            choices.append(choice_of(index, logprobs, reason, message=message))
         counts = self._usage([deltas[-1] for deltas in events])
         return encoded(self._head(self.format.answer) | {"choices": choices, "usage": counts})
 
@@ -238,6 +246,7 @@ class Reply:
     async def _send_events(self, first: Event | None) -> None:
         """Send each event as a chunk. first: the first one, if it has come."""
         request, readers = self.request, self._readers()
+        parsers = [request.parser() for _ in readers] if request.parser is not None else None
         event = await self._next() if first is None else checked(first)
         head = self._head(self.format.chunk) | ({"usage": None} if request.usage else {})
         finishes: dict[int, Finish] = {}
@@ -247,10 +256,20 @@ class Reply:
 
         async def send(event: Delta | Finish) -> None:
             text, tokens = readers[event.index].read(event)
-            reason = FINISHED[event.reason] if isinstance(event, Finish) else None
-            if text or tokens or reason:
-                logprobs = self.format.logprobs(tokens) if tokens else None
-                await write(self.format.delta(event.index, text, logprobs, reason))
+            last = isinstance(event, Finish)
+            reason = FINISHED[event.reason] if last else None
+            logprobs = self.format.logprobs(tokens) if tokens else None
+            if parsers is None:
+                if text or tokens or reason:
+                    await write(self.format.delta(event.index, text, logprobs, reason))
+                return
+            parser = parsers[event.index]
+            deltas = [d for part in parser.push(text, last) for d in part_deltas(part)]
+            deltas += [{}] if last or (tokens and not deltas) else []
+            for number, delta in enumerate(deltas, 1):
+                ended = finish_reason(reason, parser.called) if number == len(deltas) else None
+                await write(choice_of(event.index, logprobs, ended, delta=delta))
+                logprobs = None
 
         for index in range(len(readers)):
             if self.format.opening is not None:
@@ -294,6 +313,11 @@ class Reply:
             "model": self.model.language.name,
             "system_fingerprint": self.model.config.fingerprint,
         }
+
+
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """The reason of an answer that has perhaps called a tool."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def encoded(value: Json) -> bytes:

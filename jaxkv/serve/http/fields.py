@@ -7,21 +7,36 @@ that ask for nothing.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkv.errors import nearest
-from jaxkv.serve.engine.request import is_unicode
+from jaxkv.serve.http.checks import (
+    MAX_COUNT,
+    Check,
+    check_keys,
+    flag,
+    integer,
+    invalid,
+    is_ids,
+    number,
+    one_of,
+    salt,
+    text,
+    text_up_to,
+    token_ids,
+    token_limit,
+    top_p,
+    unless,
+    valid_unicode,
+    variables,
+)
 from jaxkv.serve.http.errors import APIError, shown
+from jaxkv.serve.http.messages import messages, tool_choice, tools
 
-MAX_COUNT = 2**31 - 1
 MAX_TOP_LOGPROBS = 20  # log probabilities beside each token
-MAX_STOPS, MAX_STOP_IDS, MAX_BIASES = 4, 128, 300
-MAX_STOP, MAX_TEXT = 200, 1000  # characters
-MAX_LEVELS = 20  # of the variables of a template
-
-Check = Callable[[str, Any], Any]
+MAX_STOPS, MAX_BIASES = 4, 300
+MAX_STOP = 200  # characters
 
 
 class Field(NamedTuple):
@@ -33,105 +48,6 @@ class Field(NamedTuple):
     check: Check
     default: Any = None
     remedy: str = ""
-
-
-def invalid(name: str, rule: str, value: object) -> APIError:
-    return APIError(400, f"{name} must be {rule}, got {shown(value)}; correct it", param=name)
-
-
-def check_of(
-    rule: str, accepts: Callable[[Any], bool], parse: Callable[[Any], Any] = lambda value: value
-) -> Check:
-    """A check of one rule. rule: what the value must be, in words."""
-
-    def check(name: str, value: Any) -> Any:
-        if not accepts(value):
-            raise invalid(name, rule, value)
-        return parse(value)
-
-    return check
-
-
-def integer(minimum: int, maximum: int) -> Check:
-    rule = f"a whole number from {minimum} to {maximum}"
-    return check_of(rule, lambda value: type(value) is int and minimum <= value <= maximum)
-
-
-def token_limit(minimum: int) -> Check:
-    """A number of tokens, or -1 for no limit of the client's."""
-    rule = f"a whole number from {minimum} to {MAX_COUNT}, or -1 for no limit"
-    return check_of(
-        rule, lambda value: type(value) is int and (value == -1 or minimum <= value <= MAX_COUNT)
-    )
-
-
-def number(minimum: float, maximum: float) -> Check:
-    rule = f"a number from {minimum:g} to {maximum:g}"
-    return check_of(rule, lambda value: _is_number(value) and minimum <= value <= maximum, float)
-
-
-def text_up_to(max_length: int) -> Check:
-    rule = f"a text of 1 to {max_length} characters"
-    return check_of(rule, lambda value: type(value) is str and 0 < len(value) <= max_length)
-
-
-def one_of(*values: str) -> Check:
-    rule = f"one of {', '.join(values)}"
-    return check_of(rule, lambda value: type(value) is str and value in values)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-text = text_up_to(MAX_TEXT)
-flag = check_of("true or false", lambda value: type(value) is bool)
-mapping = check_of("an object", lambda value: type(value) is dict)
-top_p = check_of(
-    "a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1, float
-)
-token_ids = check_of(
-    f"a list of at most {MAX_STOP_IDS} token ids",
-    lambda value: type(value) is list and _is_ids(value or [0]) and len(value) <= MAX_STOP_IDS,
-    tuple,
-)
-
-
-def unless(sentinel: Any, replacement: Any, check: Check) -> Check:
-    """A check that also accepts `sentinel`, which clients send for `replacement`."""
-
-    def check_others(name: str, value: Any) -> Any:
-        is_sentinel = type(value) is type(sentinel) and value == sentinel
-        return replacement if is_sentinel else check(name, value)
-
-    return check_others
-
-
-def valid_unicode(name: str, value: str) -> str:
-    """A text without lone surrogates."""
-    if not is_unicode(value):
-        raise invalid(name, "valid Unicode without lone surrogates", value)
-    return value
-
-
-def salt(name: str, value: Any) -> str:
-    """A text that can be hashed."""
-    return valid_unicode(name, text(name, value))
-
-
-def variables(name: str, value: Any) -> dict[str, Any]:
-    """Variables of a chat template."""
-    depth, level = 0, [mapping(name, value)]
-    while level:
-        depth, level = depth + 1, [part for outer in level for part in _parts(outer)]
-    if depth > MAX_LEVELS:
-        raise invalid(name, f"an object of at most {MAX_LEVELS} levels", value)
-    valid_unicode(name, json.dumps(value, ensure_ascii=False))
-    return value
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
 class GrammarField(NamedTuple):
@@ -149,13 +65,13 @@ def response_format(name: str, value: Any) -> GrammarField | None:
         raise invalid(name, f"an object whose type is one of {', '.join(kinds)}", value)
     kind = value["type"]
     if kind != "json_schema":
-        _check_keys(name, value, {"type"})
+        check_keys(name, value, {"type"})
         return None if kind == "text" else GrammarField(name, kind)
-    _check_keys(name, value, {"type", "json_schema"})
+    check_keys(name, value, {"type", "json_schema"})
     inner, described = f"{name}.json_schema", value.get("json_schema")
     if type(described) is not dict or type(described.get("schema")) is not dict:
         raise invalid(inner, "an object with a schema", described)
-    _check_keys(inner, described, {"name", "description", "schema", "strict"})
+    check_keys(inner, described, {"name", "description", "schema", "strict"})
     for key, check in (("name", text), ("description", text), ("strict", flag)):
         if described.get(key) is not None:
             check(f"{inner}.{key}", described[key])
@@ -187,12 +103,6 @@ def structure(kind: str) -> Check:
         return None if value == "" else GrammarField(name, kind, value)
 
     return check
-
-
-def _check_keys(name: str, value: Mapping[str, Any], accepted: set[str]) -> None:
-    if unknown := sorted(value.keys() - accepted):
-        message = f"{name} has an unknown member {shown(unknown[0])}; leave it out"
-        raise APIError(400, message, param=name)
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
@@ -229,59 +139,13 @@ def stream_options(name: str, value: Any) -> bool:
 
 def prompt(name: str, value: Any) -> list[str | list[int]]:
     """A list of texts or of lists of ids, also for one prompt."""
-    several = value if type(value) is list and not _is_ids(value) else [value]
+    several = value if type(value) is list and not is_ids(value) else [value]
     if not several or not (
         all(type(entry) is str for entry in several)
-        or all(type(entry) is list and _is_ids(entry) for entry in several)
+        or all(type(entry) is list and is_ids(entry) for entry in several)
     ):
         raise invalid(name, "a text, a list of token ids, or a list of either", value)
     return [valid_unicode(name, entry) if type(entry) is str else entry for entry in several]
-
-
-def _is_ids(value: list[Any]) -> bool:
-    return set(map(type, value)) == {int}
-
-
-ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
-
-
-def messages(name: str, value: Any) -> list[dict[str, str]]:
-    """Role and content of each message; parts of a content are joined."""
-    if type(value) is not list or not value:
-        raise invalid(name, "a list of at least one message", value)
-    return [_message(f"{name}[{at}]", message) for at, message in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> dict[str, str]:
-    # A client may send an answer's message back; its other fields are null or empty.
-    if (
-        type(value) is not dict
-        or not value.keys() >= {"role", "content"}
-        or any(
-            value[key] not in (None, "", [], {})
-            for key in value.keys() - {"role", "content", "name"}
-        )
-    ):
-        rule = 'an object with "role" and "content", perhaps "name", and nothing else'
-        raise invalid(name, rule, value)
-    role, content = one_of(*ROLES)(f"{name}.role", value["role"]), value["content"]
-    parts = [{"type": "text", "text": content}] if type(content) is str else content
-    if type(parts) is not list or not all(map(_is_text_part, parts)):
-        raise invalid(f"{name}.content", "a text, or a list of parts of type text", content)
-    joined = valid_unicode(f"{name}.content", "".join(part["text"] for part in parts))
-    message = {"role": ROLES[role], "content": joined}
-    if value.get("name") is not None:
-        message["name"] = salt(f"{name}.name", value["name"])
-    return message
-
-
-def _is_text_part(part: Any) -> bool:
-    return (
-        type(part) is dict
-        and part.keys() == {"type", "text"}
-        and part["type"] == "text"
-        and type(part["text"]) is str
-    )
 
 
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text",
@@ -344,10 +208,10 @@ IGNORED: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
     "chat": (
         ("audio moderation web_search_options chat_template", ()),
         ("store echo thinking_forced_open add_special_tokens return_prompt_text", (False,)),
-        ("parallel_tool_calls parse_tool_calls include_reasoning separate_reasoning "
+        ("parse_tool_calls include_reasoning separate_reasoning "
          "stream_reasoning", (bool,)),
-        ("functions tools documents", ([],)),
-        ("function_call tool_choice", ("none", "auto")),
+        ("functions documents", ([],)),
+        ("function_call", ("none", "auto")),
         ("modalities", (["text"],)),
         ("media_io_kwargs mm_processor_kwargs", ({},)),
         ("prediction prompt_cache_options", (dict,)),
@@ -415,6 +279,9 @@ ROUTES = {
         "reasoning_effort": Field(one_of(*EFFORTS)),
         "add_generation_prompt": Field(flag),
         "continue_final_message": Field(flag, False),
+        "tools": Field(tools, ()),
+        "tool_choice": Field(tool_choice, "auto"),
+        "parallel_tool_calls": Field(flag, True),
     },
 }
 # Every field of each route.
@@ -461,7 +328,26 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if grammars and (clash := next((name for name in CLASHES if values.get(name)), None)):
         message = f"{clash} and {grammars[0].name} exclude each other; leave {clash} out"
         raise APIError(400, message, param=clash)
+    if kind == "chat":
+        _check_tool_choice(values, grammars)
     return values | {"structure": grammars[0] if grammars else None}
+
+
+def _check_tool_choice(values: dict[str, Any], grammars: Sequence[GrammarField]) -> None:
+    """Raise APIError for a tool that is not there, and for two grammars of one answer."""
+    choice = values["tool_choice"]
+    if choice in ("none", "auto"):
+        return
+    names = [tool["function"]["name"] for tool in values["tools"]]
+    asked = names if choice == "required" else [name for name in choice if name in names]
+    if not asked:
+        listed = ", ".join(names) or "none"
+        message = f"tool_choice {shown(choice)} needs a tool of that name, got {listed}; give it"
+        message = message if names else "tool_choice needs tools, got none; give tools"
+        raise APIError(400, message, param="tool_choice")
+    if grammars:
+        message = f"{grammars[0].name} and a tool_choice that calls a tool exclude each other"
+        raise APIError(400, f"{message}; leave one out", param="tool_choice")
 
 
 def _check_continued(values: dict[str, Any]) -> None:
@@ -484,6 +370,9 @@ def template_variables(
     effort: its reasoning_effort, which also turns thinking on or off.
     Raises APIError for another name, except one of VARIABLES with an accepted value.
     """
+    if "tools" in (requested or ()):
+        message = "chat_template_kwargs must not have tools; give the field tools"
+        raise APIError(400, message, param="chat_template_kwargs")
     hints = {} if effort is None else {"reasoning_effort": effort}
     hints |= {"enable_thinking": effort != "none"} if hints else {}
     variables = {name: value for name, value in hints.items() if name in names} | (requested or {})

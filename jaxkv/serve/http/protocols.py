@@ -27,6 +27,7 @@ class LanguageProtocol(Protocol):
 
     created: when it was loaded, in seconds since 1970. eos: ids that end an answer.
     max_token_bytes: bytes of the longest token. variables: names that the chat template reads.
+    template: the chat template, if there is one.
     """
 
     name: str
@@ -34,13 +35,14 @@ class LanguageProtocol(Protocol):
     eos: tuple[int, ...]
     max_token_bytes: int
     variables: frozenset[str]
+    template: str | None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError if the text has none."""
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
@@ -64,11 +66,16 @@ class LanguageProtocol(Protocol):
         """The bytes of one token; a special token is written out."""
 
     def detokenizer(
-        self, stops: Sequence[str], eos: Sequence[int], min_new_tokens: int = 0
+        self,
+        stops: Sequence[str],
+        eos: Sequence[int],
+        min_new_tokens: int = 0,
+        marks: Sequence[str] = (),
     ) -> DetokenizerProtocol:
         """A detokenizer for a new answer.
 
-        min_new_tokens: the first tokens, in which no stop string is looked for.
+        min_new_tokens: the first tokens, in which no stop string is looked for. marks: special
+        tokens that are written out.
         """
 
 

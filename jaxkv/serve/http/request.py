@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxkv.defaults import MAX_TOKENS
@@ -14,11 +15,13 @@ from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import MatcherProtocol, Request
 from jaxkv.serve.http.access import Tenant
 from jaxkv.serve.http.body import parse
+from jaxkv.serve.http.checks import invalid
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.fields import GrammarField, invalid, template_variables, validate
+from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.responses import Delta, ResponseFormat
 from jaxkv.serve.http.server import ServerConfig
+from jaxkv.serve.http.tools import THOUGHT, AnswerParser, ToolForm, call_grammar, tool_form
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
@@ -62,6 +65,8 @@ class CompletionRequest(NamedTuple):
     scored: bool  # tokens are reported with log probabilities
     stream: bool  # answers are sent as they come
     usage: bool  # a stream ends with token counts
+    parser: Callable[[], AnswerParser] | None = None  # divides an answer; None for a plain text
+    marks: Sequence[str] = ()  # special tokens that the parser reads
 
     def opening(self, index: int) -> list[Delta]:
         """What comes before the first token: an echo without scores."""
@@ -79,7 +84,8 @@ def parse_request(
     _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
     _check_ids("stop_token_ids", values["stop_token_ids"], model)
     _check_answers(values, model.config)
-    matcher = _matcher(values["structure"], model)
+    form = _tool_form(values, model.language)
+    matcher = _matcher(values["structure"] or _call_field(values, form), model)
     try:
         prompts = _chat(values, model) if format.kind == "chat" else _texts(values, model, format)
         requests = [
@@ -99,7 +105,52 @@ def parse_request(
         scored=requests[0].logprobs is not None,
         stream=values["stream"],
         usage=bool(values["stream_options"]),
+        **_parser(form, prompts, model.language, format),
     )
+
+
+def _tool_form(values: Values, language: LanguageProtocol) -> ToolForm | None:
+    """How the model writes calls of the tools that the request has; None without tools."""
+    if not values.get("tools") or values["tool_choice"] == "none":
+        return None
+    form = tool_form(language.template) if "tools" in language.variables else None
+    if form is None:
+        message = "this model's chat template has no tools in a form that jaxkv knows; "
+        message += "leave tools out, or ask for JSON by response_format"
+        raise APIError(400, message, param="tools")
+    return form
+
+
+def _call_field(values: Values, form: ToolForm | None) -> GrammarField | None:
+    """The grammar of an answer that must call a tool."""
+    if form is None or values["tool_choice"] == "auto":
+        return None
+    choice, tools = values["tool_choice"], values["tools"]
+    if choice != "required":
+        tools = [tool for tool in tools if tool["function"]["name"] in choice]
+    several = choice == "required" and values["parallel_tool_calls"]
+    return GrammarField("tools", "grammar", call_grammar(form, tools, several))
+
+
+def _parser(
+    form: ToolForm | None,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    language: LanguageProtocol,
+    format: ResponseFormat,
+) -> dict[str, Any]:
+    """What divides an answer into thoughts, content and calls, if there are any."""
+    begin = THOUGHT[0]
+    thinks = format.kind == "chat" and begin in (language.template or "")
+    if form is None and not thinks:
+        return {}
+    thinking = thinks and _end_of_prompt(prompts, language).rstrip().endswith(begin)
+    marks = [*((form.begin, form.end) if form else ()), *(THOUGHT if thinks else ())]
+    return {"parser": partial(AnswerParser, form, thinks, thinking), "marks": marks}
+
+
+def _end_of_prompt(prompts: Sequence[tuple[str, Sequence[int]]], language: LanguageProtocol) -> str:
+    (_, ids), *_ = prompts
+    return b"".join(map(language.token_bytes, ids[-8:])).decode("utf-8", "replace")
 
 
 def _matcher(field: GrammarField | None, model: ServedModel) -> MatcherProtocol | None:
@@ -135,9 +186,11 @@ def _chat(values: Values, model: ServedModel) -> list[tuple[str, list[int]]]:
     variables = template_variables(
         values["chat_template_kwargs"], values["reasoning_effort"], model.language.variables
     )
-    texts = [text for message in messages for text in message.values()]
-    if variables:
-        texts.append(json.dumps(variables))
+    if values["tools"] and values["tool_choice"] != "none":
+        variables["tools"] = values["tools"]
+    texts = [text for message in messages for text in message.values() if isinstance(text, str)]
+    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    texts += [json.dumps(value) for value in (*calls, variables) if value]
     _check_length(sum(map(len, texts)), "messages", model)
     begins_answer = values["add_generation_prompt"] is not False
     try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxkv.serve.engine.request import Outcome, ScoredToken
 from jaxkv.serve.http.metrics import Metrics, UsageRecord
 from jaxkv.serve.http.protocols import DetokenizerProtocol, LanguageProtocol
+from jaxkv.serve.http.tools import Call, Content, Part, Thought
 
 Json = dict[str, Any]
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # other reasons are failures
@@ -192,25 +193,48 @@ class ResponseFormat:
     logprobs: Callable[[Sequence[TokenText]], Json]  # of an answer's tokens
 
 
-def _choice(index: int, logprobs: Json | None, reason: str | None, **content: Any) -> Json:
+def choice_of(index: int, logprobs: Json | None, reason: str | None, **content: Any) -> Json:
     return {"index": index} | content | {"logprobs": logprobs, "finish_reason": reason}
 
 
 def _text(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return _choice(index, logprobs, reason, text=text)
+    return choice_of(index, logprobs, reason, text=text)
 
 
 def _message(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return _choice(index, logprobs, reason, message=message)
+    return choice_of(index, logprobs, reason, message=parsed_message([Content(text)]))
 
 
 def _delta(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return _choice(index, logprobs, reason, delta={"content": text} if text else {})
+    return choice_of(index, logprobs, reason, delta={"content": text} if text else {})
+
+
+def parsed_message(parts: Sequence[Part]) -> Json:
+    """The message of an answer that was divided into parts."""
+    by_kind = lambda kind: [part for part in parts if isinstance(part, kind)]
+    thoughts, texts = ("".join(p.text for p in by_kind(kind)) for kind in (Thought, Content))
+    calls = [
+        {"id": call.id, "type": "function"}
+        | {"function": {"name": call.name, "arguments": call.arguments}}
+        for call in by_kind(Call)
+    ]
+    message: Json = {"role": "assistant", "content": texts if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return message | {"refusal": None} | ({"tool_calls": calls} if calls else {})
+
+
+def part_deltas(part: Part) -> list[Json]:
+    """The deltas of one part: a call has its name first, and then its arguments."""
+    if not isinstance(part, Call):
+        return [{"reasoning_content" if isinstance(part, Thought) else "content": part.text}]
+    begin = {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+    calls = (begin, {"function": {"arguments": part.arguments}})
+    return [{"tool_calls": [{"index": part.number} | call]} for call in calls]
 
 
 def _role(index: int) -> Json:
-    return _choice(index, None, None, delta={"role": "assistant", "content": ""})
+    return choice_of(index, None, None, delta={"role": "assistant", "content": ""})
 
 
 def _columns(tokens: Sequence[TokenText]) -> Json:

@@ -90,8 +90,6 @@ CHATS = {
     "a lone surrogate": (
         {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogates"
     ),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", "must be []"),
-    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
     "a lone surrogate in a variable": (
         {"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs", "surrogates"
     ),

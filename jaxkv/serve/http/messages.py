@@ -1,0 +1,147 @@
+"""The messages of a conversation, and the tools that an answer may call."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jaxkv.serve.http.checks import (
+    MAX_COUNT,
+    check_keys,
+    check_of,
+    flag,
+    invalid,
+    one_of,
+    text,
+    text_up_to,
+    valid_unicode,
+    variables,
+)
+from jaxkv.serve.http.errors import APIError
+
+MAX_TOOLS = 128
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+
+
+def messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """Role and content of each message; parts of a content are joined."""
+    if type(value) is not list or not value:
+        raise invalid(name, "a list of at least one message", value)
+    return [_message(f"{name}[{at}]", message) for at, message in enumerate(value)]
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    if type(value) is not dict or "role" not in value:
+        raise invalid(name, 'an object with "role" and "content"', value)
+    role = one_of(*ROLES)(f"{name}.role", value["role"])
+    calls = value.get("tool_calls") or []
+    known = {"role", "content", "name"} | {
+        "assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}
+    }.get(role, set())  # fmt: skip
+    # A client may send an answer's message back; its other fields are null or empty.
+    unknown = [key for key in value.keys() - known if value[key] not in (None, "", [], {})]
+    if unknown:
+        raise invalid(name, f"an object of {', '.join(sorted(known))}, and nothing else", value)
+    content = value.get("content")
+    if content is None and not calls:
+        raise invalid(f"{name}.content", "a text, or a list of parts of type text", content)
+    message = {"role": ROLES[role], "content": _content(f"{name}.content", content or "")}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if value.get(key) not in (None, ""):
+            message[key] = valid_unicode(f"{name}.{key}", text_up_to(MAX_COUNT)(key, value[key]))
+    if role == "tool" and "tool_call_id" not in message:
+        raise invalid(f"{name}.tool_call_id", "the id of a tool call", None)
+    if calls:
+        message["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
+    return message
+
+
+def _content(name: str, content: Any) -> str:
+    parts = [{"type": "text", "text": content}] if type(content) is str else content
+    if type(parts) is not list or not all(map(_is_text_part, parts)):
+        raise invalid(name, "a text, or a list of parts of type text", content)
+    return valid_unicode(name, "".join(part["text"] for part in parts))
+
+
+def _tool_calls(name: str, value: Any) -> list[dict[str, Any]]:
+    """The calls of an assistant, with their arguments as objects, which templates write as JSON."""
+    if type(value) is not list:
+        raise invalid(name, "a list of tool calls", value)
+    calls = []
+    for at, call in enumerate(value):
+        place = f"{name}[{at}]"
+        function = call.get("function") if type(call) is dict else None
+        if type(function) is not dict or call.get("type", "function") != "function":
+            raise invalid(place, "an object of type function with a function", call)
+        arguments = function.get("arguments") or "{}"
+        try:
+            parsed = json.loads(arguments) if type(arguments) is str else arguments
+        except (ValueError, RecursionError):
+            parsed = None
+        if type(parsed) is not dict:
+            raise invalid(f"{place}.function.arguments", "an object as JSON", arguments)
+        variables(f"{place}.function.arguments", parsed)
+        named = {"name": tool_name(f"{place}.function.name", function.get("name"))}
+        id = {"id": text(f"{place}.id", call["id"])} if call.get("id") else {}
+        calls.append({"type": "function", "function": named | {"arguments": parsed}} | id)
+    return calls
+
+
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+tool_name = check_of(
+    "a name of 1 to 64 letters, digits, _, . and -",
+    lambda value: type(value) is str and TOOL_NAME.fullmatch(value) is not None,
+)
+
+
+def tools(name: str, value: Any) -> list[dict[str, Any]]:
+    """The functions that an answer may call, as in OpenAI's API."""
+    if type(value) is not list or len(value) > MAX_TOOLS:
+        raise invalid(name, f"a list of at most {MAX_TOOLS} tools", value)
+    parsed = [_tool(f"{name}[{at}]", tool) for at, tool in enumerate(value)]
+    names = [tool["function"]["name"] for tool in parsed]
+    twice = next((text for text in names if names.count(text) > 1), None)
+    if twice is not None:
+        raise APIError(400, f"{name} has {twice!r} twice; rename or remove one", param=name)
+    return parsed
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    function = value.get("function") if type(value) is dict else None
+    if type(function) is not dict or value.get("type") != "function":
+        raise invalid(name, "an object of type function with a function", value)
+    check_keys(name, value, {"type", "function"})
+    check_keys(f"{name}.function", function, {"name", "description", "parameters", "strict"})
+    parsed = {"name": tool_name(f"{name}.function.name", function.get("name"))}
+    if function.get("description") is not None:
+        parsed["description"] = text_up_to(MAX_COUNT)(
+            f"{name}.function.description", function["description"]
+        )
+    parameters = function.get("parameters")
+    parsed["parameters"] = (
+        {"type": "object", "properties": {}} if parameters is None else parameters
+    )
+    variables(f"{name}.function.parameters", parsed["parameters"])
+    if function.get("strict") is not None:
+        flag(f"{name}.function.strict", function["strict"])
+    return {"type": "function", "function": parsed}
+
+
+def tool_choice(name: str, value: Any) -> str | tuple[str]:
+    """none, auto or required, or the name of a tool in a tuple."""
+    if type(value) is dict:
+        function = value.get("function")
+        if value.get("type") == "function" and type(function) is dict:
+            return (tool_name(f"{name}.function.name", function.get("name")),)
+        raise invalid(name, "none, auto, required or an object that names a function", value)
+    return one_of("none", "auto", "required")(name, value)
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        type(part) is dict
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and type(part["text"]) is str
+    )

@@ -1,0 +1,252 @@
+"""Tool calls, thoughts and structured answers over HTTP, also by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from jaxkv.models.generation.grammar import Grammar, matcher_of
+from jaxkv.serve.http.tools import (
+    FORMS,
+    AnswerParser,
+    Call,
+    Content,
+    Thought,
+    call_grammar,
+    tool_form,
+)
+from tests.models.test_grammar import walk
+from tests.serve.http.conftest import serving
+from tests.serve.http.fake import FakeEngine, language
+
+HERMES, MISTRAL, LLAMA = FORMS
+TEMPLATE = (
+    '{% if tools %}Write <tool_call>{"name": ...}</tool_call>. {{ tools | tojson }}{% endif %}'
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}[assistant]"
+)
+THINKING = TEMPLATE + "{% if think %}<think>\n{% endif %}"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 9}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def joined(parts):
+    """The parts, with neighbours of a kind joined, and without the ids of calls."""
+    result = []
+    for part in parts:
+        if isinstance(part, Call):
+            result.append((part.number, part.name, json.loads(part.arguments)))
+        elif result and isinstance(result[-1], type(part)):
+            result[-1] = type(part)(result[-1].text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f"Let me see. {ROME}", [Content("Let me see."), (0, "weather", {"city": "Rome"})]),
+        (HERMES, f"{ROME}\n{ROME}", [(n, "weather", {"city": "Rome"}) for n in (0, 1)]),
+        (HERMES, f"<think>\nHm.\n</think>\n\n{ROME}\n",
+         [Thought("Hm."), (0, "weather", {"city": "Rome"})]),
+        (HERMES, "<think>Hm", [Thought("Hm")]),
+        (HERMES, "a <b>c</b> <tool", [Content("a <b>c</b> <tool")]),
+        (HERMES, "<tool_call>{bad}</tool_call> b", [Content("<tool_call>{bad}</tool_call> b")]),
+        (HERMES, ROME[:-20], [Content(ROME[:-20])]),
+        (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+         [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
+         [(0, "a", {}), (1, "b", {})]),
+        (MISTRAL, "Hello [TOOL", [Content("Hello [TOOL")]),
+        (LLAMA, '{"name": "a", "parameters": {"x": "é"}}', [(0, "a", {"x": "é"})]),
+        (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
+         [(0, "a", {}), (1, "b", {})]),
+        (LLAMA, '{"x": 1}', [Content('{"x": 1}')]),
+        (None, "  <think>a</think> b\n", [Thought("a"), Content("b\n")]),
+        (None, "  x <think>a</think> ", [Content("  x <think>a</think> ")]),
+        (None, "", []),
+    ],
+)  # fmt: skip
+def test_an_answer_is_divided_alike_in_any_pieces(form, text, expected):
+    rng = random.Random(0)
+    for _ in range(100):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
+        parser, parts = AnswerParser(form, thinks=True), []
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            parts += parser.push(text[start:end])
+        parts += parser.push("", last=True)
+        assert joined(parts) == expected
+        assert parser.called == any(isinstance(part, Call) for part in parts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("several", [False, True])
+def test_every_text_of_a_grammar_of_calls_calls_a_tool(form, several):
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [WEATHER, {"type": "function", "function": NOW["function"] | {"parameters": empty}}]
+    llm = language().llm
+    matcher = matcher_of(llm, Grammar("grammar", call_grammar(form, tools, several)))
+    texts = [text for seed in range(30) if (text := walk(matcher.copy(), seed)) is not None]
+    counts = set()
+    for text in texts:
+        calls = joined(AnswerParser(form).push(text, last=True))
+        counts.add(len(calls))
+        for number, (at, name, arguments) in enumerate(calls):
+            assert at == number
+            parameters = {t["function"]["name"]: t["function"]["parameters"] for t in tools}[name]
+            jsonschema.validate(arguments, parameters)
+    assert len(texts) >= 10
+    assert counts == {1} or (several and min(counts) == 1)
+
+
+def test_templates_have_forms():
+    assert tool_form("... <tool_call> ...") is HERMES
+    assert tool_form("[TOOL_CALLS]") is MISTRAL
+    assert tool_form('{"name": function name, "parameters": dictionary}') is LLAMA
+    assert tool_form(None) is tool_form("plain") is None
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(FakeEngine(), language(THINKING)) as served:
+        yield served
+
+
+def test_a_call_is_one_of_openai(served):
+    with served.client() as client:
+        ask = {"model": "bytes", "tools": [WEATHER, NOW]}
+        messages = [{"role": "user", "content": f"Rome?|Sure. {ROME}"}]
+        answer = client.chat.completions.create(messages=messages, **ask)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Sure."
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "weather")
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+        # The next turn has the call and its result.
+        result = {"role": "tool", "tool_call_id": call.id, "content": "17 degrees|Warm."}
+        answer = client.chat.completions.create(
+            messages=[{"role": "user", "content": "Rome?"}, choice.message, result], **ask
+        )
+    assert answer.choices[0].message.content == "Warm."
+    assert answer.choices[0].finish_reason == "stop"
+    prompt = bytes(t for t in served.engine.requests[-1].tokens if t < 256).decode()
+    assert "[tool]17 degrees" in prompt
+    assert json.dumps(WEATHER) in prompt
+    assert '"arguments": {"city": "Rome"}' in prompt
+
+
+def test_a_streamed_call_adds_up(served):
+    with served.client() as client:
+        text = f"x|<think>Hm.</think>One. {ROME}\n{ROME}"
+        messages = [{"role": "user", "content": text}]
+        chunks = list(client.chat.completions.create(
+            model="bytes", tools=[WEATHER], messages=messages, stream=True
+        ))  # fmt: skip
+        whole = client.chat.completions.create(model="bytes", tools=[WEATHER], messages=messages)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    message = whole.choices[0].message
+    assert "".join(delta.content or "" for delta in deltas) == message.content == "One."
+    thoughts = "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas)
+    assert thoughts == message.reasoning_content == "Hm."
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    for index, call in enumerate(message.tool_calls):
+        parts = [part for part in calls if part.index == index]
+        assert parts[0].id and parts[0].function.name == call.function.name
+        assert not any(part.id or part.function.name for part in parts[1:])
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons[-1] == whole.choices[0].finish_reason == "tool_calls"
+    assert set(reasons[:-1]) == {None}
+
+
+def test_a_thought_that_the_prompt_begins(served):
+    answer = served.chat("x|Hm.</think>Yes.", chat_template_kwargs={"think": True})
+    message = answer.json["choices"][0]["message"]
+    # The answer of the fake engine ends before the prompt's last words.
+    assert message["reasoning_content"] == "Hm."
+    assert message["content"].startswith("Yes.")
+
+
+def test_no_tools_without_a_choice_of_them(served):
+    answer = served.chat(f"x|{ROME}", tools=[WEATHER], tool_choice="none")
+    assert answer.json["choices"][0]["message"]["content"] == ROME
+    prompt = bytes(t for t in served.engine.requests[-1].tokens if t < 256).decode()
+    assert "weather" not in prompt.partition("|")[0]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_choice_of_a_tool_is_a_grammar(served, choice):
+    served.chat("x|y", tools=[WEATHER, NOW], tool_choice=choice, parallel_tool_calls=False)
+    matcher = served.engine.requests[-1].matcher
+    names = set()
+    for seed in range(20):
+        if (text := walk(matcher.copy(), seed)) is not None:
+            names |= {name for _, name, _ in joined(AnswerParser(HERMES).push(text, last=True))}
+    assert names == ({"now", "weather"} if choice == "required" else {"now"})
+
+
+def tool(**function):
+    return {"type": "function", "function": {"name": "a"} | function}
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]", "type function with a function"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "64 letters"),
+        ({"tools": [tool(), tool()]}, "tools", "'a' twice"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "an object"),
+        ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools",
+         "Unimplemented keys"),
+        ({"tools": [tool()] * 129}, "tools", "at most 128"),
+        ({"tools": [tool(extra=1)]}, "tools[0].function", "'extra'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools, got none"),
+        ({"tool_choice": "always"}, "tool_choice", "one of none, auto, required"),
+        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+         "tool_choice", "got a"),
+        ({"tools": [tool()], "tool_choice": "required", "guided_regex": "a"}, "tool_choice",
+         "exclude each other"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "give the field tools"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "the id"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "a text"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0]",
+         "nothing else"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            CALL | {"function": {"name": "a", "arguments": "{"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "an object as JSON"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused_by_name(served, fields, param, words):
+    answer = served.chat("x", **fields)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert words in answer.error["message"]
+
+
+def test_a_template_without_tools_is_said():
+    for template in (None, "{{ messages[0].content }}", "{{ messages }}{{ tools }}"):
+        with serving(FakeEngine(), language(template)) as served:
+            answer = served.chat("x", tools=[WEATHER])
+            assert (answer.status, answer.error["param"]) == (400, "tools")
+            assert "no tools in a form" in answer.error["message"]
