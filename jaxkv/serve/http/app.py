@@ -27,7 +27,7 @@ from jaxkv.serve.http.access import (
     check_key,
 )
 from jaxkv.serve.http.body import BodyReader, ParserThreads
-from jaxkv.serve.http.completions import CompletionRoute
+from jaxkv.serve.http.completions import CompletionRoute, Reply
 from jaxkv.serve.http.errors import (
     APIError,
     ErrorResponse,
@@ -39,10 +39,18 @@ from jaxkv.serve.http.logs import ID, REQUEST_ID, AccessLogMiddleware
 from jaxkv.serve.http.metrics import Metrics
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.request import ServedModel
-from jaxkv.serve.http.responses import CHAT, COMPLETION
+from jaxkv.serve.http.responses import CHAT, COMPLETION, RESPONSE
+from jaxkv.serve.http.responses_reply import ResponsesReply
 from jaxkv.serve.http.server import Drain, ServerConfig
 
 LOG = logging.getLogger(__name__)
+
+
+ROUTES = (
+    ("/v1/completions", COMPLETION, Reply),
+    ("/v1/chat/completions", CHAT, Reply),
+    ("/v1/responses", RESPONSE, ResponsesReply),
+)
 
 
 def application(
@@ -63,8 +71,8 @@ def application(
     bodies = BodyReader(config.max_bodies, config.max_body, config.read_seconds)
     shared = (served, metrics, limit, bodies, ParserThreads(), drain)
     routes = []
-    for path, format in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
-        route = CompletionRoute(format, *shared)
+    for path, format, reply in ROUTES:
+        route = CompletionRoute(format, *shared, reply)
         routes.append(Route(path, route, methods=["POST"]))
         routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
 

@@ -65,6 +65,7 @@ class CompletionRoute:
     bodies: BodyReader
     parsers: ParserThreads
     drain: Drain
+    reply: type[Reply]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -122,7 +123,7 @@ class CompletionRoute:
             max_unread = config.max_unread * len(request.requests) if request.stream else math.inf
             events = EventQueue(float(max_unread))
             writer = Writer(send, config.write_seconds)
-            reply = Reply(self.format, self.model, request, id, events, writer)
+            reply = self.reply(self.format, self.model, request, id, events, writer)
             async with self._submitted(request, events, receive, record):
                 await (reply.stream() if request.stream else reply.complete())
 
@@ -196,6 +197,11 @@ class Reply:
     id: str
     events: EventQueue
     writer: Writer
+    last = b"data: [DONE]\n\n"  # ends a stream
+
+    def error(self, error: APIError) -> bytes:
+        """The event of an error in a stream."""
+        return server_sent(error.json.encode())
 
     async def complete(self) -> None:
         """Send all answers at once, when the last one has ended."""
@@ -233,13 +239,13 @@ class Reply:
         if first is not None:
             checked(first)
         await self.writer.begin(STREAM)
-        last = server_sent(b"[DONE]")
+        last = self.last
         try:
             await self._send_events(first)
         except ClientDisconnect:
             raise
         except (asyncio.CancelledError, Exception) as error:
-            last = server_sent(api_error_of(error).json.encode()) + last
+            last = self.error(api_error_of(error)) + last
         # In one write: a server that stops leaves no time for a second.
         await self.writer.write(last, more_body=False)
 

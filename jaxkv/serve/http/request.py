@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxkv.defaults import MAX_TOKENS
@@ -20,6 +21,7 @@ from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.responses import Delta, ResponseFormat
+from jaxkv.serve.http.responses_api import chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import THOUGHT, AnswerParser, ToolForm, call_grammar, tool_form
 
@@ -67,6 +69,7 @@ class CompletionRequest(NamedTuple):
     usage: bool  # a stream ends with token counts
     parser: Callable[[], AnswerParser] | None = None  # divides an answer; None for a plain text
     marks: Sequence[str] = ()  # special tokens that the parser reads
+    settings: Mapping[str, Any] = MappingProxyType({})  # that a response repeats
 
     def opening(self, index: int) -> list[Delta]:
         """What comes before the first token: an echo without scores."""
@@ -78,7 +81,8 @@ def parse_request(
     raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel
 ) -> CompletionRequest:
     """Parse a body. Raises APIError for anything that cannot be answered exactly as requested."""
-    values = validate(format.kind, parse(raw))
+    body = parse(raw)
+    values, settings = _validate(body, format)
     if values["model"] not in model.names:
         raise model.unknown(values["model"])
     _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
@@ -87,7 +91,7 @@ def parse_request(
     form = _tool_form(values, model.language)
     matcher = _matcher(values["structure"] or _call_field(values, form), model)
     try:
-        prompts = _chat(values, model) if format.kind == "chat" else _texts(values, model, format)
+        prompts = _chat(values, model) if format.is_chat else _texts(values, model, format)
         requests = [
             request
             for _, ids in prompts
@@ -98,6 +102,7 @@ def parse_request(
     n = values["n"]
     return CompletionRequest(
         requests=requests,
+        settings=settings,
         echoes=[text if values["echo"] else "" for text, _ in prompts for _ in range(n)],
         offsets=[len(text) for text, _ in prompts for _ in range(n)],
         n=n,
@@ -107,6 +112,33 @@ def parse_request(
         usage=bool(values["stream_options"]),
         **_parser(form, prompts, model.language, format),
     )
+
+
+# How the Responses API names the fields of a chat.
+RESPONSE_NAMES = {
+    "response_format.json_schema": "text.format", "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+    "].function": "]", "messages": "input",
+}  # fmt: skip
+
+
+def _validate(body: Values, format: ResponseFormat) -> tuple[Values, Values]:
+    """The values of all fields, and what a response repeats of them."""
+    if format.kind != "responses":
+        return validate(format.kind, body), {}
+    chat = chat_body(body)
+    try:
+        return validate("chat", chat), settings_of(body)
+    except APIError as error:
+        raise renamed(error) from None
+
+
+def renamed(error: APIError) -> APIError:
+    """The error of a chat with the names of the Responses API."""
+    message, param = str(error), error.param or ""
+    for old, new in RESPONSE_NAMES.items():
+        message, param = message.replace(old, new), param.replace(old, new)
+    return APIError(error.status, message, error.code, param or None)
 
 
 def _tool_form(values: Values, language: LanguageProtocol) -> ToolForm | None:
@@ -140,8 +172,8 @@ def _parser(
 ) -> dict[str, Any]:
     """What divides an answer into thoughts, content and calls, if there are any."""
     begin = THOUGHT[0]
-    thinks = format.kind == "chat" and begin in (language.template or "")
-    if form is None and not thinks:
+    thinks = format.is_chat and begin in (language.template or "")
+    if form is None and not thinks and format.kind != "responses":
         return {}
     thinking = thinks and _end_of_prompt(prompts, language).rstrip().endswith(begin)
     marks = [*((form.begin, form.end) if form else ()), *(THOUGHT if thinks else ())]
@@ -262,7 +294,7 @@ def _requests(
     seed = values["seed"] if values["seed"] is not None else secrets.randbits(32)
     overrides = {name: values[name] for name in SAMPLING if values[name] is not None}
     logprobs = values["logprobs"]
-    if format.kind == "chat":
+    if format.is_chat:
         logprobs = (values["top_logprobs"] or 0) if logprobs else None
     max_new_tokens = _max_new_tokens(values, len(ids), format, model)
     if values["min_tokens"] > max_new_tokens:
@@ -301,7 +333,7 @@ def _max_new_tokens(values: Values, size: int, format: ResponseFormat, model: Se
     if values["max_tokens"] not in (None, values[name]):
         message = f"max_tokens must equal max_completion_tokens, got {values['max_tokens']} and "
         raise APIError(400, message + f"{values[name]}; leave one out", param="max_tokens")
-    param = "messages" if format.kind == "chat" else "prompt"
+    param = "messages" if format.is_chat else "prompt"
     requested = values[name]
     if requested == -1:  # as many as the server allows
         requested = int(min(max(room, 1), MAX_TOKENS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,11 @@ class ResponseFormat:
     opening: Callable[[int], Json] | None  # makes the part before the text
     logprobs: Callable[[Sequence[TokenText]], Json]  # of an answer's tokens
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether a request has messages."""
+        return self.kind != "completions"
+
 
 def choice_of(index: int, logprobs: Json | None, reason: str | None, **content: Any) -> Json:
     return {"index": index} | content | {"logprobs": logprobs, "finish_reason": reason}
@@ -287,6 +293,7 @@ CHAT = ResponseFormat(
     "chat", "chatcmpl-", "chat.completion", "chat.completion.chunk", 4096, _message, _delta,
     _role, _entries,
 )  # fmt: skip
+RESPONSE = dataclasses.replace(CHAT, kind="responses", prefix="resp_")
 
 
 def usage(outcomes: Sequence[Outcome], n: int, report_cached: bool) -> Json:
