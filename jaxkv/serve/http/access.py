@@ -14,8 +14,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ OPEN = {"/health"}  # for liveness probes, which have no key
 METRICS = "/metrics"
 SCHEME = "Bearer "
 NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
+OPTION, COUNT = re.compile(r"(name|requests|tokens)=(.*)"), re.compile(r"[1-9][0-9]{0,8}")
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
 
@@ -38,12 +39,14 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
 class Tenant:
     """The owner of an API key. digest: hash of the key. scope: of its prefix cache; None for all.
 
-    name: label in the log and the metrics, where the key must not be; empty without keys.
+    name: label in the log and the metrics, where the key must not be; empty without keys. limits:
+    requests and tokens a minute; a noun that is absent has none.
     """
 
     digest: bytes = b""
     scope: str | None = None
     name: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def salt(self, salt: str | None) -> str | None:
         """The engine's salt for a request with this salt or None.
@@ -57,10 +60,11 @@ ANYONE = Tenant()
 
 
 def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant, ...]:
-    """Parse lines of KEY, perhaps a SALT, and perhaps name=NAME, in this order.
+    """Parse lines of KEY, perhaps a SALT, and perhaps name=NAME, requests=N and tokens=N.
 
-    Keys with equal salts share prefixes; others share none. Usage is counted by name. A word that
-    begins with # begins a comment. where: the name of the file in errors, which never quote a key.
+    Keys with equal salts share prefixes; others share none. Usage is counted by name. N: a minute.
+    A word that begins with # begins a comment. where: the name of the file in errors, which never
+    quote a key.
     salts: False accepts keys only. Raises UserError for a bad line and for no keys.
     """
     tenants: dict[bytes, Tenant] = {}
@@ -68,12 +72,7 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
         words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
         if not words:
             continue
-        name = UNNAMED
-        if salts and len(words) > 1 and words[-1].startswith(NAMED):
-            name = words.pop().removeprefix(NAMED)
-            if not NAME.fullmatch(name):
-                rule = "1 to 64 letters, digits, dots, dashes and underscores"
-                raise UserError(f"{where}, line {number}: a name must be {rule}; correct the line")
+        options = _options(words, f"{where}, line {number}") if salts else {}
         if len(words) > 1 + salts or not words[0].isascii():
             rule = f"an ASCII key, perhaps a salt and {NAMED}NAME" if salts else "one ASCII key"
             got = f"{len(words)} words" if len(words) > 1 + salts else "another character"
@@ -82,13 +81,32 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
         if digest in tenants:
             raise UserError(f"{where}, line {number}: the key is a duplicate; remove it")
         scope = f"salt {words[1]}" if len(words) == 2 else f"key {digest.hex()}"
-        tenants[digest] = Tenant(digest, scope, name)
+        name = options.pop("name", UNNAMED)
+        tenants[digest] = Tenant(digest, scope, name, {k: int(v) for k, v in options.items()})
     for tenant in tenants.values():
         if hashlib.sha256(tenant.name.encode()).digest() in tenants:
             raise UserError(f"{where}: a name must not be a key, because the log shows it; rename")
     if not tenants:
         raise UserError(f"{where}: must have at least one key, got none; write one per line")
     return tuple(tenants.values())
+
+
+def _options(words: list[str], where: str) -> dict[str, str]:
+    """The options at the end of a line, which are removed from its words."""
+    options: dict[str, str] = {}
+    while len(words) > 1 and (match := OPTION.fullmatch(words[-1])):
+        words.pop()
+        name, value = match.groups()
+        rule = "1 to 64 letters, digits, dots, dashes and underscores"
+        valid = NAME.fullmatch(value)
+        if name != "name":
+            rule = "a whole number from 1 to 999999999"
+            valid = COUNT.fullmatch(value)
+        if name in options or not valid:
+            problem = "be given once" if name in options else f"be {rule}"
+            raise UserError(f"{where}: {name}= must {problem}; correct the line")
+        options[name] = value
+    return options
 
 
 class ApiKeys:

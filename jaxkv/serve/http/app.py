@@ -38,7 +38,8 @@ from jaxkv.serve.http.errors import (
 from jaxkv.serve.http.logs import ID, REQUEST_ID, AccessLogMiddleware
 from jaxkv.serve.http.metrics import Metrics
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
-from jaxkv.serve.http.request import ServedModel
+from jaxkv.serve.http.rates import RateLimits
+from jaxkv.serve.http.request import ServedModel, parse_text, parse_tokens
 from jaxkv.serve.http.responses import CHAT, COMPLETION, RESPONSE
 from jaxkv.serve.http.responses_reply import ResponsesReply
 from jaxkv.serve.http.server import Drain, ServerConfig
@@ -69,12 +70,14 @@ def application(
     metrics = Metrics(engine.metrics, config.metrics_prefix)
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = BodyReader(config.max_bodies, config.max_body, config.read_seconds)
-    shared = (served, metrics, limit, bodies, ParserThreads(), drain)
+    shared = (served, metrics, limit, RateLimits(), bodies, ParserThreads(), drain)
     routes = []
     for path, format, reply in ROUTES:
         route = CompletionRoute(format, *shared, reply)
         routes.append(Route(path, route, methods=["POST"]))
         routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
+    for path, parse in (("/tokenize", parse_tokens), ("/detokenize", parse_text)):
+        routes.append(Route(path, partial(route.convert, parse), methods=["POST"]))
 
     async def health(request: Request) -> Response:
         drain.check()

@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,11 +21,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import Overloaded, Request
-from jaxkv.serve.http.access import ConcurrencyLimit
+from jaxkv.serve.http.access import ConcurrencyLimit, Tenant
 from jaxkv.serve.http.body import BodyReader, ParserThreads
 from jaxkv.serve.http.errors import APIError, engine_unhealthy, server_failed
 from jaxkv.serve.http.logs import REQUEST_ID
 from jaxkv.serve.http.metrics import Metrics, UsageRecord
+from jaxkv.serve.http.rates import RateLimits
 from jaxkv.serve.http.request import CompletionRequest, ServedModel, parse_request
 from jaxkv.serve.http.responses import (
     FINISHED,
@@ -62,6 +63,7 @@ class CompletionRoute:
     model: ServedModel
     metrics: Metrics
     limit: ConcurrencyLimit
+    rates: RateLimits
     bodies: BodyReader
     parsers: ParserThreads
     drain: Drain
@@ -97,6 +99,22 @@ class CompletionRoute:
         prompts = [{"token_ids": list(entry.tokens)} for entry in request.requests[:: request.n]]
         return JSONResponse(prompts if self.format.kind == "completions" else prompts[0])
 
+    async def convert(
+        self, parse: Callable[[bytes, Tenant, ServedModel], Json], http_request: HTTPRequest
+    ) -> Response:
+        """What a function makes of a body, in a thread, without an answer of the model."""
+        scope = http_request.scope
+        tenant = scope["state"]["tenant"]
+        self.drain.check()
+        self.limit.check(tenant)
+        try:
+            raw = await self.bodies.read(tenant.digest, scope, http_request.receive)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        with self.limit.enter(tenant):
+            arguments = (raw, tenant, self.model)
+            return JSONResponse(await self.parsers.run(tenant.digest, len(raw), parse, *arguments))
+
     async def _read(
         self, scope: Scope, receive: Receive, running: contextlib.ExitStack
     ) -> CompletionRequest:
@@ -104,6 +122,7 @@ class CompletionRoute:
         tenant = scope["state"]["tenant"]
         self.drain.check()  # before reading the body
         self.limit.check(tenant)
+        self.rates.check(tenant)
         raw = await self.bodies.read(tenant.digest, scope, receive)
         running.enter_context(self.drain.answering())
         running.enter_context(self.limit.enter(tenant))
@@ -119,6 +138,9 @@ class CompletionRoute:
             id = self.format.prefix + secrets.token_hex(12)
             record = UsageRecord(id, request.requests, request.n, tenant.name)
             scope["state"]["usage"] = record
+            self.rates.check(tenant)  # others of the key may have come while the body did
+            self.rates.use(tenant, requests=1, tokens=record.prompt_tokens)
+            running.callback(lambda: self.rates.use(tenant, tokens=record.new_tokens))
             # A whole answer keeps all its events.
             max_unread = config.max_unread * len(request.requests) if request.stream else math.inf
             events = EventQueue(float(max_unread))

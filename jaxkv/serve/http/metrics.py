@@ -107,14 +107,22 @@ class UsageRecord:
         """Whether an answer is the first one to its prompt."""
         return index % self._n == 0
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts[:: self._n])
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self._new)
+
     def fields(self) -> dict[str, Any]:
         """The fields of the log; answers that have not ended yet were left by their client."""
         ends = [self._ends.get(index) for index in range(len(self._new))]
         fields: dict[str, Any] = {
             "answer_id": self.id,
-            "prompt_tokens": sum(self._prompts[:: self._n]),
+            "prompt_tokens": self.prompt_tokens,
             "cached_tokens": sum(end[0].cached_tokens for end in ends[:: self._n] if end),
-            "completion_tokens": sum(self._new),
+            "completion_tokens": self.new_tokens,
             "finish_reasons": [end[1] if end else "cancelled" for end in ends],
         }
         if self._first is not None:

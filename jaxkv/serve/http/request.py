@@ -16,11 +16,11 @@ from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import MatcherProtocol, Request
 from jaxkv.serve.http.access import Tenant
 from jaxkv.serve.http.body import parse
-from jaxkv.serve.http.checks import invalid
+from jaxkv.serve.http.checks import invalid, is_ids
 from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
-from jaxkv.serve.http.responses import Delta, ResponseFormat
+from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
 from jaxkv.serve.http.responses_api import chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import THOUGHT, AnswerParser, ToolForm, call_grammar, tool_form
@@ -81,7 +81,42 @@ def parse_request(
     raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel
 ) -> CompletionRequest:
     """Parse a body. Raises APIError for anything that cannot be answered exactly as requested."""
+    return _request_of(parse(raw), format, tenant, model)
+
+
+def parse_tokens(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
+    """The token ids of a prompt or of messages, as vLLM's route has them."""
     body = parse(raw)
+    format = CHAT if "messages" in body else COMPLETION
+    body = {name: value for name, value in body.items() if name != "return_token_strs"} | {
+        "max_tokens": 1
+    }
+    request = _request_of(body, format, tenant, model)
+    if len(request.requests) > 1:
+        raise invalid("prompt", "one text, or a list of token ids", body["prompt"])
+    tokens = list(request.requests[0].tokens)
+    return {"count": len(tokens), "max_model_len": model.engine.max_len, "tokens": tokens}
+
+
+def parse_text(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
+    """The text of token ids, special ones written out, as vLLM's route has it."""
+    body = parse(raw)
+    unknown = next((name for name in body if name not in ("model", "tokens")), None)
+    if unknown is not None:
+        raise APIError(400, f"unknown field {shown(unknown)}; leave it out", param=unknown[:60])
+    if body.get("model") is not None and body["model"] not in model.names:
+        raise model.unknown(body["model"])
+    tokens = body.get("tokens")
+    if type(tokens) is not list or (tokens and not is_ids(tokens)):
+        raise invalid("tokens", "a list of token ids", tokens)
+    _check_ids("tokens", tokens, model)
+    text = b"".join(map(model.language.token_bytes, tokens)).decode("utf-8", "replace")
+    return {"prompt": text}
+
+
+def _request_of(
+    body: Values, format: ResponseFormat, tenant: Tenant, model: ServedModel
+) -> CompletionRequest:
     values, settings = _validate(body, format)
     if values["model"] not in model.names:
         raise model.unknown(values["model"])

@@ -110,7 +110,10 @@ def test_the_limit_of_concurrent_requests_per_key(guarded):
     ("good\nschlüssel\n", ["line 2", "ASCII"]),
     ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
     ("a name=b salt more", ["line 1", "4 words"]),
-    ("a name=caf\xe9", ["line 1", "a name must be"]),
+    ("a name=caf\xe9", ["line 1", "name= must be"]),
+    ("a requests=0", ["line 1", "requests= must be a whole number from 1"]),
+    ("a tokens=1e3", ["line 1", "tokens= must be a whole number from 1"]),
+    ("a requests=1 requests=2", ["line 1", "requests= must be given once"]),
     ("first\nsecond name=first", ["a name must not be a key"]),
 ])  # fmt: skip
 def test_invalid_key_files(content, words):
