@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from inspect import signature
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -71,13 +72,6 @@ def application(
     limit = ConcurrencyLimit(config.max_in_flight, config.max_per_key)
     bodies = BodyReader(config.max_bodies, config.max_body, config.read_seconds)
     shared = (served, metrics, limit, RateLimits(), bodies, ParserThreads(), drain)
-    routes = []
-    for path, format, reply in ROUTES:
-        route = CompletionRoute(format, *shared, reply)
-        routes.append(Route(path, route, methods=["POST"]))
-        routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
-    for path, parse in (("/tokenize", parse_tokens), ("/detokenize", parse_text)):
-        routes.append(Route(path, partial(route.convert, parse), methods=["POST"]))
 
     async def health(request: Request) -> Response:
         drain.check()
@@ -104,7 +98,7 @@ def application(
 
     app = Starlette(
         routes=[
-            *routes,
+            *post_routes(shared),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", health),
@@ -116,6 +110,18 @@ def application(
     )
     app.router.redirect_slashes = False
     return AccessLogMiddleware(app, metrics, config.log_probes)
+
+
+def post_routes(shared: tuple[Any, ...]) -> list[Route]:
+    """The routes that take a prompt. shared: what all of them use."""
+    routes = []
+    for path, format, reply in ROUTES:
+        route = CompletionRoute(format, *shared, reply)
+        routes.append(Route(path, route, methods=["POST"]))
+        routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
+    for path, parse in (("/tokenize", parse_tokens), ("/detokenize", parse_text)):
+        routes.append(Route(path, partial(route.convert, parse), methods=["POST"]))
+    return routes
 
 
 def middleware(keys: ApiKeys, config: ServerConfig) -> list[Middleware]:

@@ -13,9 +13,9 @@ from typing import Any
 from jaxkv.errors import nearest
 from jaxkv.serve.http.checks import check_keys, flag, invalid, mapping, one_of, text_up_to
 from jaxkv.serve.http.errors import APIError, shown
+from jaxkv.serve.http.responses import Json
 from jaxkv.serve.http.tools import Call, Content, Part, Thought
 
-Json = dict[str, Any]
 # Fields that a chat has too, with the same meaning.
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "metadata", "user",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "seed",
