@@ -23,7 +23,15 @@ from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
 from jaxkv.serve.http.responses_api import chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
-from jaxkv.serve.http.tools import THOUGHT, AnswerParser, ToolForm, call_grammar, tool_form
+from jaxkv.serve.http.tools import (
+    ARGUMENTS,
+    CALL_ID,
+    AnswerParser,
+    ToolForm,
+    call_grammar,
+    thought_marks,
+    tool_form,
+)
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
@@ -206,18 +214,19 @@ def _parser(
     format: ResponseFormat,
 ) -> dict[str, Any]:
     """What divides an answer into thoughts, content and calls, if there are any."""
-    begin = THOUGHT[0]
-    thinks = format.is_chat and begin in (language.template or "")
-    if form is None and not thinks and format.kind != "responses":
+    thoughts = thought_marks(language.template) if format.is_chat else None
+    if form is None and thoughts is None and format.kind != "responses":
         return {}
-    thinking = thinks and _end_of_prompt(prompts, language).rstrip().endswith(begin)
-    marks = [*((form.begin, form.end) if form else ()), *(THOUGHT if thinks else ())]
-    return {"parser": partial(AnswerParser, form, thinks, thinking), "marks": marks}
+    thinking = thoughts is not None and _end_of_prompt(prompts, language).endswith(thoughts[0])
+    marks = [*((form.begin, form.end) if form else ()), *(thoughts or ())]
+    marks += [ARGUMENTS, CALL_ID] if form and form.named else []
+    return {"parser": partial(AnswerParser, form, thoughts, thinking), "marks": marks}
 
 
 def _end_of_prompt(prompts: Sequence[tuple[str, Sequence[int]]], language: LanguageProtocol) -> str:
     (_, ids), *_ = prompts
-    return b"".join(map(language.token_bytes, ids[-8:])).decode("utf-8", "replace")
+    """The last words of the prompt, in which the template may begin a thought."""
+    return b"".join(map(language.token_bytes, ids[-8:])).decode("utf-8", "replace").rstrip()
 
 
 def _matcher(field: GrammarField | None, model: ServedModel) -> MatcherProtocol | None:

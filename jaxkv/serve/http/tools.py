@@ -17,26 +17,31 @@ Tool = Mapping[str, Any]
 class ToolForm(NamedTuple):
     """How a model writes calls. mark: a text in its chat template.
 
-    begin, end: around the calls of an answer, `end` perhaps empty: then calls end with the answer.
-    arguments: the name of the member that has them. listed: a list of calls is inside.
-    bare: an answer that begins with an object is a call, without `begin`.
+    begin, end: around each call, or, without an end, before the calls. arguments: the name of the
+    member that has them. listed: a list of calls follows. bare: an answer that begins with an
+    object is a call, without `begin`. named: the name stands before the object of the arguments.
     """
 
     mark: str
     begin: str
-    end: str
+    end: str = ""
     arguments: str = "arguments"
     listed: bool = False
     bare: bool = False
+    named: bool = False
 
 
-# Of Hermes, Qwen and SmolLM3; of Mistral; of Llama 3.
-FORMS = (
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
+# Of Hermes, Qwen and SmolLM3; of Mistral, newer and older; of Llama 3.
+HERMES, NAMED, LISTED, BARE = FORMS = (
     ToolForm("<tool_call>", "<tool_call>", "</tool_call>"),
-    ToolForm("[TOOL_CALLS]", "[TOOL_CALLS]", "", listed=True),
-    ToolForm('"parameters":', "<|python_tag|>", "", "parameters", bare=True),
+    ToolForm(ARGUMENTS, "[TOOL_CALLS]", named=True),
+    ToolForm("[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
+    ToolForm('"parameters":', "<|python_tag|>", arguments="parameters", bare=True),
 )
-THOUGHT = ("<think>", "</think>")
+# The marks around thoughts.
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def tool_form(template: str | None) -> ToolForm | None:
@@ -44,32 +49,41 @@ def tool_form(template: str | None) -> ToolForm | None:
     return next((form for form in FORMS if template and form.mark in template), None)
 
 
+def thought_marks(template: str | None) -> tuple[str, str] | None:
+    """The marks around thoughts that a chat template shows; None if it shows none."""
+    return next((marks for marks in THOUGHTS if template and marks[0] in template), None)
+
+
 def call_grammar(form: ToolForm, tools: Sequence[Tool], several: bool) -> str:
     """A grammar, in Lark's form, of answers that call one of the tools, or perhaps several."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                form.arguments: tool["function"]["parameters"],
-            },
-            "required": ["name", form.arguments],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    schema = json.dumps({"anyOf": calls, "x-guidance": layout})
+    functions = [tool["function"] for tool in tools]
     begin, end = json.dumps(form.begin), json.dumps(form.end)
+    if form.named:
+        lines = [f"call{n}: %json {_schema(f['parameters'])}" for n, f in enumerate(functions)]
+        names = [json.dumps(form.begin + f["name"] + ARGUMENTS) for f in functions]
+        calls = " | ".join(f"{name} call{n}" for n, name in enumerate(names))
+        return "\n".join([f"start: call{'+' if several else ''}", f"call: {calls}", *lines])
+    members = [{"name": {"const": f["name"]}, form.arguments: f["parameters"]} for f in functions]
+    calls = {
+        "anyOf": [
+            {"type": "object", "properties": properties, "required": ["name", form.arguments],
+             "additionalProperties": False}
+            for properties in members
+        ]
+    }  # fmt: skip
+    start = f'{begin} "\\n" call "\\n" {end}'
+    start = f'{start} ("\\n" {start})*' if several else start
     if form.bare:
         start = "call"
-    elif form.listed:
+    if form.listed:
         more = '(", " call)*' if several else ""
         start = f'{begin} "[" call {more} "]"'
-    else:
-        call = f'{begin} "\\n" call "\\n" {end}'
-        start = f'{call} ("\\n" {call})*' if several else call
-    return f"start: {start}\ncall: %json {schema}\n"
+    return f"start: {start}\ncall: %json {_schema(calls)}\n"
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    """A schema in a grammar, whose JSON has one line."""
+    return json.dumps({**schema, "x-guidance": LAYOUT})
 
 
 class Thought(NamedTuple):
@@ -99,14 +113,17 @@ Part = Thought | Content | Call
 class AnswerParser:
     """Divides the text of one answer into thoughts, content and calls.
 
-    form: of its calls; None if it has no tools. thinks: whether thoughts between THOUGHT are told
-    apart. thinking: the prompt has begun a thought already.
+    form: of its calls; None if it has no tools. marks: around its thoughts; None if it has none.
+    thinking: the prompt has begun a thought already.
     The parts do not depend on the pieces in which the text comes. White space around thoughts and
-    calls belongs to neither. A call that is no JSON, or cut, stays content, as the model wrote it.
+    calls belongs to neither. A call that is no JSON stays content, as the model wrote it, and one
+    that is cut is left out.
     """
 
-    def __init__(self, form: ToolForm | None, thinks: bool = False, thinking: bool = False) -> None:
-        self._form, self._thinks, self._thinking = form, thinks, thinking
+    def __init__(
+        self, form: ToolForm | None, marks: tuple[str, str] | None = None, thinking: bool = False
+    ) -> None:
+        self._form, self._marks, self._thinking = form, marks, thinking
         self._in_call, self._begun = False, False  # after `begin`; content or a call has begun
         self._trims, self._space = thinking, ""  # white space: the next is dropped; held back
         self._pending, self._calls = "", 0
@@ -131,20 +148,20 @@ class AnswerParser:
         if self._in_call:
             return self._call(parts, last)
         if self._thinking:
-            text, closed = self._until(THOUGHT[1], last)
+            text, closed = self._until(self._marks[1], last)
             self._add(parts, Thought, text)
             if closed:
                 self._mark()
                 self._thinking = False
             return closed
         if not self._begun:
-            start = self._pending.lstrip()
-            if self._thinks and start.startswith(THOUGHT[0]):
+            start, opening = self._pending.lstrip(), self._marks[0] if self._marks else ""
+            if opening and start.startswith(opening):
                 self._mark()
-                self._pending = start.removeprefix(THOUGHT[0])
-                self._thinking, self._thinks = True, False
+                self._pending = start.removeprefix(opening)
+                self._thinking = True
                 return True
-            if not last and (not start or (self._thinks and THOUGHT[0].startswith(start))):
+            if not last and (not start or opening.startswith(start)):
                 return False
             if self._form is not None and self._form.bare and start.startswith("{"):
                 self._in_call = True
@@ -184,48 +201,85 @@ class AnswerParser:
         self._space += text[len(body) :]
 
     def _call(self, parts: list[Part], last: bool) -> bool:
-        """Add the calls that are complete. Returns whether more of the text follows them."""
-        form, body, closed = self._form, self._pending, False
-        self._pending = self._pending if not last else ""
-        if form.end and form.end in body:
-            body, _, self._pending = body.partition(form.end)
-            closed = True
-        elif not last:
+        """Add the calls that are complete. Returns whether the call has ended."""
+        form, body = self._form, self._pending
+        if not last and (form.bare or form.listed):
             return False
+        read = _calls_in if form.bare or form.listed else _first_call
+        try:
+            calls, self._pending = read(body, form)
+        except _Incomplete:
+            if not last:
+                return False
+            closed, self._pending = body.partition(form.end)[1:] if form.end else ("", "")
+            if closed:
+                self._trims = False
+                text = body.removesuffix(self._pending)
+                self._add(parts, Content, form.begin + text)
+            elif form.bare and not self._calls:
+                self._trims = False
+                self._add(parts, Content, body)
+            calls = []
         self._in_call, self._begun = False, True
-        calls = _calls_in(body, form)
-        if calls is None:
-            bare = form.bare and body.lstrip().startswith("{")
-            self._trims = False
-            whole = f"{'' if bare else form.begin}{body}{form.end if closed else ''}"
-            self._add(parts, Content, whole)
-            return True
         for name, arguments in calls:
             parts.append(Call(self._calls, f"call_{secrets.token_hex(12)}", name, arguments))
             self._calls += 1
-        self._mark()
+        if calls:
+            self._mark()
         return True
 
 
-def _calls_in(text: str, form: ToolForm) -> list[tuple[str, str]] | None:
-    """Name and arguments of each call; None unless all are valid."""
-    values, decoder, rest = [], json.JSONDecoder(), text.strip()
+class _Incomplete(Exception):
+    """The text is no call, or not yet."""
+
+
+def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
+    """The first call of a text, and the text after it."""
+    text, name = text.lstrip(), None
+    if form.named:
+        name, found, text = text.partition(ARGUMENTS)
+        name = name.partition(CALL_ID)[0].strip()
+        if not found or not name:
+            raise _Incomplete
+    value, rest = _decoded(text.lstrip())
+    if form.end:
+        after = rest.lstrip()
+        if not after.startswith(form.end):
+            raise _Incomplete
+        rest = after.removeprefix(form.end)
+    return [_checked({"name": name, form.arguments: value} if form.named else value, form)], rest
+
+
+def _calls_in(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
+    """All calls of a text, which has nothing else."""
+    calls, rest = [], text.strip()
+    while rest:
+        value, rest = _decoded(rest)
+        values = value if form.listed and isinstance(value, list) else [value]
+        calls += [_checked(value, form) for value in values]
+        rest = rest.lstrip(" \n;").removeprefix(form.begin)
+    if not calls:
+        raise _Incomplete
+    return calls, ""
+
+
+def _decoded(text: str) -> tuple[Any, str]:
+    """The JSON at the beginning of a text, and the text after it."""
     try:
-        while rest:
-            value, end = decoder.raw_decode(rest)
-            values += value if form.listed and isinstance(value, list) else [value]
-            rest = rest[end:].lstrip(" \n;")
+        value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return None
-    calls = []
-    for value in values:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get(form.arguments, value.get("arguments", {}))
-        if not isinstance(arguments, dict):
-            return None
-        calls.append((value["name"], json.dumps(arguments, ensure_ascii=False)))
-    return calls or None
+        raise _Incomplete from None
+    return value, text[end:]
+
+
+def _checked(value: Any, form: ToolForm) -> tuple[str, str]:
+    """Name and arguments of a call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise _Incomplete
+    arguments = value.get(form.arguments, value.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        raise _Incomplete
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
 
 
 def _overlap(text: str, mark: str) -> int:

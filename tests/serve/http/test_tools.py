@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from jaxkv.models.generation.grammar import Grammar, matcher_of
 from jaxkv.serve.http.tools import (
+    BARE,
     FORMS,
+    HERMES,
+    LISTED,
+    NAMED,
+    THOUGHTS,
     AnswerParser,
     Call,
     Content,
     Thought,
     call_grammar,
+    thought_marks,
     tool_form,
 )
 from tests.models.test_grammar import walk
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine, language
 
-HERMES, MISTRAL, LLAMA = FORMS
+THINK = THOUGHTS[0]
 TEMPLATE = (
     '{% if tools %}Write <tool_call>{"name": ...}</tool_call>. {{ tools | tojson }}{% endif %}'
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -69,16 +76,20 @@ def joined(parts):
         (HERMES, "<think>Hm", [Thought("Hm")]),
         (HERMES, "a <b>c</b> <tool", [Content("a <b>c</b> <tool")]),
         (HERMES, "<tool_call>{bad}</tool_call> b", [Content("<tool_call>{bad}</tool_call> b")]),
-        (HERMES, ROME[:-20], [Content(ROME[:-20])]),
+        (HERMES, f"Hm {ROME[:-20]}", [Content("Hm")]),
+        (HERMES, '<tool_call>{"name": "a", "arguments": {"x": "</tool_call>"}}</tool_call>',
+         [(0, "a", {"x": "</tool_call>"})]),
+        (NAMED, '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]123[ARGS]{}',
+         [(0, "a", {"x": 1}), (1, "b", {})]),
         (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
          [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')]),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
+        (LISTED, '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
          [(0, "a", {}), (1, "b", {})]),
-        (MISTRAL, "Hello [TOOL", [Content("Hello [TOOL")]),
-        (LLAMA, '{"name": "a", "parameters": {"x": "é"}}', [(0, "a", {"x": "é"})]),
-        (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
+        (LISTED, "Hello [TOOL", [Content("Hello [TOOL")]),
+        (BARE, '{"name": "a", "parameters": {"x": "é"}}', [(0, "a", {"x": "é"})]),
+        (BARE, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
          [(0, "a", {}), (1, "b", {})]),
-        (LLAMA, '{"x": 1}', [Content('{"x": 1}')]),
+        (BARE, '{"x": 1}', [Content('{"x": 1}')]),
         (None, "  <think>a</think> b\n", [Thought("a"), Content("b\n")]),
         (None, "  x <think>a</think> ", [Content("  x <think>a</think> ")]),
         (None, "", []),
@@ -88,7 +99,7 @@ def test_an_answer_is_divided_alike_in_any_pieces(form, text, expected):
     rng = random.Random(0)
     for _ in range(100):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
-        parser, parts = AnswerParser(form, thinks=True), []
+        parser, parts = AnswerParser(form, THINK), []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             parts += parser.push(text[start:end])
         parts += parser.push("", last=True)
@@ -118,8 +129,11 @@ def test_every_text_of_a_grammar_of_calls_calls_a_tool(form, several):
 
 def test_templates_have_forms():
     assert tool_form("... <tool_call> ...") is HERMES
-    assert tool_form("[TOOL_CALLS]") is MISTRAL
-    assert tool_form('{"name": function name, "parameters": dictionary}') is LLAMA
+    assert tool_form("[TOOL_CALLS]") is LISTED
+    assert tool_form("[TOOL_CALLS] + name + [ARGS]") is NAMED
+    assert thought_marks("... [THINK] ...") == ("[THINK]", "[/THINK]")
+    assert thought_marks(None) is thought_marks("plain") is None
+    assert tool_form('{"name": function name, "parameters": dictionary}') is BARE
     assert tool_form(None) is tool_form("plain") is None
 
 
@@ -250,3 +264,70 @@ def test_a_template_without_tools_is_said():
             answer = served.chat("x", tools=[WEATHER])
             assert (answer.status, answer.error["param"]) == (400, "tools")
             assert "no tools in a form" in answer.error["message"]
+
+
+FAMILIES = {"qwen3-hermes": HERMES, "mistral": NAMED, "llama": BARE}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_canitoolcall(family):
+    """Answers of published models, with what is in them."""
+    suite = pytest.importorskip("canitoolcall")
+    folder = Path(suite.__file__).parent / "_data/fixtures" / family
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    cases = map(json.loads, lines)
+    cases = [case for case in cases if not case["id"].startswith("llama/l4-")]  # Python's syntax
+    for case in cases:
+        text = case["raw_output"]
+        form = FAMILIES[family]
+        if form is NAMED and "[ARGS]" not in text:
+            form = LISTED
+        marks = next((m for m in THOUGHTS[::-1] if m[0] in text or m[1] in text), THOUGHTS[0])
+        thinking = (case.get("generation_prompt") or "").rstrip().endswith(marks[0])
+        parts = AnswerParser(form if case["tools"] else None, marks, thinking).push(text, last=True)
+        calls = [{"name": p.name, "arguments": json.loads(p.arguments)}
+                 for p in parts if isinstance(p, Call)]  # fmt: skip
+        texts, thoughts = ("".join(p.text for p in parts if isinstance(p, kind))
+                           for kind in (Content, Thought))  # fmt: skip
+        expected = case.get("expected")
+        if expected is None:  # cut or malformed
+            assert not calls, case["id"]
+            continue
+        assert calls == [{k: call[k] for k in ("name", "arguments")}
+                         for call in expected["tool_calls"]], case["id"]  # fmt: skip
+        assert texts.strip() == (expected["content"] or "").strip(), case["id"]
+        assert thoughts.strip() == (expected["reasoning_content"] or "").strip(), case["id"]
+    assert len(cases) > 20
+
+
+@pytest.mark.parity
+def test_langchain_calls_tools_and_parses_answers(served):
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: str
+
+    base = f"http://127.0.0.1:{served.port}/v1"
+    chat = ChatOpenAI(model="bytes", base_url=base, api_key="none", max_retries=0)
+    bound = chat.bind_tools([WEATHER])
+    question = HumanMessage(f"Rome?|{ROME}")
+    reply = bound.invoke([question])
+    (call,) = reply.tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Rome"})
+    streamed = None
+    for piece in bound.stream([question]):
+        streamed = piece if streamed is None else streamed + piece
+    assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [("weather", {"city": "Rome"})]
+    result = ToolMessage("17 degrees|Warm.", tool_call_id=call["id"])
+    assert bound.invoke([HumanMessage("Rome?"), reply, result]).content == "Warm."
+    for method in ("json_schema", "function_calling"):
+        answer = '{"name": "Ann"}'
+        if method == "function_calling":
+            answer = f'<tool_call>{{"name": "Person", "arguments": {answer}}}</tool_call>'
+        structured = chat.with_structured_output(Person, method=method)
+        assert structured.invoke(f"x|{answer}") == Person(name="Ann")
