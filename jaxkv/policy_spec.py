@@ -112,7 +112,10 @@ def by_layer(
         policies = [_parse_one(entry) if isinstance(entry, str) else entry for entry in policy]
         if len(policies) != layers:
             raise UserError(f"give one policy per layer: got {len(policies)} for {layers} layers")
+        for entry in policies:
+            _check_policy(entry)
         return tuple(entry.for_layer(layer, layers) for layer, entry in enumerate(policies))
+    _check_policy(policy)
     layer_windows = [*windows, *[None] * (layers - len(windows))]
     policies = [policy.for_layer(layer, layers) for layer in range(layers)]
     lookbacks = map(max_lookback, policies)
@@ -132,6 +135,15 @@ def by_layer(
         Window(layer_windows[layer]) if layer in kept else layer_policy
         for layer, layer_policy in enumerate(policies)
     )
+
+
+def _check_policy(policy: object) -> None:
+    """Raise UserError for what is no policy. Those of a caller need not derive from `Policy`."""
+    if isinstance(policy, type) or not hasattr(policy, "for_layer"):
+        raise UserError(
+            f"a policy must be a string or an object, got {policy!r:.60}; "
+            'give "streaming:sinks=4,window=252", or one per layer in a list'
+        )
 
 
 def max_lookback(policy: Policy, tokens: int | None = None) -> int | float:

@@ -21,8 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from gemma import gm
-from gemma.gm.nn import _modules, _transformer
+
+try:
+    from gemma import gm
+    from gemma.gm.nn import _modules, _transformer
+except ImportError as error:
+    remedy = "pip install -e '.[gemma]' in the clone of jaxkv, on Python 3.12 or newer"
+    raise ImportError(f"jaxkv.adapters.gemma needs gemma; {remedy}", name="gemma") from error
 
 from jaxkv.adapters.layer import PolicyLayer
 from jaxkv.contract import Chunk, Policy, Spec, State
@@ -95,7 +100,9 @@ def with_policy(
         )
     if hasattr(model, "layers_with_policy"):
         raise UserError("the model has a policy already; give the model that it was made from")
-    if not isinstance(model, _transformer.Transformer):
+    base = _transformer.Transformer
+    # Gemma 3n derives from it with an attention of its own.
+    if not isinstance(model, base) or type(model).setup is not base.setup:
         raise UserError(
             f"models of gemma that take a policy are those of Gemma 2 and 3, got "
             f"{type(model).__name__}; for other decoders call jaxkv.step (docs/integration.md)"
@@ -228,7 +235,7 @@ def _inputs(
         chunk = _prompt if last_only else _step
         tokens, valid, newest = chunk(before, tokens, positions)
         count = before.count + jnp.sum(valid, axis=1, dtype=jnp.int32)
-        _check_room(layers, before, count)
+        _check_room(layers, before, count + np.int32(last_only), tokens if last_only else None)
         start, complete = before.count[:, None], partial(_completed, layers, count, newest)
     positions = start + jnp.maximum(jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)
     arguments = {"positions": positions, "attention_mask": valid[..., None], "cache": cache}
@@ -273,13 +280,26 @@ def _after_pending(pending: Int32[Array, " B"], tokens: Int32[Array, "B T"]) -> 
 
 
 def _check_room(
-    layers: Sequence[PolicyLayer], before: PolicyCache, count: Int32[Array, " B"]
+    layers: Sequence[PolicyLayer],
+    before: PolicyCache,
+    count: Int32[Array, " B"],
+    prompt: Int32[Array, "B T"] | None,
 ) -> None:
-    """Raise UserError if a growing cache has no room; in a compiled call it would give NaN."""
-    growing = [layer.policy for layer in layers if layer.policy.grows]
-    if growing and not isinstance(count, jax.core.Tracer) and jnp.max(count) >= before.columns:
+    """Raise UserError for a prompt beyond cache_length, and for a growing cache without room.
+
+    count: tokens of the text. Compiled calls are not checked: a growing cache gives NaN there.
+    """
+    if isinstance(count, jax.core.Tracer):
+        return
+    length = before.columns - 1
+    if prompt is not None and (size := jnp.max(jnp.sum(prompt != PADDING, axis=1))) > length:
         raise UserError(
-            f"{type(growing[0]).__name__} grows and has room for {before.columns - 1} tokens, got "
+            f"a prompt may have cache_length={length} tokens, got {size}; give a larger one"
+        )
+    growing = [layer.policy for layer in layers if layer.policy.grows]
+    if growing and jnp.max(count) > length:
+        raise UserError(
+            f"{type(growing[0]).__name__} grows and has room for {length} tokens, got "
             f"{jnp.max(count)}; give a larger cache_length, or a policy that is bounded"
         )
 
@@ -336,7 +356,10 @@ def next_turn(state: Any) -> Any:
     The newest sampled token, such as the end of the turn, was never computed: it comes before the
     next prompt. (gemma leaves it out, and attends to the column that it reserved for it.)
     """
-    computed = state.last_token_pos <= _first(state.cache).newest
+    before = _first(state.cache)
+    if not isinstance(before, PolicyCache):
+        raise UserError("the state is of a model without a policy; give one of with_policy")
+    computed = state.last_token_pos <= before.newest
     pending = jnp.where(computed, PADDING, state.last_token)
     caches = {
         name: layer | {"k": layer["k"].replace(pending=pending)}

@@ -44,10 +44,13 @@ class PolicyLayer:
         self, state: State, chunk: Chunk, tokens: int
     ) -> tuple[Float32[Array, "B T N H"], State]:
         """The output and state of a prompt, with room for `tokens` after it, or of new tokens."""
-        finished = self.policy.min_prompt is None or prefill_finished(state)
-        if finished or chunk.valid.shape[1] == 1:
-            return self._update(state, chunk)
-        return self._update_prompt(state, chunk, tokens)
+        if self.begins(state, chunk.valid.shape[1]):
+            return self._update_prompt(state, chunk, tokens)
+        return self._update(state, chunk)
+
+    def begins(self, state: State, tokens: int) -> bool:
+        """Whether so many tokens are a prompt that the policy compresses."""
+        return self.policy.min_prompt is not None and tokens > 1 and not prefill_finished(state)
 
     def attend(self, chunk: Chunk) -> Float32[Array, "B T N H"]:
         """The output of a text without a cache, whose beginning is the prompt."""

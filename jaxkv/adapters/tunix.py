@@ -92,7 +92,12 @@ def with_policy(
 
 def _family_of(model: nnx.Module) -> TunixFamily:
     """The row of the model's class; raises UserError where there is none."""
-    version = importlib.metadata.version("google-tunix")
+    try:
+        version = importlib.metadata.version("google-tunix")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            "google-tunix is not installed; pip install -e '.[tunix]' in the clone of jaxkv"
+        ) from None
     if version != VERSION:
         raise UserError(
             f"policies were tried in google-tunix {VERSION}, got {version}; "
@@ -135,7 +140,7 @@ def _as_class(module: nnx.Module, kind: type) -> nnx.Module:
 
 @cache
 def _model_class(base: type) -> type:
-    return type(base.__name__, (PolicyModel, base), {})
+    return type(base.__name__, (PolicyModel, base), {"__module__": __name__})
 
 
 @cache
@@ -179,7 +184,13 @@ class PolicyAttention:
         if before is None:
             out, after = self.policy_layer.attend(chunk), None
         else:
-            out, state = self.policy_layer.extend(before.state, chunk, mask.shape[2] - tokens)
+            layer = self.policy_layer
+            if layer.prompt not in (None, tokens) and layer.begins(before.state, tokens):
+                raise UserError(
+                    f"prompt={layer.prompt} was given to with_policy, got a prompt of {tokens} "
+                    "tokens; give both the same max_prompt_length"
+                )
+            out, state = layer.extend(before.state, chunk, mask.shape[2] - tokens)
             count = jnp.sum(valid, axis=1, dtype=jnp.int32)
             after = LayerCache(state, before.positions + count, before.seen + np.int32(tokens))
         return after, getattr(self, self.family.output)(out.astype(v.dtype))

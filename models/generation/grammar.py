@@ -9,6 +9,7 @@ matcher.advance(token)
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from jaxkv.typing import Bool
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
+MAX_NUMBER = 2**53  # larger whole numbers are rounded
 MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
 LAYOUT = {  # of JSON: one line, as in the texts that models read, so that no answer is white space
     "whitespace_flexible": False,
@@ -82,7 +84,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UserError(f"{_first_line(self._matcher.get_error())}; give a simpler grammar")
+            raise UserError(f"{_reason(self._matcher.get_error())}; give a simpler grammar")
 
 
 def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
@@ -94,10 +96,11 @@ def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        reason = _first_line(matcher.get_error())
+        reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):
             reason = "no text obeys it"
-        raise UserError(f"{grammar.kind} cannot be used: {reason}; correct it")
+        remedy = "leave them out" if reason.startswith("Unimplemented") else "correct it"
+        raise UserError(f"{grammar.kind} cannot be used: {reason}; {remedy}")
     return Matcher(matcher, llm.config.vocab)
 
 
@@ -128,7 +131,14 @@ class _Tokens:
         self.special_token_ids = sorted(llm.tokenizer.special)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), bos=False, start=False)
+        """The ids of a text, in which added tokens that are written out are text."""
+        marks = [re.escape(token.text) for token in self._tokenizer.added if len(token.text) > 1]
+        decoded, ids, start = text.decode("utf-8", "replace"), [], 0
+        for match in re.finditer("|".join(marks), decoded) if marks else ():
+            cut = match.start() + 1  # within the mark
+            ids += self._tokenizer.encode(decoded[start:cut], bos=False, start=False)
+            start = cut
+        return ids + self._tokenizer.encode(decoded[start:], bos=False, start=False)
 
 
 def _compiled(guidance: Any, grammar: Grammar) -> str:
@@ -145,7 +155,10 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         value = _schema(value)
     elif not isinstance(value, str) or not value:
         raise UserError(f"{kind} must be a text, got {value!r:.60}; give one")
-    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(f"{kind} must be JSON, got {value!r:.60}; correct it") from None
     if len(text) > MAX_SIZE:
         raise UserError(
             f"{kind} may have {MAX_SIZE} characters, got {len(text)}; give a smaller one"
@@ -155,11 +168,13 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
             return guidance.LLMatcher.grammar_from_json_schema(text, overrides=LAYOUT)
         return guidance.grammar_from(kind, text)
     except ValueError as error:
-        raise UserError(f"{kind} cannot be used: {_first_line(str(error))}; correct it") from None
+        raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
 
 
 def _schema(value: Any) -> Any:
-    """A schema from a dict or JSON."""
+    """A schema from a dict, JSON or a class of pydantic."""
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -167,12 +182,35 @@ def _schema(value: Any) -> Any:
             raise UserError(f"json_schema must be JSON, got {value!r:.60}; correct it") from None
     if not isinstance(value, dict):
         raise UserError(f"json_schema must be an object, got {value!r:.60}; give a JSON schema")
+    _check_members(value)
     return value
 
 
-def _first_line(message: str) -> str:
-    """The first line of a message of llguidance that is not part of a traceback."""
-    return message.strip().partition("\n")[0].removeprefix("panic: ").rstrip(". ")
+def _check_members(value: Any) -> None:
+    """Raise UserError for what llguidance would read in another way."""
+    if isinstance(value, dict):
+        if "x-guidance" in value:
+            raise UserError("json_schema must not have x-guidance, got one; leave it out")
+        for member in value.values():
+            _check_members(member)
+    elif isinstance(value, list):
+        for member in value:
+            _check_members(member)
+    elif isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise UserError(
+            f"numbers in json_schema may be at most 2^53, got {value}; give a text with a pattern"
+        )
+
+
+def _reason(message: str) -> str:
+    """What a message of llguidance says, in one line."""
+    first, *lines = (line.strip() for line in message.strip().splitlines())
+    why = next((line for line in lines if line.startswith("error:")), "")
+    reason = f"{first.removeprefix('panic: ')} {why.removeprefix('error:')}".strip().rstrip(". ")
+    return reason.replace(COERCE, "use anyOf in place of oneOf")
+
+
+COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
 def _llguidance() -> Any:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
 from types import SimpleNamespace
+from typing import Literal
 
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.generation.grammar import MAX_SIZE, Grammar, matcher_of
+from jaxkv.models.loading.added_tokens import AddedToken
 from tests.serve.http.fake import EOS, VOCAB, language
 
 SCHEMAS = {
@@ -123,7 +127,7 @@ for _ in range(300):
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        ("json_schema", {"not": {}}, r'Unimplemented keys: \["not"\]; correct it'),
+        ("json_schema", {"not": {}}, r'Unimplemented keys: \["not"\]; leave them out'),
         ("json_schema", False, "must be an object, got False"),
         ("json_schema", [1], "must be an object, got"),
         ("json_schema", "{", "must be JSON, got"),
@@ -131,7 +135,13 @@ for _ in range(300):
         ("json_schema", DEEP, "recursion limit exceeded"),
         ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "no text"),
         ("json_schema", {"enum": ["x" * MAX_SIZE]}, f"may have {MAX_SIZE} characters, got"),
-        ("regex", "(a", "invalid regex"),
+        ("regex", "(a", "invalid regex.* unclosed group; correct it"),
+        ("json_schema", {"pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", {"const": 2**53 + 1}, r"at most 2\^53, got 9007199254740993"),
+        ("json_schema", {"a": [{"x-guidance": {}}]}, "must not have x-guidance"),
+        ("json_schema", {"const": object()}, "must be JSON, got"),
+        ("json_schema", {"uniqueItems": True}, "Unimplemented keys.*; leave them out"),
+        ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
         ("regex", r"[^\s\S]", "no text obeys it"),
         ("regex", "", "must be a text, got ''"),
         ("regex", 3, "must be a text, got 3"),
@@ -170,3 +180,26 @@ def test_the_real_model_obeys_a_schema(smollm2):
 def test_a_schema_without_an_end_is_refused(llm):
     with pytest.raises(UserError, match="leave ignore_eos out"):
         models.generation.text.matchers_of(llm, {}, 1, ignore_eos=True)
+
+
+def test_added_tokens_in_a_grammar_are_text(llm):
+    """A text that a grammar forces is tokenized, and none of it is an added token."""
+    tokenizer = dataclasses.replace(
+        llm.tokenizer, added=(AddedToken("<s>", 256), AddedToken("</s>", EOS))
+    )
+    marked = SimpleNamespace(tokenizer=tokenizer, eos=(EOS,), config=llm.config)
+    for text in ("<s>", "a </s> b", "</s></s>"):
+        matcher = matcher_of(marked, Grammar("choice", [text]))
+        assert walk(matcher, 0) == text
+
+
+def test_a_class_of_pydantic_is_a_schema(llm):
+    class Person(pydantic.BaseModel):
+        name: Literal["Ann"]
+
+    text = walk(matcher_of(llm, Grammar("json_schema", Person)), 0)
+    assert Person.model_validate_json(text) == Person(name="Ann")
+
+
+def test_the_size_of_a_grammar_is_in_characters(llm):
+    matcher_of(llm, Grammar("json_schema", {"const": "青" * (MAX_SIZE // 2)}))

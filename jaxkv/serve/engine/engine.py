@@ -355,7 +355,7 @@ class Engine:
         step = self._running.decode(self._in_flight)
         for handle in self._running.running:
             if handle.failure:
-                self._finish(handle, "error", handle.failure)
+                self._finish(handle, "refused", handle.failure)
         if step is None:
             return 0
         self._in_flight.append(step)

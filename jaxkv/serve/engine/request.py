@@ -194,12 +194,12 @@ def check_request(request: Request, max_len: int | None, vocab: int) -> None:
 class Outcome:
     """The end of an answer.
 
-    reason: eos, stop, length, cancelled or error.
+    reason: eos, stop, length, cancelled, error, or refused if its matcher could not go on.
     computed_tokens, cached_tokens: prompt tokens that were computed, and taken from the prefix
       cache; fewer than all after a cancellation.
     queue_seconds, first_token_seconds, total_seconds: time from the arrival of the request to its
       start, its first token and its end; None for events that did not happen.
-    error: the message if the reason is `error`.
+    error: the message if the reason is `error` or `refused`.
     """
 
     reason: str

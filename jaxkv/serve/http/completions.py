@@ -368,6 +368,8 @@ def checked(event: Event | None) -> Delta | Finish:
         return event
     if event.reason == "cancelled":
         raise server_stopping()
+    if event.reason == "refused":
+        raise APIError(400, f"the answer cannot obey its grammar: {event.outcome.error}")
     if event.reason == "slow":
         message = "the answer was read too slowly and was ended; read it faster"
         raise APIError(408, message, "answer_read_too_slowly")

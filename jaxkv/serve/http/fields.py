@@ -86,8 +86,9 @@ def structured_outputs(name: str, value: Any) -> GrammarField | None:
     """The form of vLLM: an object with one of json, regex, choice, grammar and json_object."""
     accepted = {*STRUCTURES, "json_object"}
     asked = {} if type(value) is not dict else {k: v for k, v in value.items() if v is not None}
-    if type(value) is not dict or len(asked) > 1 or not value.keys() <= accepted:
+    if type(value) is not dict or len(asked) > 1:
         raise invalid(name, f"an object with one of {', '.join(sorted(accepted))}", value)
+    check_keys(name, asked, accepted)
     for key, content in asked.items():
         inner = f"{name}.{key}"
         if key == "json_object":

@@ -123,6 +123,9 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
         {"type": "object", "properties": {}} if parameters is None else parameters
     )
     variables(f"{name}.function.parameters", parsed["parameters"])
+    if "x-guidance" in json.dumps(parsed["parameters"]):
+        rule = "a schema without x-guidance"
+        raise invalid(f"{name}.function.parameters", rule, parsed["parameters"])
     if function.get("strict") is not None:
         flag(f"{name}.function.strict", function["strict"])
     return {"type": "function", "function": parsed}

@@ -371,8 +371,16 @@ def test_bad_input(monkeypatch):
     apply = lambda **inputs: bounded.apply({"params": weights}, ids, **inputs)
     with pytest.raises(UserError, match="are those of Gemma 2 and 3, got Dense"):
         with_policy(_modules.nn.Dense(2), "full")
+    with pytest.raises(UserError, match="are those of Gemma 2 and 3, got Gemma3n_E2B"):
+        with_policy(gm.nn.Gemma3n_E2B(), "full")
     with pytest.raises(UserError, match="has a policy already"):
         with_policy(bounded, "full")
+    with pytest.raises(UserError, match="a string or an object, got None"):
+        with_policy(model, None)
+    with pytest.raises(UserError, match="cache_length=16 tokens, got"):
+        sampler(bounded, weights, cache_length=16).sample("a" * 30)
+    with pytest.raises(UserError, match="state is of a model without a policy"):
+        next_turn(answer(model, weights, max_new_tokens=2).state)
     with pytest.raises(UserError, match="prompt must be"):
         with_policy(model, "full", prompt=0)
     with pytest.raises(UserError, match="unknown policy"):

@@ -290,6 +290,10 @@ def test_bad_input(monkeypatch):
     compressing, bounded = with_policy(model, "snapkv"), with_policy(model, "streaming")
     with pytest.raises(UserError, match="the number of its tokens as prompt="):
         compressing(ids, jnp.arange(4)[None], None, mask)
+    with pytest.raises(
+        UserError, match=f"prompt=8 was given to with_policy, got a prompt of {PROMPT}"
+    ):
+        sample(with_policy(model, "snapkv:capacity=8,window=4", prompt=8), 4)
     with pytest.raises(UserError, match="turn packing off"):
         bounded(ids, jnp.arange(4)[None], None, None, segment_ids=ids)
     with pytest.raises(UserError, match="cache is of a model without a policy"):

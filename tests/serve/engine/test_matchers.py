@@ -74,7 +74,7 @@ def test_a_matcher_that_fails_ends_its_answer_alone(engine):
     at_once = Request((1, 2), 20, matcher=Multiples(9, fails=0))
     listener, first, other = ask(engine, failing, at_once, Request((5, 6), 30))
     for failed in (listener, first):
-        assert failed.outcome.reason == "error"
+        assert failed.outcome.reason == "refused"
         assert failed.outcome.error == "the grammar is too large; give a smaller one"
     assert len(listener.tokens) <= 4
     assert len(other.tokens) == 30
