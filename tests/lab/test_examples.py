@@ -234,11 +234,11 @@ def test_the_python_of_readme_runs():
     assert names["out"].shape == names["q"].shape
 
 
-def test_the_python_of_the_serving_page_runs(folder):
+def test_the_python_of_the_serving_pages_runs(folder):
     (command,) = [line for line in commands("docs/serving.md") if line.startswith(SERVER)]
     assert command in commands("README.md")
     with server(command, folder):
-        printed = run_blocks("docs/serving.md", {})
+        printed = run_blocks("docs/serving.md", {}) + run_blocks("docs/serving_reference.md", {})
     assert len(printed.split()) > 200 and repetition(printed) < LOOP
 
 

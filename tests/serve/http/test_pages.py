@@ -1,4 +1,4 @@
-"""docs/serving.md and docs/grafana.json name flags, metrics and labels that exist."""
+"""The pages of the server and docs/grafana.json name flags, metrics and labels that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = (DOCS / "serving.md").read_text("utf-8")
+PAGE = "\n".join(
+    (DOCS / name).read_text("utf-8") for name in ("serving.md", "serving_reference.md")
+)
 DASHBOARD = json.loads((DOCS / "grafana.json").read_text("utf-8"))
 # Of other programs, and those that the page says are absent.
 OTHERS = {
