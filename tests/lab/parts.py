@@ -54,6 +54,9 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
         ("jaxkv/adapters/*", "models/training/grpo.py", "evals/training/*", "colab/09_*"),
     ),
     "notebooks": Part(("tests/lab/colab",), ("colab/*",)),
+    "deploy": Part(
+        ("tests/lab/test_deploy.py",), ("deploy/*", "pyproject.toml", "jaxkv/cli/serve.py")
+    ),
     "wheel": Part(("tests/lab/test_wheel.py",), ("pyproject.toml", "jaxkv/evals/*")),
     "order of tests": Part(
         ("tests/lab/test_schedule.py", "tests/lab/test_parts.py", "tests/lab/test_memory.py"),

@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_README_WORDS = 1200
+MAX_README_WORDS, MAX_SERVING_WORDS = 1200, 2500
 NOT_A_FILE = re.compile(r"^jaxkv/step\.py$")  # decisions name files that do not exist
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 
@@ -63,6 +63,11 @@ def test_readme_is_short():
     assert len(text.split()) <= MAX_README_WORDS
 
 
+def test_the_first_page_for_operators_is_short():
+    """Details stand in docs/serving_reference.md and deploy/README.md."""
+    assert len((ROOT / "docs/serving.md").read_text("utf-8").split()) <= MAX_SERVING_WORDS
+
+
 def test_the_repository_address_is_in_one_place():
     """Only notebooks repeat the address, to install jaxkv. Other pages assume a clone."""
     pages = {
@@ -78,7 +83,7 @@ def test_the_repository_address_is_in_one_place():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "ARCHITECTURE.md", "ACCELERATOR.md", "docs", "evals"]
+    "page", ["README.md", "ARCHITECTURE.md", "ACCELERATOR.md", "docs", "evals", "deploy"]
 )
 def test_named_files_and_modules_exist(page):
     """Paths of .py files from the root, and modules of `python -m`. Capitals are placeholders."""

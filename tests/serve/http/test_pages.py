@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxkv import defaults
 from jaxkv.cli import serve
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = "\n".join(
-    (DOCS / name).read_text("utf-8") for name in ("serving.md", "serving_reference.md")
-)
-DASHBOARD = json.loads((DOCS / "grafana.json").read_text("utf-8"))
-# Of other programs, and those that the page says are absent.
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [(ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("serving", "serving_reference")]
+METRICS = [  # besides
+    (ROOT / "deploy" / name).read_text("utf-8")
+    for name in ("README.md", "kubernetes/endpoint-picker.yaml")
+]
+DASHBOARD = json.loads((ROOT / "docs/grafana.json").read_text("utf-8"))
+# Of other programs, and those that the pages say are absent.
 OTHERS = {
-    *("--no-cache-dir", "--time", "--total-queued-requests-metric"),
-    *("--kv-cache-usage-percentage-metric", "--lora-info-metric", "--cache-info-metric"),
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
     *("--balance-abs-threshold", "--balance-rel-threshold"),
     *("--limit", "--metadata", "--tasks"),
@@ -41,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_flags_exist():
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - OTHERS
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(PAGES))) - OTHERS
     unknown = named - set(parser()._option_string_actions)
     assert len(named) > 20 and not unknown
 
@@ -61,7 +57,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def test_metrics_exist(exported):
-    named = set(re.findall(r"jaxkv:[a-z]\w+", PAGE))
+    named = set(re.findall(r"jaxkv:[a-z]\w+_\w+", "\n".join([*PAGES, *METRICS])))
     assert len(named) >= 3 and named <= exported.keys()
 
 
@@ -80,29 +76,3 @@ def test_a_query_names_metrics_and_labels_that_exist(exported, query):
     for label in re.findall(r"(\w+)=~", query):
         assert label in ("job", "instance")  # labels that Prometheus adds
     assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
-
-
-def block(language: str) -> str:
-    (code,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return code
-
-
-def test_the_unit_for_systemd(tmp_path):
-    unit = block("ini")
-    command = shlex.split(re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE)[1])
-    args = parser().parse_args(command[2:])
-    stop = int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[1])
-    assert stop > args.drain > 0, "systemd must wait until the server has drained"
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd-analyze")
-    path = tmp_path / "jaxkv.service"
-    path.write_text(unit.replace(command[0], "/bin/true"))  # it must exist
-    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
-    assert str(path.name) not in done.stderr, done.stderr
-
-
-def test_the_command_of_the_container():
-    words = re.search(r"^ENTRYPOINT \[(.*)\]$", block("dockerfile"), re.MULTILINE)[1]
-    command = [word.strip(' "') for word in words.split(",")]
-    assert command[:2] == ["jaxkv", "serve"]
-    assert parser().parse_args(command[2:]).policy == defaults.POLICY
