@@ -13,7 +13,7 @@ from jaxkv.contract import Chunk, Policy, Spec, State, prefill_finished
 from jaxkv.errors import UserError
 from jaxkv.typing import Array, Float32
 
-PIECE = 256  # tokens that are computed at a time
+CHUNK_SIZE = 256  # tokens that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class PolicyLayer:
     """A policy in a layer, and how the layer attends.
 
     number: of the layer. seed: of policies that draw, one for all sequences, so that a sequence
-    draws alike in every batch. prompt: the number of tokens that are the prompt where a text comes
-    without a cache, None where that is not known.
+    gets the same random draws in every batch. prompt: the number of tokens that are the prompt
+    where a text comes without a cache, None where that is not known.
     """
 
     policy: Policy
@@ -32,7 +32,7 @@ class PolicyLayer:
     prompt: int | None = None
 
     def empty(self, batch: int, tokens: int) -> State:
-        """The state of no token, with room for `tokens` if it grows."""
+        """The state before the first token, with room for `tokens` if it grows."""
         _, rng = jax.random.split(jax.random.key(self.seed))  # as in models.generation.streams
         state = self.policy.init(self.spec, 1, jax.random.fold_in(rng, self.number))
         state = jax.tree.map(lambda leaf: jnp.repeat(leaf, batch, axis=0), state)
@@ -44,13 +44,13 @@ class PolicyLayer:
         self, state: State, chunk: Chunk, tokens: int
     ) -> tuple[Float32[Array, "B T N H"], State]:
         """The output and state of a prompt, with room for `tokens` after it, or of new tokens."""
-        if self.begins(state, chunk.valid.shape[1]):
+        if self.is_prompt(state):
             return self._update_prompt(state, chunk, tokens)
         return self._update(state, chunk)
 
-    def begins(self, state: State, tokens: int) -> bool:
-        """Whether so many tokens are a prompt that the policy compresses."""
-        return self.policy.min_prompt is not None and tokens > 1 and not prefill_finished(state)
+    def is_prompt(self, state: State) -> bool:
+        """Whether the next tokens are a prompt that the policy compresses."""
+        return self.policy.min_prompt is not None and not prefill_finished(state)
 
     def attend(self, chunk: Chunk) -> Float32[Array, "B T N H"]:
         """The output of a text without a cache, whose beginning is the prompt."""
@@ -64,19 +64,19 @@ class PolicyLayer:
                 "not known without a cache; give with_policy the number of its tokens as prompt="
             )
         end = min(self.prompt, tokens)
-        prompt, rest = (
+        start, answer = (
             Chunk(*(leaf[:, first:last] for leaf in chunk))
             for first, last in ((0, end), (end, tokens))
         )
-        out, state = self._update_prompt(state, prompt, tokens - end)
+        out, state = self._update_prompt(state, start, tokens - end)
         if end == tokens:
             return out
-        return jnp.concatenate([out, self._update(state, rest)[0]], axis=1)
+        return jnp.concatenate([out, self._update(state, answer)[0]], axis=1)
 
     def _update(self, state: State, chunk: Chunk) -> tuple[Array, State]:
         """The output, a piece at a time; a piece is computed again for gradients."""
         update = jax.checkpoint(partial(self.policy.update, self.spec))
-        attended, state = chunked_scan(update, state, chunk, PIECE)
+        attended, state = chunked_scan(update, state, chunk, CHUNK_SIZE)
         return attended.out, state
 
     def _update_prompt(self, state: State, prompt: Chunk, tokens: int) -> tuple[Array, State]:

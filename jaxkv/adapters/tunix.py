@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -91,7 +92,7 @@ def with_policy(
 
 
 def _family_of(model: nnx.Module) -> TunixFamily:
-    """The row of the model's class; raises UserError where there is none."""
+    """The family of the model's class; raises UserError where there is none."""
     try:
         version = importlib.metadata.version("google-tunix")
     except importlib.metadata.PackageNotFoundError:
@@ -107,9 +108,9 @@ def _family_of(model: nnx.Module) -> TunixFamily:
         raise UserError("the model has a policy already; give the model that it was made from")
     # LoRA derives a class from that of tunix.
     kinds = [(kind.__module__, kind.__name__) for kind in type(model).__mro__]
-    family = next((row for row in FAMILIES if (row.module, row.model) in kinds), None)
+    family = next((each for each in FAMILIES if (each.module, each.model) in kinds), None)
     if family is None:
-        names = ", ".join(row.model for row in FAMILIES)
+        names = ", ".join(each.model for each in FAMILIES)
         raise UserError(
             f"models of google-tunix that take a policy are {names}, got "
             f"{type(model).__module__}.{type(model).__name__}; for other decoders call jaxkv.step "
@@ -127,7 +128,8 @@ def _spec(family: TunixFamily, config: Any, attn: Any) -> Spec:
         scale=family.scale(attn),
         encoding=rotary(attn.head_dim, theta, scaling),
         dtype=getattr(config, "dtype", None) or getattr(config, "param_dtype", jnp.float32),
-        group=attn.num_heads // attn.num_kv_heads,
+        # attn.num_heads of some models is the width of the model.
+        group=config.num_heads // attn.num_kv_heads,
     )
 
 
@@ -164,7 +166,7 @@ class PolicyAttention:
     """An attention of tunix whose cache is the state of a policy."""
 
     def empty(self, batch: int, tokens: int) -> LayerCache:
-        """The cache of no token, with room for `tokens` if it grows."""
+        """The cache before the first token, with room for `tokens` if it grows."""
         state = self.policy_layer.empty(batch, tokens)
         return LayerCache(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
@@ -176,6 +178,7 @@ class PolicyAttention:
             raise UserError("the cache is of a model without a policy; give one of init_cache")
         if mask is None and arguments.get("segment_ids") is not None:
             raise UserError("packed sequences would share a cache; turn packing off")
+        _check_causal(mask, x.shape[1], before is None)
         batch, tokens, _ = x.shape
         start = (jnp.zeros(batch, jnp.int32),) * 2 if before is None else before[1:]
         positions, valid = _tokens(mask, *start, tokens)
@@ -185,7 +188,7 @@ class PolicyAttention:
             out, after = self.policy_layer.attend(chunk), None
         else:
             layer = self.policy_layer
-            if layer.prompt not in (None, tokens) and layer.begins(before.state, tokens):
+            if layer.prompt not in (None, tokens) and layer.is_prompt(before.state):
                 raise UserError(
                     f"prompt={layer.prompt} was given to with_policy, got a prompt of {tokens} "
                     "tokens; give both the same max_prompt_length"
@@ -194,6 +197,24 @@ class PolicyAttention:
             count = jnp.sum(valid, axis=1, dtype=jnp.int32)
             after = LayerCache(state, before.positions + count, before.seen + np.int32(tokens))
         return after, getattr(self, self.family.output)(out.astype(v.dtype))
+
+
+def _check_causal(mask: Bool[Array, "B T S"] | None, tokens: int, starts: bool) -> None:
+    """Raise UserError for a mask in which tokens see later ones, or not all earlier ones.
+
+    starts: there is no cache. Compiled calls are checked while their mask is known.
+    """
+    if mask is None and tokens > 1:
+        raise UserError("without a mask tokens see later ones; give a causal attention_mask")
+    if not starts or mask is None or isinstance(mask, jax.core.Tracer):
+        return
+    valid = jnp.diagonal(mask, axis1=1, axis2=2)
+    causal = jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :]
+    if jnp.any((mask != causal) & valid[:, :, None]):
+        raise UserError(
+            "a policy attends to all earlier tokens and to no later ones, got a mask that does not "
+            "(of packed texts or images, for example); give a causal attention_mask"
+        )
 
 
 def _tokens(

@@ -98,10 +98,10 @@ def make(name, seed=0):
     return model
 
 
-def sample(model, tokens, texts=TEXTS, **settings):
+def sample(model, tokens, texts=TEXTS, prompt=PROMPT, **settings):
     sampler = Sampler(model, Tokenizer(), cache_config(model, PROMPT + tokens))
     settings = {"return_logprobs": True, "forbidden_tokens": FORBIDDEN} | settings
-    return sampler(texts, max_generation_steps=tokens, max_prompt_length=PROMPT, **settings)
+    return sampler(texts, max_generation_steps=tokens, max_prompt_length=prompt, **settings)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,7 +134,7 @@ def test_a_learner_has_the_log_probabilities_of_the_sampler(name, policy):
         assert difference.max() > 1e-3
 
 
-def test_a_row_draws_alike_in_any_batch():
+def test_a_sequence_gets_the_same_draws_in_any_batch():
     bounded = with_policy(make("Qwen3"), "reservoir:sinks=2,window=6,sample=18", seed=5)
     text = TEXTS[2]
     together, alone = sample(bounded, 100), sample(bounded, 100, [text])
@@ -173,9 +173,17 @@ def weights_of_folder(model, llm):
             put((*theirs, "mlp", f"{part}_proj", "kernel"), weights[f"{ours}{part}"].T)
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_group_is_that_of_the_model(name):
+    layer = with_policy(make(name), "full").layers[0].attn.policy_layer
+    assert layer.spec.group * layer.spec.kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "policy", [*POLICIES[:2], "snapkv:capacity=8,window=4", "tova:capacity=16"]
+)
 def test_5000_tokens_are_those_of_this_decoder(policy, tmp_path):
-    """In a cache whose bytes do not depend on the tokens."""
+    """In a cache whose bytes do not depend on the tokens, but under snapkv."""
     folder = write_model(tmp_path, FAMILIES["qwen3"] | {"head_dim": 16, "vocab_size": VOCAB})
     llm = untokenized(folder)
     config = qwen3.ModelConfig(**QWEN | {"norm_eps": 1e-5}, use_tied_embedding=False)
@@ -186,15 +194,24 @@ def test_5000_tokens_are_those_of_this_decoder(policy, tmp_path):
     llm = dataclasses.replace(llm, weights=llm.weights | {"head": jnp.asarray(head)})
     weights_of_folder(model, llm)
     bounded, ids = with_policy(model, policy, seed=7), [1, *Tokenizer().encode(TEXTS[0])]
-    actual = sample(bounded, 5000, TEXTS[:1], forbidden_tokens=None, eos_tokens=[VOCAB])
-    stream = Stream(llm, policy, seed=7, tokens=len(ids) + 5000)
+    grows = any(layer.attn.policy_layer.policy.grows for layer in bounded.layers)
+    count = 200 if grows else 5000
+    actual = sample(bounded, count, TEXTS[:1], forbidden_tokens=None, eos_tokens=[VOCAB])
+    stream = Stream(llm, policy, seed=7, tokens=len(ids) + count)
     stream.prefill([ids])
+    stream.finish_prefill()
     expected = np.concatenate(
-        list(stream.decode_blocks(Sampling(temperature=0.0), 5000, ())), axis=1
+        list(stream.decode_blocks(Sampling(temperature=0.0), count, ())), axis=1
     )
     np.testing.assert_array_equal(actual.tokens[0], expected[0])
     sizes = {sequences.nbytes(bounded.init_cache(1, size, jnp.float32)) for size in (64, 8000)}
-    assert len(sizes) == 1
+    assert grows or len(sizes) == 1
+
+
+@pytest.mark.parametrize("policy", ["snapkv:capacity=8,window=4,start=16", "magicpig:start=16"])
+def test_a_prompt_of_one_token_is_a_prompt(policy):
+    output = sample(with_policy(make("Qwen3"), policy), 60, ["x"], prompt=1)
+    assert np.isfinite(np.asarray(output.logprobs)).all()
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -226,9 +243,17 @@ def test_gradients_are_those_of_finite_differences():
 def test_lora_before_and_after():
     model = make("Qwen3")
     provider = qwix.LoraProvider(module_path=".*_proj", rank=4, alpha=2.0)
-    with_lora = lambda model: qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+
+    def with_lora(model):
+        model = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+        rng = np.random.default_rng(0)
+        for _, weight in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+            weight[...] = jnp.asarray(0.1 * rng.normal(size=weight[...].shape), weight[...].dtype)
+        return model
+
     before, after = with_policy(with_lora(model), "full"), with_lora(with_policy(model, "full"))
-    expected = sample(model, 30).tokens
+    expected = sample(with_lora(make("Qwen3")), 30).tokens
+    assert not np.array_equal(expected, sample(make("Qwen3"), 30).tokens)
     for bounded in (before, after):
         assert isinstance(bounded, PolicyModel)
         assert jax.tree.leaves(nnx.state(bounded, nnx.LoRAParam))
@@ -294,6 +319,10 @@ def test_bad_input(monkeypatch):
         UserError, match=f"prompt=8 was given to with_policy, got a prompt of {PROMPT}"
     ):
         sample(with_policy(model, "snapkv:capacity=8,window=4", prompt=8), 4)
+    with pytest.raises(UserError, match="give a causal attention_mask"):
+        bounded(ids, jnp.arange(4)[None], None, jnp.ones((1, 4, 4), bool))
+    with pytest.raises(UserError, match="give a causal attention_mask"):
+        bounded(ids, jnp.arange(4)[None], None, None)
     with pytest.raises(UserError, match="turn packing off"):
         bounded(ids, jnp.arange(4)[None], None, None, segment_ids=ids)
     with pytest.raises(UserError, match="cache is of a model without a policy"):
