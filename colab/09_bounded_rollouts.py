@@ -135,19 +135,18 @@ runtime.picture(figure, "Training with bounded rollouts", caption)
 
 # %% [markdown]
 # **What to see.** The right panel shows the mean absolute difference of log probabilities between
-# learner and sampler, over all steps. With full attention in the learner it is about a million times
-# larger than with the bounded learner, which only rounds differently. Weighted tokens repair part of
+# learner and sampler, over all steps. With full attention in the learner it is over a thousand
+# times larger than with the bounded learner, which only rounds differently. Weighted tokens repair part of
 # the gradient, but the difference stays.
 #
 # The left panel shows the reward. The bounded learner earns more than the learners with full
-# attention behind a bounded sampler. Full attention in both earns more still: this model was trained
+# attention whose sampler is bounded. Full attention in both earns more still: this model was trained
 # with it, and the bounded cache costs reward before the first step. So a bounded cache does not
 # improve training. It makes rollouts cheaper, and its learner keeps most of the reward.
 #
 # This is one model, and models differ by more than the variants.
 # [docs/adapters.md](https://github.com/jaxkv/jaxkv/blob/main/docs/adapters.md) has three models, and
-# texts of 2,000 tokens. For one of the three models, the bounded learner is better than full
-# attention.
+# texts of 2,000 tokens.
 #
 # The next cell checks these results and fails if one of them does not hold.
 

@@ -2,8 +2,8 @@
 
 A small Qwen3 of google-tunix continues a repeated word. It was trained with full attention, on few
 texts, and GRPO trains it further in four ways. `full`: sampler and learner have full attention.
-`mismatch`: the sampler has a bounded cache. `weights`: so, and each token is weighted by the ratio
-of its probabilities, at most `grpo.CLIP`, as the repair of Sparse-RL (arXiv 2601.10079).
+`mismatch`: the sampler has a bounded cache. `weights`: as `mismatch`, and each token is weighted by
+the ratio of its probabilities, at most `grpo.CLIP`, as the repair of Sparse-RL (arXiv 2601.10079).
 `bounded`: the learner has the attention of the sampler (`jaxkv.adapters.tunix`). Run it where the
 extra tunix is installed.
 """
@@ -66,9 +66,8 @@ CLAIMS = (
           above("arms/mismatch/difference", by=0.05)),
     claim("not claimed", "A learner with the attention of the sampler has no mismatch: under 1e-5",
           "rollouts", within("arms/bounded/difference", by=1e-5), unit="number"),
-    claim("not claimed", "It earns more reward than a learner of full attention, with and without "
-          "weights, for each seed", "rollouts", above(more_reward("bounded", "mismatch")),
-          above(more_reward("bounded", "weights")), unit="points"),
+    claim("not claimed", "It earns more reward than a learner of full attention, for each seed",
+          "rollouts", above(more_reward("bounded", "mismatch")), unit="points"),
 )  # fmt: skip
 
 
@@ -85,15 +84,19 @@ def rollouts_table() -> str:
         f"Medians of {seeds} seeds, with the range. Difference: mean absolute difference of log "
         "probabilities, sampler against learner."
     )
-    heads = ("way", "reward of the first step", f"of the last {LAST} steps", "difference (nats)")
+    heads = (
+        "variant",
+        "reward of the first step",
+        f"of the last {LAST} steps",
+        "difference (nats)",
+    )
     return table(heads, rows, caption)
 
 
 TABLES = {"rollouts": rollouts_table}
 STATEMENTS = (
     Statement("docs/adapters.md", "For each seed the learner of the adapter earns more reward than "
-              "`mismatch` and `weights`", "rollouts",
-              [above(more_reward("bounded", base)) for base in ("mismatch", "weights")]),
+              "`mismatch`", "rollouts", [above(more_reward("bounded", "mismatch"))]),
     Statement("docs/adapters.md", "The median of full attention is higher", "rollouts",
               [above("arms/full/reward", "arms/bounded/reward", sure=False)]),
 )  # fmt: skip

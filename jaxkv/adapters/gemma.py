@@ -1,4 +1,4 @@
-"""A cache policy in the models of gemma: in its samplers, and in chats without an end.
+"""A cache policy in the models of gemma: in its samplers, and in chats of unbounded length.
 
     from jaxkv.adapters.gemma import ChatSampler, with_policy
     model = with_policy(model, "streaming:sinks=4,window=1020")
@@ -81,17 +81,18 @@ def with_policy(
     prompt: int | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A model with a cache policy: the same fields, names of weights and signature.
+    """A model with a cache policy: the same fields and names of weights.
 
     model: a Gemma 2 or 3 of gemma; gm.nn.LoRA may wrap the result. policy: as for `jaxkv.by_layer`;
-    layers with a window of their own keep it. prompt: the number of tokens that are the prompt
-    where the model is called without a cache; policies that compress a finished prompt need it.
-    seed: of policies that draw.
+    layers with a sliding window keep it, unless a policy is named for them. prompt: the number of
+    tokens of every prompt where the model is called without a cache; policies that compress a
+    finished prompt need it. seed: of policies that draw.
 
     cache_length of a sampler bounds a prompt, and the text too under a policy that grows. Called
     without a cache, the model computes the attention of the policy: each query sees what it saw in
-    the sampler. Raises UserError for another model or version of gemma; the model does for images,
-    masks of one's own, and a cache of a model without a policy.
+    the sampler, which compresses a prompt without its last token. Raises UserError for another
+    model or version of gemma; the model does for images, masks that are not causal, and a cache of
+    a model without a policy.
     """
     version = importlib.metadata.version("gemma")
     if version != VERSION:
@@ -102,13 +103,19 @@ def with_policy(
         raise UserError("the model has a policy already; give the model that it was made from")
     base = _transformer.Transformer
     # Gemma 3n derives from it with an attention of its own.
+    if isinstance(model, gm.nn.LoRA):
+        raise UserError(
+            "LoRA goes around a model with a policy; give with_policy the model inside, and then "
+            "gm.nn.LoRA the result"
+        )
     if not isinstance(model, base) or type(model).setup is not base.setup:
         raise UserError(
             f"models of gemma that take a policy are those of Gemma 2 and 3, got "
             f"{type(model).__name__}; for other decoders call jaxkv.step (docs/integration.md)"
         )
     if prompt is not None:
-        check_int("prompt", prompt)
+        check_int("prompt", prompt, 2)
+        prompt -= 1  # samplers compute the last token again, after the prompt
     check_int("seed", seed, 0)
     config = model.config
     windows = [
@@ -176,17 +183,17 @@ def _model_class(base: type) -> type:
 def _empty(
     layers: Sequence[PolicyLayer], batch: int, dtype: Any, tokens: int
 ) -> dict[str, GemmaCache]:
-    """The caches of no token."""
+    """The caches before the first token."""
     columns = tokens + 1  # samplers of gemma stop one column before the last
     count = jnp.zeros(batch, jnp.int32)
-    nothing = jnp.zeros((batch, columns, 0, 0), dtype)
+    no_keys = jnp.zeros((batch, columns, 0, 0), dtype)
     return {
         f"layer_{layer.number}": {
             "k": PolicyCache(
                 _with_dtype(layer, dtype).empty(batch, tokens), count, count - 1, None, columns
             ),
-            "v": nothing,
-            "positions": nothing,
+            "v": no_keys,
+            "positions": no_keys,
             "end_index": count,
         }
         for layer in layers
@@ -232,6 +239,8 @@ def _inputs(
                 "between turns the columns of masks would grow with the text; give the sampler "
                 "last_state=next_turn(state), or use the ChatSampler of jaxkv.adapters.gemma"
             )
+        if tokens.shape[1] > 1 and attention_mask is not None:
+            _check_causal(attention_mask, tokens)
         chunk = _prompt if last_only else _step
         tokens, valid, newest = chunk(before, tokens, positions)
         count = before.count + jnp.sum(valid, axis=1, dtype=jnp.int32)
@@ -240,6 +249,22 @@ def _inputs(
     positions = start + jnp.maximum(jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)
     arguments = {"positions": positions, "attention_mask": valid[..., None], "cache": cache}
     return tokens, rest | arguments, complete
+
+
+def _check_causal(mask: Bool[Array, "B T S"], tokens: Int32[Array, "B T"]) -> None:
+    """Raise UserError for a mask in which tokens see later ones, or not all earlier ones.
+
+    Compiled calls are not checked.
+    """
+    if isinstance(mask, jax.core.Tracer):
+        return
+    valid = tokens != PADDING
+    causal = jnp.tril(valid[:, None, :] & jnp.ones((tokens.shape[1], 1), bool))
+    if jnp.any((mask[:, :, : tokens.shape[1]] != causal) & valid[:, :, None]):
+        raise UserError(
+            "a policy attends to all earlier tokens and to no later ones, got another "
+            "attention_mask; leave it out"
+        )
 
 
 def _prompt(
@@ -344,9 +369,9 @@ def _attend(
     if before is None:
         out, after = layer.attend(chunk), None
     else:
-        kept = before["k"]
-        out, state = layer.extend(kept.state, chunk, kept.columns - 1)
-        after = before | {"k": kept.replace(state=state)}
+        stored = before["k"]
+        out, state = layer.extend(stored.state, chunk, stored.columns - 1)
+        after = before | {"k": stored.replace(state=state)}
     return after, attn.attn_vec_einsum("BTNH,NHD->BTD", out.astype(v.dtype))
 
 
@@ -376,7 +401,7 @@ def _first(caches: dict[str, GemmaCache]) -> PolicyCache:
 
 
 class ChatSampler(gm.text.ChatSampler):
-    """gemma's ChatSampler whose turns have no last one: cache_length bounds a single prompt."""
+    """gemma's ChatSampler for unbounded chats: cache_length bounds one prompt, not the chat."""
 
     def _sample(self, *args: Any, last_state: Any, **kwargs: Any) -> Any:
         turn = None if last_state is None else next_turn(last_state)

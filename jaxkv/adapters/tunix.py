@@ -66,11 +66,12 @@ def with_policy(
     """A model with a cache policy: the same parts, names of weights and signature.
 
     model: a Llama3, Qwen2, Qwen3 or Gemma3 of google-tunix, with or without LoRA. policy: as for
-    `jaxkv.by_layer`; layers of Gemma3 with a window of their own keep it.
+    `jaxkv.by_layer`; layers of Gemma3 with a sliding window keep it, unless
+    a policy is named for them.
     prompt: the number of tokens, with padding, that are the prompt where the model is called
     without a cache, max_prompt_length of tunix. Policies that compress a finished prompt need it.
-    seed: of policies that draw. All sequences have the same seed, so that a sequence draws alike in
-    the sampler and in any batch of the trainer.
+    seed: of policies that draw. All sequences have the same seed, so that a sequence gets the same
+    random draws in the sampler and in every batch of the trainer.
 
     The sampler's cache_size bounds the text and not the cache; a growing cache has room for it. A
     token that is padding in the attention mask has output 0, also if it was generated: forbid it.

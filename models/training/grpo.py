@@ -59,7 +59,7 @@ class Letters:
 def quiet() -> Iterator[None]:
     """Without tunix's warnings, progress bars, and log of meshes and metrics."""
     if find_spec("tunix") is None:
-        raise UserError("this needs google-tunix: pip install 'jaxkv[tunix]'")
+        raise UserError("this needs google-tunix: pip install -e '.[tunix]'")
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("gemma", reason="no gemma: pip install 'jaxkv[gemma]'")
+pytest.importorskip("gemma", reason="no gemma: pip install -e '.[gemma]'")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # gemma imports TensorFlow
 from gemma import gm
 from gemma.gm.nn import _config, _modules, _transformer
@@ -86,7 +86,7 @@ class TinyGemma(_transformer.Transformer):
 
 
 def make(name="Gemma 3", seed=0):
-    """A model, and weights with which its answers vary."""
+    """A model, and weights with which answers at temperature 1 vary."""
     model = TinyGemma(config=CONFIGS[name], dtype=jnp.float32)
     weights = model.init(jax.random.key(seed), jnp.ones((1, 4), jnp.int32))["params"]
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(weights))))
@@ -142,25 +142,45 @@ def test_a_text_without_a_cache_is_that_of_gemma(name):
     np.testing.assert_allclose(actual[1, :30], expected[1, :30], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+def drawn_by(model, weights, text, start, seed=0):
+    """The tokens that DRAWN draws from `start` on, with the logits of a text without a cache."""
+    logits = model.apply({"params": weights}, jnp.asarray(text[None])).logits[0]
+    logits, key, tokens = logits.at[:, [PAD, *ENDS]].set(-jnp.inf), jax.random.key(seed), []
+    for place in range(start, len(text)):
+        key, rng = jax.random.split(key)
+        tokens.append(int(DRAWN.get_next_tokens(logits[None, place - 1], rng)[0]))
+    return tokens
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "snapkv:capacity=8,window=4"])
 def test_a_text_without_a_cache_is_that_of_the_sampler(policy):
-    """Past three times the cache."""
+    """Past three times the cache. With full attention, or another prompt, it is another text."""
     model, weights = make()
-    bounded = with_policy(model, policy)
     ids = [BOS, *Tokenizer().encode(TEXTS[2])]
-    out = answer(bounded, weights, TEXTS[2:], GREEDY, ENDS, max_new_tokens=120)
+    compresses = policy.startswith("snapkv")
+    adapted = lambda prompt: with_policy(model, policy, prompt=prompt if compresses else None)
+    out = answer(adapted(len(ids)), weights, TEXTS[2:], DRAWN, ENDS, max_new_tokens=120)
     text = np.concatenate([ids, np.asarray(out.tokens)[0, :120]])
-    logits = bounded.apply({"params": weights}, jnp.asarray(text[None])).logits[0]
-    logits = np.asarray(logits.at[:, [PAD, *ENDS]].set(-np.inf))[len(ids) - 1 : -1]
-    np.testing.assert_array_equal(logits.argmax(-1), text[len(ids) :])
+    expected = text[len(ids) :].tolist()
+    assert len(set(expected)) > 10
+    assert drawn_by(adapted(len(ids)), weights, text, len(ids)) == expected
+    others = [with_policy(model, "full")] + [adapted(len(ids) - 4)] * compresses
+    for other in others:
+        assert drawn_by(other, weights, text, len(ids)) != expected
 
 
-def test_a_row_draws_alike_in_any_batch():
+def test_a_sequence_gets_the_same_draws_in_any_batch():
+    """Of the policy: a sampler of gemma draws the tokens of a batch together."""
     model, weights = make()
-    bounded = with_policy(model, POLICIES[1], seed=5)
-    together = answer(bounded, weights, TEXTS, GREEDY, ENDS).tokens[2]
-    alone = answer(bounded, weights, TEXTS[2:], GREEDY, ENDS).tokens[0]
-    np.testing.assert_array_equal(together, alone)
+    ids = np.random.default_rng(0).integers(3, VOCAB, (3, 90))
+    logits = lambda seed, rows: (
+        with_policy(model, POLICIES[1], seed=seed)
+        .apply({"params": weights}, jnp.asarray(ids[rows]))
+        .logits
+    )
+    together, alone = logits(5, [0, 1, 2])[2], logits(5, [2])[0]
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.asarray(logits(6, [2])[0] - alone)).max() > 0.1
 
 
 def test_a_chat_attends_to_every_token_of_its_text():
@@ -310,18 +330,6 @@ def test_lora_around_a_policy():
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_compressed_prompt_is_that_of_a_text_without_a_cache():
-    """The sampler computes the last token of a prompt after it is compressed, as a new one."""
-    model, weights = make()
-    ids = [BOS, *Tokenizer().encode(TEXTS[2])]
-    bounded = with_policy(model, "snapkv:capacity=8,window=4", prompt=len(ids) - 1)
-    out = answer(bounded, weights, TEXTS[2:], GREEDY, ENDS, max_new_tokens=40)
-    text = np.concatenate([ids, np.asarray(out.tokens)[0, :40]])
-    logits = bounded.apply({"params": weights}, jnp.asarray(text[None])).logits[0]
-    logits = np.asarray(logits.at[:, [PAD, *ENDS]].set(-np.inf))[len(ids) - 1 : -1]
-    np.testing.assert_array_equal(logits.argmax(-1), text[len(ids) :])
-
-
 def test_a_streamed_chat_prints_its_answer(capsys):
     model, weights = make()
     chat = sampler(with_policy(model, POLICIES[0]), weights, ChatSampler, multi_turn=True)
@@ -392,6 +400,11 @@ def test_bad_input(monkeypatch):
     with pytest.raises(UserError, match="leave positions and attention_mask out"):
         apply(attention_mask=jnp.ones((1, 4, 4), bool))
     sizes = {"batch_size": 1, "dtype": jnp.float32, "cache_length": 8}
+    with pytest.raises(UserError, match="got another attention_mask; leave it out"):
+        apply(cache=bounded.init_cache(batch_size=1, dtype=jnp.float32, cache_length=8),
+              attention_mask=jnp.ones((1, 4, 4), bool))  # fmt: skip
+    with pytest.raises(UserError, match="give with_policy the model inside"):
+        with_policy(gm.nn.LoRA(rank=2, model=model), "full")
     with pytest.raises(UserError, match="cache is of a model without a policy"):
         apply(cache=model.init_cache(**sizes))
     with pytest.raises(UserError, match="leave sharding out"):

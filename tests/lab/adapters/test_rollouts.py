@@ -16,7 +16,7 @@ from jaxkv.evals.lib.run import run
 from jaxkv.evals.training import long_rollouts, rollouts
 from jaxkv.models.training import grpo
 
-pytest.importorskip("tunix", reason="no google-tunix: pip install 'jaxkv[tunix]'")
+pytest.importorskip("tunix", reason="no google-tunix: pip install -e '.[tunix]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

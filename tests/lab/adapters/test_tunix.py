@@ -27,7 +27,7 @@ from tests.models.folders import FAMILIES, write_model
 from tests.models.test_parity import untokenized
 from tests.pages import blocks
 
-pytest.importorskip("tunix", reason="no google-tunix: pip install 'jaxkv[tunix]'")
+pytest.importorskip("tunix", reason="no google-tunix: pip install -e '.[tunix]'")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import qwix
@@ -330,3 +330,30 @@ def test_bad_input(monkeypatch):
     monkeypatch.setattr(adapter, "VERSION", "0.0.9")
     with pytest.raises(UserError, match=r"tried in google-tunix 0\.0\.9, got 0\.1\.7"):
         with_policy(model, "full")
+
+
+def test_the_memory_of_training_grows_in_proportion_to_the_text():
+    """And that of tunix's own attention with its square."""
+
+    def temporary_bytes(model, tokens):
+        graph, state = nnx.split(model)
+
+        def loss(state, ids, mask):
+            logits, _ = nnx.merge(graph, state)(ids, jnp.arange(tokens)[None], None, mask)
+            return jnp.mean(jax.nn.log_softmax(logits)[:, :, 5])
+
+        shapes = (
+            jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+            jax.ShapeDtypeStruct((1, tokens, tokens), bool),
+        )
+        compiled = jax.jit(jax.grad(loss)).lower(state, *shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    model = make("Qwen3")
+    bounded = with_policy(model, "streaming:sinks=4,window=124")
+    growth = {
+        name: temporary_bytes(kind, 4096) / temporary_bytes(kind, 2048)
+        for name, kind in (("bounded", bounded), ("tunix", model))
+    }
+    assert growth["bounded"] < 2.4
+    assert growth["tunix"] > 3.5
