@@ -37,7 +37,7 @@ MAY_IMPORT = {
         *("models", "jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes"),
         *("matplotlib", "scipy", "torch", "transformers", "kvpress", "llama_cpp", "openvino"),
         *("openvino_genai", "tunix", "flax", "optax"),
-        *("safetensors", "tokenizers", "yaml"),
+        *("safetensors", "tokenizers", "yaml", "jsonschema"),
     },
     "tests": None,
     "colab": {"models", "jaxkv", "jax", "numpy", "tunix"},  # the wheel has no evals
