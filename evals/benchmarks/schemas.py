@@ -274,7 +274,7 @@ def alone_times(language: Language, engine: Engine, sizes: Sizes) -> dict[str, A
         start = perf_counter()
         matcher = grammar and language.matcher(grammar.kind, grammar.value)
         compiled = perf_counter() - start
-        (collected,) = answer(engine, [request_of(prompt, sizes.new, 0, matcher)])
+        (collected,) = answer(engine, [request_of(prompt, sizes.new, 0, matcher, None)])
         check_tokens(len(collected.tokens), sizes.new)
         outcome = collected.outcome
         first = outcome.first_token_seconds
@@ -299,9 +299,11 @@ def alone_times(language: Language, engine: Engine, sizes: Sizes) -> dict[str, A
     }
 
 
-def request_of(prompt: Sequence[int], new: int, seed: int, matcher: Matcher | None) -> Request:
-    """A request of exactly `new` tokens with their log probabilities."""
-    return Request(tuple(prompt), new, SAMPLING, seed, logprobs=0, matcher=matcher)
+def request_of(
+    prompt: tuple[int, ...], new: int, seed: int, matcher: Matcher | None, logprobs: int | None = 0
+) -> Request:
+    """A request of exactly `new` tokens, by default with their log probabilities."""
+    return Request(prompt, new, SAMPLING, seed, logprobs=logprobs, matcher=matcher)
 
 
 def check_tokens(tokens: int, new: int) -> None:
@@ -447,12 +449,24 @@ def schemas_table() -> str:
     return table(heads, rows)
 
 
+def others_than(results: dict[str, Any], part: str) -> dict[str, int]:
+    """The invalid answers of each model without this part."""
+    return {
+        name: sum(part not in line["text"] for case in cases.values() for line in case["problems"])
+        for name, cases in results["models"].items()
+    }
+
+
 TABLES = {
     "schemas_valid": valid_table, "schemas_speed": speed_table, "schemas_masks": schemas_table,
 }  # fmt: skip
 STATEMENTS = (
-    Statement("docs/results/speed.md", "Every answer is valid", "schemas_valid",
-              [within("models/{model}/{schema}/invalid")]),
+    Statement("docs/results/speed.md", "Every answer of SmolLM2 is valid", "schemas_valid",
+              [within(f"models/{REAL}/{{schema}}/invalid")]),
+    Statement("docs/results/speed.md",
+              "The default model has invalid answers under one schema: dates of the year 0000",
+              "schemas_valid",
+              [within(lambda results: others_than(results, '"date": "0000-'))]),
 )  # fmt: skip
 MEASURE = Measure(
     lambda options: RECORDS[options.subject], measure,

@@ -56,6 +56,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "prefix_engine": "prefix_caching.engine",
     "agents": "prefix_caching.agents",
     **{name: f"benchmarks.{name}" for name in ("serving", "soak")},
+    **dict.fromkeys(("schemas_valid", "schemas_speed"), "benchmarks.schemas"),
     "workarounds": "benchmarks.cpu_forms",
     "compiled": "benchmarks.compiled",
     **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},

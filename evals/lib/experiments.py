@@ -14,6 +14,7 @@ from jaxkv.evals.benchmarks import (
     past_records,
     policy_rates,
     rates,
+    schemas,
     servers,
     serving,
     soak,
@@ -90,7 +91,7 @@ EXPERIMENTS = (
     sinks_in_front, rollouts, long_rollouts, report, mfu, prefix_tables,
     # Benchmarks.
     compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates,
-    rates, servers, serving, startup,
+    rates, schemas, servers, serving, startup,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
     statement for experiment in EXPERIMENTS for statement in getattr(experiment, "STATEMENTS", ())
