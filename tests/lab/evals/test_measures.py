@@ -74,6 +74,7 @@ WORDS = {
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",
     "tasks.endless_needle": f"{MODEL} --lengths 600 --samples 1 --budget 256 --every 32",
     "comparison.side_by_side": "",
+    "benchmarks.schemas": "valid --models {model}",
     "comparison.endless_losses": f"{TEXTS} --tokens 600 --budget 64 --every 16",
 }
 SLOW = ("magicpig.sampling", "reservoir.recall", "reservoir.sampled")  # over ten seconds
