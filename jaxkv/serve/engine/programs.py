@@ -161,10 +161,10 @@ def decode(
 
 
 def set_bias(
-    batch: DecodeBatch, index: Int32[Array, ""], bias: Float32[Array, "1 V"]
-) -> DecodeBatch:
+    biases: Float32[Array, "B V"], index: Int32[Array, ""], bias: Float32[Array, "1 V"]
+) -> Float32[Array, "B V"]:
     """Replace the bias of one batch entry."""
-    return batch._replace(bias=batch.bias.at[index].set(bias[0]))
+    return biases.at[index].set(bias[0])
 
 
 def empty_batch(model: Model, max_batch: int, max_len: int | None) -> DecodeBatch:
@@ -392,8 +392,9 @@ class Programs:
     def set_bias(
         self, batch: DecodeBatch, index: int, bias: Float32[np.ndarray, "1 V"]
     ) -> DecodeBatch:
-        """`set_bias` of a batch, which is donated."""
-        return self.by_size[batch.token.shape[0]].set_bias(batch, np.int32(index), bias)
+        """`set_bias` of a batch, whose biases are donated."""
+        program = self.by_size[batch.token.shape[0]].set_bias
+        return batch._replace(bias=program(batch.bias, np.int32(index), bias))
 
     def move(self, batch: DecodeBatch, entries: Sequence[int], into: DecodeBatch) -> DecodeBatch:
         """Copy entries of a batch to the beginning of another, which is donated."""
@@ -448,7 +449,7 @@ class Programs:
             submit(lambda: carry(model, empty_batch(model, size, max_len))),
             decoding,
             inserting,
-            submit(set_bias, batch, zero, params.bias, donate=(0,)),
+            submit(set_bias, batch.bias, zero, params.bias, donate=(0,)),
             moves,
         )
 
