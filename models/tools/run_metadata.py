@@ -19,7 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("jaxkv", "models", "pallas_kernels", "evals/*.py", "pyproject.toml")
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+PACKAGES = (
+    *("jax", "jaxlib", "flax", "numpy", "torch", "transformers"),
+    *("google-tunix", "gemma", "llguidance"),
+)
 
 
 def run_metadata(name: str, data: Iterable[Path], seeds: Sequence[int]) -> dict[str, Any]:
