@@ -25,6 +25,7 @@ from jaxkv.typing import Bool
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
+MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait
 MAX_NUMBER = 2**53  # larger whole numbers are rounded
 MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
 LAYOUT = {  # of JSON: one line, as in the texts that models read, so that no answer is white space
@@ -89,9 +90,11 @@ class Matcher:
 
 def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
     """A matcher of an empty answer. Raises UserError for a grammar that no text obeys."""
+    if not llm.eos:
+        raise UserError("an answer that obeys a grammar ends, and this model has no EOS token")
     guidance = _llguidance()
     text = _compiled(guidance, grammar)
-    limits = guidance.LLParserLimits(verbose_errors=False)
+    limits = guidance.LLParserLimits(verbose_errors=False, step_max_items=MAX_ITEMS)
     matcher = guidance.LLMatcher(_tokens_of(guidance, llm), text, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -182,7 +185,10 @@ def _schema(value: Any) -> Any:
             raise UserError(f"json_schema must be JSON, got {value!r:.60}; correct it") from None
     if not isinstance(value, dict):
         raise UserError(f"json_schema must be an object, got {value!r:.60}; give a JSON schema")
-    _check_members(value)
+    try:
+        _check_members(value)
+    except RecursionError:
+        raise UserError("json_schema is nested too deeply; give a flatter schema") from None
     return value
 
 

@@ -298,8 +298,9 @@ class Generation:
             logits = jnp.where(np.stack(allowed), decoding.logits, -jnp.inf)
             self.stream.decoding = decoding._replace(logits=logits)
             block, done = self.stream.decode(self.sampling, 1, self.eos)
-            for matcher, token in zip(self.matchers, block[:, 0].tolist(), strict=True):
-                if token >= 0:
+            answers = zip(self.matchers, self.outputs, block[:, 0].tolist(), strict=True)
+            for matcher, output, token in answers:
+                if token >= 0 and not output.reason:
                     matcher.advance(token)
             yield block
             if done.all():

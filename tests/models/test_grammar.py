@@ -119,6 +119,9 @@ def test_any_object(llm):
         matcher.advance(ord("{"))
 
 
+VERY_DEEP: dict = {}
+for _ in range(5000):
+    VERY_DEEP = {"items": VERY_DEEP}
 DEEP = {"type": "integer"}
 for _ in range(300):
     DEEP = {"type": "array", "items": DEEP}
@@ -137,6 +140,7 @@ for _ in range(300):
         ("json_schema", {"enum": ["x" * MAX_SIZE]}, f"may have {MAX_SIZE} characters, got"),
         ("regex", "(a", "invalid regex.* unclosed group; correct it"),
         ("json_schema", {"pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", VERY_DEEP, "nested too deeply"),
         ("json_schema", {"const": 2**53 + 1}, r"at most 2\^53, got 9007199254740993"),
         ("json_schema", {"a": [{"x-guidance": {}}]}, "must not have x-guidance"),
         ("json_schema", {"const": object()}, "must be JSON, got"),
@@ -173,6 +177,9 @@ def test_the_real_model_obeys_a_schema(smollm2):
         for answer in answers:
             assert answer.finish_reason == "eos"
             jsonschema.validate(json.loads(answer.text), SCHEMAS["nested"])
+    digits = models.Grammar("regex", "[0-9]{30}")
+    answers = models.generate(smollm2, ["1", "2"], schema=digits, stop=["1"], seed=1)
+    assert all(answer.finish_reason in ("stop", "eos") for answer in answers)
     expression = models.Grammar("regex", "[0-9]{4}")
     assert re.fullmatch("[0-9]{4}", models.generate(smollm2, "The year is", schema=expression).text)
 

@@ -274,7 +274,7 @@ class RequestHandle:
         self.matched += 1
         try:
             self.request.matcher.advance(token)
-        except UserError as error:
+        except Exception as error:  # it must not end the answers of others
             self.failure = str(error)
 
     def allowed(self) -> Bool[np.ndarray, " V"] | None:
@@ -283,7 +283,7 @@ class RequestHandle:
             return None
         try:
             return self.request.matcher.allowed()
-        except UserError as error:
+        except Exception as error:
             self.failure = str(error)
             return None
 

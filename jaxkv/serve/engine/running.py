@@ -136,7 +136,8 @@ def match_tokens(in_flight: Iterable[InFlightStep]) -> None:
             if handle.request.matcher is None or not handle.dispatched or handle.finished:
                 continue
             tokens[handle] += 1
-            if handle.generated + tokens[handle] > handle.matched:
+            finite = np.asarray(step.output.finite)[index]  # else the answer ends by that
+            if finite and handle.generated + tokens[handle] > handle.matched:
                 handle.match(int(np.asarray(step.output.token)[index]))
 
 

@@ -139,14 +139,14 @@ class CompletionRoute:
             record = UsageRecord(id, request.requests, request.n, tenant.name)
             scope["state"]["usage"] = record
             self.rates.check(tenant)  # others of the key may have come while the body did
-            self.rates.use(tenant, requests=1, tokens=record.prompt_tokens)
-            running.callback(lambda: self.rates.use(tenant, tokens=record.new_tokens))
             # A whole answer keeps all its events.
             max_unread = config.max_unread * len(request.requests) if request.stream else math.inf
             events = EventQueue(float(max_unread))
             writer = Writer(send, config.write_seconds)
             reply = self.reply(self.format, self.model, request, id, events, writer)
             async with self._submitted(request, events, receive, record):
+                self.rates.use(tenant, requests=1, tokens=record.prompt_tokens)
+                running.callback(lambda: self.rates.use(tenant, tokens=record.new_tokens))
                 await (reply.stream() if request.stream else reply.complete())
 
     @contextlib.asynccontextmanager
@@ -349,7 +349,7 @@ def finish_reason(reason: str | None, called: bool) -> str | None:
 
 
 def encoded(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def server_sent(content: bytes) -> bytes:

@@ -115,8 +115,9 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     check_keys(f"{name}.function", function, {"name", "description", "parameters", "strict"})
     parsed = {"name": tool_name(f"{name}.function.name", function.get("name"))}
     if function.get("description") is not None:
-        parsed["description"] = text_up_to(MAX_COUNT)(
-            f"{name}.function.description", function["description"]
+        place = f"{name}.function.description"
+        parsed["description"] = valid_unicode(
+            place, text_up_to(MAX_COUNT)(place, function["description"])
         )
     parameters = function.get("parameters")
     parsed["parameters"] = (

@@ -101,7 +101,8 @@ def parse_tokens(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
     }
     request = _request_of(body, format, tenant, model)
     if len(request.requests) > 1:
-        raise invalid("prompt", "one text, or a list of token ids", body["prompt"])
+        got = body.get("prompt", f"n={request.n}")
+        raise invalid("prompt", "one text, or a list of token ids", got)
     tokens = list(request.requests[0].tokens)
     return {"count": len(tokens), "max_model_len": model.engine.max_len, "tokens": tokens}
 
@@ -125,7 +126,18 @@ def parse_text(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
 def _request_of(
     body: Values, format: ResponseFormat, tenant: Tenant, model: ServedModel
 ) -> CompletionRequest:
-    values, settings = _validate(body, format)
+    if format.kind != "responses":
+        return _request(validate(format.kind, body), {}, format, tenant, model)
+    chat = chat_body(body)
+    try:
+        return _request(validate("chat", chat), settings_of(body), format, tenant, model)
+    except APIError as error:
+        raise renamed(error) from None
+
+
+def _request(
+    values: Values, settings: Values, format: ResponseFormat, tenant: Tenant, model: ServedModel
+) -> CompletionRequest:
     if values["model"] not in model.names:
         raise model.unknown(values["model"])
     _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
@@ -153,27 +165,17 @@ def _request_of(
         scored=requests[0].logprobs is not None,
         stream=values["stream"],
         usage=bool(values["stream_options"]),
-        **_parser(form, prompts, model.language, format),
+        **_parser(form, values, prompts, model.language, format),
     )
 
 
 # How the Responses API names the fields of a chat.
 RESPONSE_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format", "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
     "].function": "]", "messages": "input",
 }  # fmt: skip
-
-
-def _validate(body: Values, format: ResponseFormat) -> tuple[Values, Values]:
-    """The values of all fields, and what a response repeats of them."""
-    if format.kind != "responses":
-        return validate(format.kind, body), {}
-    chat = chat_body(body)
-    try:
-        return validate("chat", chat), settings_of(body)
-    except APIError as error:
-        raise renamed(error) from None
 
 
 def renamed(error: APIError) -> APIError:
@@ -181,7 +183,9 @@ def renamed(error: APIError) -> APIError:
     message, param = str(error), error.param or ""
     for old, new in RESPONSE_NAMES.items():
         message, param = message.replace(old, new), param.replace(old, new)
-    return APIError(error.status, message, error.code, param or None)
+    error.param = param or None
+    error.args = (message,)
+    return error
 
 
 def _tool_form(values: Values, language: LanguageProtocol) -> ToolForm | None:
@@ -209,18 +213,26 @@ def _call_field(values: Values, form: ToolForm | None) -> GrammarField | None:
 
 def _parser(
     form: ToolForm | None,
+    values: Values,
     prompts: Sequence[tuple[str, Sequence[int]]],
     language: LanguageProtocol,
     format: ResponseFormat,
 ) -> dict[str, Any]:
-    """What divides an answer into thoughts, content and calls, if there are any."""
-    thoughts = thought_marks(language.template) if format.is_chat else None
+    """What divides an answer into thoughts, content and calls, if there are any.
+
+    A grammar begins with the first token, so an answer that obeys one has no thoughts.
+    """
+    must_call = form is not None and values["tool_choice"] != "auto"
+    obeys = must_call or values["structure"] is not None
+    form = form if must_call or not obeys else None
+    thoughts = thought_marks(language.template) if format.is_chat and not obeys else None
     if form is None and thoughts is None and format.kind != "responses":
         return {}
     thinking = thoughts is not None and _end_of_prompt(prompts, language).endswith(thoughts[0])
     marks = [*((form.begin, form.end) if form else ()), *(thoughts or ())]
     marks += [ARGUMENTS, CALL_ID] if form and form.named else []
-    return {"parser": partial(AnswerParser, form, thoughts, thinking), "marks": marks}
+    names = frozenset(tool["function"]["name"] for tool in values.get("tools") or ())
+    return {"parser": partial(AnswerParser, form, thoughts, thinking, names), "marks": marks}
 
 
 def _end_of_prompt(prompts: Sequence[tuple[str, Sequence[int]]], language: LanguageProtocol) -> str:

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxkv.errors import nearest
-from jaxkv.serve.http.checks import check_keys, flag, invalid, mapping, one_of, text_up_to
+from jaxkv.serve.http.checks import (
+    check_keys,
+    flag,
+    invalid,
+    mapping,
+    one_of,
+    text_up_to,
+    valid_unicode,
+)
 from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.responses import Json
 from jaxkv.serve.http.tools import Call, Content, Part, Thought
@@ -54,22 +62,51 @@ def chat_body(body: Mapping[str, Any]) -> Json:
     chat["messages"] = _messages(body)
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
-    for item in body.get("include") or ():
+    for item in _listed("include", body.get("include")):
         if item not in INCLUDED:
             raise invalid("include", f"a list of {', '.join(INCLUDED)}", item)
-    reasoning = mapping("reasoning", body.get("reasoning") or {})
+    reasoning = _mapped("reasoning", body.get("reasoning"))
     check_keys("reasoning", reasoning, {"effort", "summary", "generate_summary"})
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    if body.get("tools"):
-        chat["tools"] = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(body["tools"])]
+    tools = _listed("tools", body.get("tools"))
+    if tools:
+        chat["tools"] = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
-    options = mapping("text", body.get("text") or {})
+    options = _mapped("text", body.get("text"))
     check_keys("text", options, {"format", "verbosity"})
+    if options.get("verbosity") is not None:
+        one_of("low", "medium", "high")("text.verbosity", options["verbosity"])
+    stream = _mapped("stream_options", body.get("stream_options"))
+    check_keys("stream_options", stream, {"include_obfuscation"})
+    if stream.get("include_obfuscation") is not None and stream["include_obfuscation"] is not False:
+        raise invalid("stream_options.include_obfuscation", "false", stream["include_obfuscation"])
+    _check_metadata(_mapped("metadata", body.get("metadata")))
     if options.get("format") is not None:
         chat["response_format"] = _format(options["format"])
     return chat
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if value is not None and type(value) is not list:
+        raise invalid(name, "a list", value)
+    return value or []
+
+
+def _mapped(name: str, value: Any) -> Json:
+    return {} if value is None else mapping(name, value)
+
+
+def _check_metadata(metadata: Json) -> None:
+    """Raise APIError beyond the sizes of OpenAI's API: a response repeats its metadata."""
+    rule = "at most 16 texts of 512 characters, with names of at most 64"
+    if len(metadata) > 16:
+        raise invalid("metadata", rule, metadata)
+    for name, value in metadata.items():
+        if type(value) is not str or len(value) > 512 or len(name) > 64:
+            raise invalid("metadata", rule, value)
+        valid_unicode("metadata", name + value)
 
 
 def _format(value: Any) -> Any:
@@ -106,7 +143,9 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
         name = f"input[{number}]"
         kind = mapping(name, item).get("type", "message")
         if kind == "reasoning":
-            thought += "".join(part.get("text", "") for part in item.get("content") or ())
+            for part in _listed(f"{name}.content", item.get("content")):
+                content = mapping(f"{name}.content", part).get("text")
+                thought += text_up_to(2**31)(f"{name}.content.text", content)
             continue
         if kind == "function_call_output":
             output = _content(f"{name}.output", item.get("output"))
@@ -190,7 +229,7 @@ class ResponseItems:
 
     def end(self, reason: str, usage: Json) -> list[Json]:
         """The last events. reason: of the engine."""
-        events = [*self._close()]
+        events = [*self._close("incomplete" if reason == "length" else "completed")]
         if not self.items:  # a response has an item, also an empty one
             events += [*self._add(Content("")), *self._close()]
         response = self.response(reason, usage)
@@ -251,7 +290,7 @@ class ResponseItems:
             yield self._event("response.content_part.added", **self._place(), content_index=0,
                               part=dict(content))  # fmt: skip
 
-    def _close(self) -> Iterator[Json]:
+    def _close(self, status: str = "completed") -> Iterator[Json]:
         """The events that end the last item."""
         if self._open is None:
             return
@@ -263,7 +302,7 @@ class ResponseItems:
             place |= {"content_index": 0}
             yield self._event(f"response.{kind}.done", **place, text=content["text"], **more)
             yield self._event("response.content_part.done", **place, part=dict(content))
-        item["status"], self._open = "completed", None
+        item["status"], self._open = status, None
         yield self._event(
             "response.output_item.done", output_index=len(self.items) - 1, item=dict(item)
         )

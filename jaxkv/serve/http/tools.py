@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxkv.serve.engine.request import is_unicode
+
 Tool = Mapping[str, Any]
 
 
@@ -114,19 +116,24 @@ class AnswerParser:
     """Divides the text of one answer into thoughts, content and calls.
 
     form: of its calls; None if it has no tools. marks: around its thoughts; None if it has none.
-    thinking: the prompt has begun a thought already.
+    thinking: the prompt has begun a thought already. names: of the tools; empty for any.
     The parts do not depend on the pieces in which the text comes. White space around thoughts and
-    calls belongs to neither. A call that is no JSON stays content, as the model wrote it, and one
-    that is cut is left out.
+    calls belongs to neither. What is no call of a tool stays content, as the model wrote it, and a
+    call that is cut is left out.
     """
 
     def __init__(
-        self, form: ToolForm | None, marks: tuple[str, str] | None = None, thinking: bool = False
+        self,
+        form: ToolForm | None,
+        marks: tuple[str, str] | None = None,
+        thinking: bool = False,
+        names: frozenset[str] = frozenset(),
     ) -> None:
-        self._form, self._marks, self._thinking = form, marks, thinking
+        self._form, self._marks, self._thinking, self._names = form, marks, thinking, names
         self._in_call, self._begun = False, False  # after `begin`; content or a call has begun
-        self._trims, self._space = thinking, ""  # white space: the next is dropped; held back
-        self._pending, self._calls = "", 0
+        # White space: the next is dropped; held back; dropped before the last mark.
+        self._trims, self._space, self._dropped = thinking, "", ""
+        self._pending, self._new, self._calls = "", "", 0  # `_new`: since a call was last read
 
     @property
     def called(self) -> bool:
@@ -136,6 +143,7 @@ class AnswerParser:
     def push(self, text: str, last: bool = False) -> list[Part]:
         """The parts that are certain with more of the text. last: nothing follows."""
         self._pending += text
+        self._new += text
         parts: list[Part] = []
         while self._step(parts, last):
             pass
@@ -189,7 +197,7 @@ class AnswerParser:
 
     def _mark(self) -> None:
         """Drop the white space around a mark."""
-        self._space, self._trims = "", True
+        self._dropped, self._space, self._trims = self._space, "", True
 
     def _add(self, parts: list[Part], kind: type, text: str) -> None:
         if self._trims:
@@ -203,23 +211,29 @@ class AnswerParser:
     def _call(self, parts: list[Part], last: bool) -> bool:
         """Add the calls that are complete. Returns whether the call has ended."""
         form, body = self._form, self._pending
-        if not last and (form.bare or form.listed):
+        if not last and (form.bare or form.listed or "}" not in self._new):
             return False
-        read = _calls_in if form.bare or form.listed else _first_call
+        self._new = ""
         try:
+            read = _calls_in if form.bare or form.listed else _first_call
             calls, self._pending = read(body, form)
+            if self._names and not self._names.issuperset(name for name, _ in calls):
+                self._pending = body
+                raise _NoCall
         except _Incomplete:
             if not last:
                 return False
-            closed, self._pending = body.partition(form.end)[1:] if form.end else ("", "")
-            if closed:
-                self._trims = False
-                text = body.removesuffix(self._pending)
-                self._add(parts, Content, form.begin + text)
-            elif form.bare and not self._calls:
-                self._trims = False
-                self._add(parts, Content, body)
-            calls = []
+            calls, self._pending = [], ""
+        except _NoCall:
+            calls, text = [], body
+            if form.end and form.end in body:
+                text, _, self._pending = body.partition(form.end)
+                text += form.end
+            else:
+                self._pending = ""
+            begins = not (form.bare and body.lstrip().startswith("{"))
+            self._trims = False
+            self._add(parts, Content, self._dropped + form.begin * begins + text)
         self._in_call, self._begun = False, True
         for name, arguments in calls:
             parts.append(Call(self._calls, f"call_{secrets.token_hex(12)}", name, arguments))
@@ -229,8 +243,12 @@ class AnswerParser:
         return True
 
 
+class _NoCall(Exception):
+    """The text is no call, whatever follows."""
+
+
 class _Incomplete(Exception):
-    """The text is no call, or not yet."""
+    """The text is the beginning of a call."""
 
 
 def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
@@ -239,13 +257,13 @@ def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
     if form.named:
         name, found, text = text.partition(ARGUMENTS)
         name = name.partition(CALL_ID)[0].strip()
-        if not found or not name:
+        if not found:
             raise _Incomplete
-    value, rest = _decoded(text.lstrip())
+    value, rest = _decoded(text.lstrip(), form.end)
     if form.end:
         after = rest.lstrip()
         if not after.startswith(form.end):
-            raise _Incomplete
+            raise _Incomplete if form.end.startswith(after) else _NoCall
         rest = after.removeprefix(form.end)
     return [_checked({"name": name, form.arguments: value} if form.named else value, form)], rest
 
@@ -263,23 +281,41 @@ def _calls_in(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
     return calls, ""
 
 
-def _decoded(text: str) -> tuple[Any, str]:
-    """The JSON at the beginning of a text, and the text after it."""
+def _decoded(text: str, end: str = "") -> tuple[Any, str]:
+    """The JSON at the beginning of a text, and the text after it. end: follows the JSON."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, size = DECODER.raw_decode(text)
+    except json.JSONDecodeError as error:
+        # A text that ends within the JSON is the beginning of a call.
+        quoted = error.msg.startswith("Unterminated string") and not (end and end in text)
+        cut = quoted or not text[error.pos :].strip()
+        raise (_Incomplete if cut else _NoCall) from None
     except (ValueError, RecursionError):
-        raise _Incomplete from None
-    return value, text[end:]
+        raise _NoCall from None
+    return value, text[size:]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _checked(value: Any, form: ToolForm) -> tuple[str, str]:
     """Name and arguments of a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise _Incomplete
-    arguments = value.get(form.arguments, value.get("arguments", {}))
+        raise _NoCall
+    name = form.arguments if form.arguments in value else "arguments"
+    if form.bare and name not in value:
+        raise _NoCall
+    arguments = value.get(name, {})
     if not isinstance(arguments, dict):
-        raise _Incomplete
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+        raise _NoCall
+    text = json.dumps(arguments, ensure_ascii=False)
+    if not is_unicode(value["name"] + text):
+        raise _NoCall
+    return value["name"], text
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -40,6 +40,7 @@ def test_tokens_have_a_text(served):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
         ("/tokenize", {"prompt": "a", "nothing": 1}, "nothing"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "n": 2}, "prompt"),
         ("/tokenize", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens"),

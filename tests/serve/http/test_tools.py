@@ -90,6 +90,13 @@ def joined(parts):
         (BARE, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
          [(0, "a", {}), (1, "b", {})]),
         (BARE, '{"x": 1}', [Content('{"x": 1}')]),
+        (BARE, '{"name": "Ann", "age": 3}', [Content('{"name": "Ann", "age": 3}')]),
+        (HERMES, "Write <tool_call> to call. So.", [Content("Write <tool_call> to call. So.")]),
+        (HERMES, '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+         [Content('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>')]),
+        (HERMES, '<tool_call>{"name": "a", "arguments": {"x": "\\ud83d"}}</tool_call>',
+         [Content('<tool_call>{"name": "a", "arguments": {"x": "\\ud83d"}}</tool_call>')]),
+        (NAMED, "[TOOL_CALLS]a[ARGS]{bad", [Content("[TOOL_CALLS]a[ARGS]{bad")]),
         (None, "  <think>a</think> b\n", [Thought("a"), Content("b\n")]),
         (None, "  x <think>a</think> ", [Content("  x <think>a</think> ")]),
         (None, "", []),
@@ -197,6 +204,23 @@ def test_a_thought_that_the_prompt_begins(served):
     # The answer of the fake engine ends before the prompt's last words.
     assert message["reasoning_content"] == "Hm."
     assert message["content"].startswith("Yes.")
+
+
+def test_an_answer_that_obeys_a_grammar_has_no_thoughts(served):
+    fields = {"chat_template_kwargs": {"think": True}}
+    answer = served.chat('x|{"name": "a"}', response_format={"type": "json_object"}, **fields)
+    message = answer.json["choices"][0]["message"]
+    assert message["content"].startswith('{"name": "a"}')
+    assert "reasoning_content" not in message
+    answer = served.chat(f"x|{ROME}", tools=[WEATHER], tool_choice="required", **fields)
+    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+
+
+def test_a_call_of_no_tool_is_text(served):
+    text = '<tool_call>{"name": "nope", "arguments": {}}</tool_call>'
+    answer = served.chat(f"x|{text}", tools=[WEATHER])
+    assert answer.json["choices"][0]["message"]["content"] == text
 
 
 def test_no_tools_without_a_choice_of_them(served):
