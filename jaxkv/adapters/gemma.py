@@ -256,11 +256,12 @@ def _check_causal(mask: Bool[Array, "B T S"], tokens: Int32[Array, "B T"]) -> No
 
     Compiled calls are not checked.
     """
-    if isinstance(mask, jax.core.Tracer):
+    if isinstance(mask, jax.core.Tracer) or isinstance(tokens, jax.core.Tracer):
         return
-    valid = tokens != PADDING
-    causal = jnp.tril(valid[:, None, :] & jnp.ones((tokens.shape[1], 1), bool))
-    if jnp.any((mask[:, :, : tokens.shape[1]] != causal) & valid[:, :, None]):
+    seen = np.asarray(mask)[:, :, : tokens.shape[1]]
+    valid = np.asarray(tokens) != PADDING
+    causal = np.tril(valid[:, None, :] & np.ones((tokens.shape[1], 1), bool))
+    if np.any((seen != causal) & valid[:, :, None]):
         raise UserError(
             "a policy attends to all earlier tokens and to no later ones, got another "
             "attention_mask; leave it out"

@@ -209,9 +209,10 @@ def _check_causal(mask: Bool[Array, "B T S"] | None, tokens: int, starts: bool) 
         raise UserError("without a mask tokens see later ones; give a causal attention_mask")
     if not starts or mask is None or isinstance(mask, jax.core.Tracer):
         return
-    valid = jnp.diagonal(mask, axis1=1, axis2=2)
-    causal = jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :]
-    if jnp.any((mask != causal) & valid[:, :, None]):
+    seen = np.asarray(mask)  # NumPy, as a call that is being compiled may have a known mask
+    valid = np.diagonal(seen, axis1=1, axis2=2)
+    causal = np.tril(np.ones((tokens, tokens), bool)) & valid[:, None, :]
+    if np.any((seen != causal) & valid[:, :, None]):
         raise UserError(
             "a policy attends to all earlier tokens and to no later ones, got a mask that does not "
             "(of packed texts or images, for example); give a causal attention_mask"
