@@ -154,3 +154,24 @@ def test_the_default_model_is_the_shipped_one(run):
         models.load(), words[0], max_new_tokens=20, sampling=models.Sampling(temperature=0.8)
     ).text  # fmt: skip
     assert record["sampling"]["temperature"] == 0.8
+
+
+def test_an_answer_obeys_the_schema_of_a_file(run, model, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "green"]}', encoding="utf-8")
+    flags = ("--model", model, "--json-schema", schema, "--temperature", 1)
+    for seed in range(3):
+        ran = run("generate", "Hello", *flags, "--seed", seed)
+        assert (ran.code, json.loads(ran.out) in ("red", "green")) == (0, True)
+    for text, words in (
+        ('{"not": {}}', "Unimplemented keys"),
+        ("{", "must be JSON"),
+        ("", "empty"),
+    ):
+        schema.write_text(text, encoding="utf-8")
+        ran = run("generate", "Hello", *flags)
+        assert ran.code == 2
+        assert words in ran.err
+        assert ran.err.count("\n") == 1
+    ran = run("generate", "Hello", "--model", model, "--json-schema", tmp_path / "none")
+    assert ran.code == 2
