@@ -12,3 +12,6 @@ MAX_TOKENS = 2**17  # tokens of a prompt, and of an answer, if max_len sets no l
 MEMORY_SHARE = 0.9  # share of the free memory that an engine takes, without --memory
 PREFIX_MEMORY = 2**29  # bytes for prefixes, without --memory and --prefix-memory
 PREFIX_DIR_SIZE = 2**32  # bytes of a prefix folder, without --prefix-dir-size
+# Of JSON that obeys a schema: one line, as in the texts that models read, so that no answer is
+# white space. Options of llguidance.
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

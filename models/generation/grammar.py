@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from jaxkv.defaults import JSON_LAYOUT
 from jaxkv.errors import UserError, check_choice
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Tokenizer
@@ -28,11 +29,6 @@ MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a
 MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait
 MAX_NUMBER = 2**53  # larger whole numbers are rounded
 MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
-LAYOUT = {  # of JSON: one line, as in the texts that models read, so that no answer is white space
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
 
 
 @dataclass(frozen=True)
@@ -132,12 +128,13 @@ class _Tokens:
         table = llm.tokenizer.table
         self.tokens = [token if len(token) <= MAX_TOKEN else b"" for token in table]
         self.special_token_ids = sorted(llm.tokenizer.special)
+        marks = [re.escape(token.text) for token in llm.tokenizer.added if len(token.text) > 1]
+        self._marks = re.compile("|".join(marks) or "(?!)")  # nothing matches (?!)
 
     def __call__(self, text: bytes) -> list[int]:
         """The ids of a text, in which added tokens that are written out are text."""
-        marks = [re.escape(token.text) for token in self._tokenizer.added if len(token.text) > 1]
         decoded, ids, start = text.decode("utf-8", "replace"), [], 0
-        for match in re.finditer("|".join(marks), decoded) if marks else ():
+        for match in self._marks.finditer(decoded):
             cut = match.start() + 1  # within the mark
             ids += self._tokenizer.encode(decoded[start:cut], bos=False, start=False)
             start = cut
@@ -168,7 +165,7 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         )
     try:
         if kind.startswith("json"):
-            return guidance.LLMatcher.grammar_from_json_schema(text, overrides=LAYOUT)
+            return guidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_LAYOUT)
         return guidance.grammar_from(kind, text)
     except ValueError as error:
         raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None

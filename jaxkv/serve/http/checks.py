@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from jaxkv.errors import nearest
 from jaxkv.serve.engine.request import is_unicode
 from jaxkv.serve.http.errors import APIError, shown
 
@@ -123,3 +124,13 @@ def check_keys(name: str, value: Mapping[str, Any], accepted: set[str]) -> None:
     if unknown := sorted(value.keys() - accepted):
         message = f"{name} has an unknown member {shown(unknown[0])}; leave it out"
         raise APIError(400, message, param=name)
+
+
+def check_known(body: Mapping[str, Any], accepted: Collection[str]) -> None:
+    """Raise APIError for a field that is not accepted, unless it is null."""
+    for name, value in body.items():
+        if name not in accepted and value is not None:
+            near = nearest(name, accepted)
+            remedy = f"did you mean {near}?" if near else "leave it out"
+            message = f"unknown or unsupported field {shown(name)}; {remedy}"
+            raise APIError(400, message, param=name[:60])

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxkv.errors import nearest
 from jaxkv.serve.http.checks import (
     MAX_COUNT,
     Check,
     check_keys,
+    check_known,
     flag,
     integer,
     invalid,
@@ -301,12 +301,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every field of a request. kind: a key of FIELDS. Raises APIError."""
     table = FIELDS[kind]
-    for name, value in body.items():
-        if name not in table and value is not None:
-            near = nearest(name, table)
-            remedy = f"did you mean {near}?" if near else "leave it out"
-            message = f"unknown or unsupported field {shown(name)}; {remedy}"
-            raise APIError(400, message, param=name[:60])
+    check_known(body, table)
     values = {}
     for name, field in table.items():
         value = body.get(name)

@@ -236,8 +236,8 @@ def _parser(
 
 
 def _end_of_prompt(prompts: Sequence[tuple[str, Sequence[int]]], language: LanguageProtocol) -> str:
-    (_, ids), *_ = prompts
     """The last words of the prompt, in which the template may begin a thought."""
+    (_, ids), *_ = prompts
     return b"".join(map(language.token_bytes, ids[-8:])).decode("utf-8", "replace").rstrip()
 
 

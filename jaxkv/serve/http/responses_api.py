@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxkv.errors import nearest
 from jaxkv.serve.http.checks import (
     check_keys,
-    flag,
+    check_known,
     invalid,
     mapping,
     one_of,
@@ -44,13 +43,8 @@ INCLUDED = ("reasoning.encrypted_content",)  # of which these models have nothin
 
 def chat_body(body: Mapping[str, Any]) -> Json:
     """The body of a chat that asks for the same. Raises APIError for what is not supported."""
-    accepted = {*SAME, *NOTHING, *TRANSLATED}
+    check_known(body, {*SAME, *NOTHING, *TRANSLATED})
     for name, value in body.items():
-        if name not in accepted and value is not None:
-            near = nearest(name, accepted)
-            remedy = f"did you mean {near}?" if near else "leave it out"
-            message = f"unknown or unsupported field {shown(name)}; {remedy}"
-            raise APIError(400, message, param=name[:60])
         if name in NOTHING and value is not None and value not in NOTHING[name]:
             remedy = "leave it out"
             if name in STATELESS:
@@ -184,7 +178,6 @@ def _content(name: str, value: Any) -> Any:
 
 def settings_of(body: Mapping[str, Any]) -> Json:
     """What a response says of its request."""
-    flag("parallel_tool_calls", body.get("parallel_tool_calls") is not False)
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxkv.defaults import JSON_LAYOUT
 from jaxkv.serve.engine.request import is_unicode
 
 Tool = Mapping[str, Any]
@@ -33,7 +34,6 @@ class ToolForm(NamedTuple):
     named: bool = False
 
 
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 # Of Hermes, Qwen and SmolLM3; of Mistral, newer and older; of Llama 3.
 HERMES, NAMED, LISTED, BARE = FORMS = (
@@ -85,7 +85,7 @@ def call_grammar(form: ToolForm, tools: Sequence[Tool], several: bool) -> str:
 
 def _schema(schema: Mapping[str, Any]) -> str:
     """A schema in a grammar, whose JSON has one line."""
-    return json.dumps({**schema, "x-guidance": LAYOUT})
+    return json.dumps({**schema, "x-guidance": JSON_LAYOUT})
 
 
 class Thought(NamedTuple):
