@@ -54,9 +54,12 @@ class LongestFirst(LoadScopeScheduling):
         for test in unfinished:
             self.workqueue.setdefault(group_of(test), {})[test] = False
         for peer in self.nodes:
-            if peer in self.registered_collections:  # not another's successor that still collects
-                self._reschedule(peer)
+            self._reschedule(peer)
         return crashed
+
+    def _reschedule(self, node) -> None:
+        if node in self.registered_collections:  # not the successor of a crash, still collecting
+            super()._reschedule(node)
 
     def _time_of(self, group: str) -> float:
         return sum(self.seconds.get(test, 1.0) for test in self.workqueue[group])

@@ -37,10 +37,16 @@ def test_the_longest_group_begins_first(monkeypatch):
     assert started == ["c", "b", "a"]
 
 
-def test_a_run_continues_after_a_process_crashed(tmp_path):
+@pytest.mark.parametrize("crashes", [1, 2, 6])
+def test_a_run_continues_after_processes_crashed(crashes, tmp_path):
     """The test that crashed fails, the others of its file and of other files run once."""
     shutil.copy(schedule.__file__, tmp_path / "schedule.py")
     (tmp_path / "conftest.py").write_text("""
+import os, time
+
+def pytest_collection():  # later processes collect longer
+    time.sleep(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) / 4)
+
 def pytest_xdist_make_scheduler(config, log):
     from schedule import LongestFirst
     made = LongestFirst(config, log)
@@ -48,7 +54,7 @@ def pytest_xdist_make_scheduler(config, log):
     return made
 """)
     for file in range(6):
-        crash = "os.abort()" if file == 2 else "pass"
+        crash = "os.abort()" if file < crashes else "pass"
         (tmp_path / f"test_{file}.py").write_text(
             f"import os\n\ndef test_a(): pass\ndef test_b(): {crash}\ndef test_c(): pass\n"
         )
@@ -58,8 +64,9 @@ def pytest_xdist_make_scheduler(config, log):
         cwd=tmp_path, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
         text=True, timeout=100,
     )  # fmt: skip
-    assert "1 failed, 17 passed" in run.stdout, run.stdout
-    assert "crashed while running 'test_2.py::test_b'" in run.stdout
+    assert f"{crashes} failed, {18 - crashes} passed" in run.stdout, run.stdout
+    for file in range(crashes):
+        assert f"crashed while running 'test_{file}.py::test_b'" in run.stdout
 
 
 def test_the_oldest_compiled_programs_are_deleted(tmp_path):
