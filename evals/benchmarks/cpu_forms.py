@@ -169,16 +169,20 @@ def engine(load: LoadModel, sizes: ProgramSizes) -> Program:
     """A decode step of the engine for one sequence under full attention."""
     llm, slots = load("float32"), sizes.large
     model = make_model(llm, "full")
-    like = jax.eval_shape(lambda: programs.empty_batch(model, 1, slots))
+    like = jax.eval_shape(lambda: programs.empty_batch(model, 1, slots).states)
 
     def step(weights: Any, batch: Any, active: Array, scored: Array) -> Any:
-        return programs.decode(model, like, weights, batch, active, scored)
+        states, logits = programs.feed(
+            model, like, weights, batch.states, batch.token, batch.position, active
+        )
+        batch, output = programs.sample(batch._replace(states=()), logits, active, scored)
+        return batch._replace(states=states), output
 
     def args() -> tuple[Any, ...]:
-        batch = programs.carry(model, programs.empty_batch(model, 1, slots))
+        batch = programs.carry_batch(model, programs.empty_batch(model, 1, slots))
         return model.weights, batch, np.ones(1, bool), np.bool_(False)
 
-    caches = frozenset(leaf.size for leaf in jax.tree.leaves(like.states) if leaf.ndim >= 4)
+    caches = frozenset(leaf.size for leaf in jax.tree.leaves(like) if leaf.ndim >= 4)
     about = f"engine decode, full, 1 sequence of up to {slots:,} tokens, {llm.config.layers} layers"
     return Program(about, step, args, donate=1, calls=sizes.steps, cached=caches, copies=hlo.copies)
 

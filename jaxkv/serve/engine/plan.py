@@ -14,7 +14,7 @@ from jaxkv.serve.engine import pool
 from jaxkv.serve.engine.model import Model
 from jaxkv.serve.engine.placement import placed, placed_pool
 from jaxkv.serve.engine.prefill import init_prefill
-from jaxkv.serve.engine.programs import PREFILLS, batch_sizes, carry, empty_batch
+from jaxkv.serve.engine.programs import PREFILLS, batch_sizes, carry_batch, empty_batch
 from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
 
@@ -55,7 +55,7 @@ def sizes(model: Model, max_len: int | None, chunk: int, has_owners: bool = Fals
     """
     max_len = resolve_max_len(model.policies, max_len)
     state = jax.eval_shape(lambda: init_prefill(model, max_len, jax.numpy.uint32(0)))
-    batch = jax.eval_shape(lambda: carry(model, empty_batch(model, 1, max_len)))
+    batch = jax.eval_shape(lambda: carry_batch(model, empty_batch(model, 1, max_len)))
     layout = pool.prefix_layout(model.policies, state.states, chunk)
     prefix = pool.shapes_of_prefix(layout, model.policies, state.states)
     prefills = (PREFILLS + has_owners) * bytes_per_device(placed(model, state))

@@ -76,24 +76,26 @@ def padded_widths(chunk: int) -> tuple[int, ...]:
     return (*(width for width in (16, 64, 256, 1024) if width < chunk), chunk)
 
 
-def carry(model: Model, batch: DecodeBatch) -> DecodeBatch:
-    """The batch in the form that stays on the device between calls.
+def carry(model: Model, states: tuple[State, ...]) -> tuple[State, ...]:
+    """The states of a batch in the form that stays on the device between calls.
 
     XLA:CPU copies the caches of a single sequence whole in every step if B and K are two axes.
     Measured in evals/results/workarounds.json, row carry.
     """
-    states = batch.states
-    if batch.token.shape[0] == 1:
+    if jax.tree.leaves(states)[0].shape[0] == 1:
         states = flatten_heads(states, sharded=is_split(model))
-    return batch._replace(states=without_shared(model.programs, states) if _once(model) else states)
+    return without_shared(model.programs, states) if _once(model) else states
 
 
-def restore(model: Model, batch: DecodeBatch, like: DecodeBatch) -> DecodeBatch:
+def restore(model: Model, states: tuple[State, ...], like: tuple[State, ...]) -> tuple[State, ...]:
     """The inverse of `carry`; like: the shapes of the result."""
-    states = deduplicate_shared(model.programs, batch.states) if _once(model) else batch.states
-    if batch.token.shape[0] == 1:
-        states = restore_heads(states, like.states)
-    return batch._replace(states=states)
+    states = deduplicate_shared(model.programs, states) if _once(model) else states
+    return restore_heads(states, like)
+
+
+def carry_batch(model: Model, batch: DecodeBatch) -> DecodeBatch:
+    """A batch as it stays on the device between calls."""
+    return batch._replace(states=carry(model, batch.states))
 
 
 def _once(model: Model) -> bool:
@@ -104,7 +106,7 @@ def _once(model: Model) -> bool:
 def insert(
     model: Model,
     max_len: int | None,
-    like: DecodeBatch,
+    like: tuple[State, ...],
     batch: DecodeBatch,
     index: Int32[Array, ""],
     state: PrefillState,
@@ -112,7 +114,7 @@ def insert(
 ) -> tuple[DecodeBatch, StepOutput]:
     """Finish a prefill, insert it as batch entry `index` and sample its first token.
 
-    like: the shapes of an `empty_batch`, of which `batch` is the `carry`.
+    like: the shapes of the states in an `empty_batch`.
     """
     states = tuple(_finish_prefill(model, max_len, *layer) for layer in model.layers(state.states))
     rng = jax.random.key(params.seed[0])
@@ -128,36 +130,48 @@ def insert(
         bias=params.bias,
     )
     sequence, output = _sample(sequence, state.logits, jnp.ones(1, bool), True)
-    batch = restore(model, batch, like)
+    batch = batch._replace(states=restore(model, batch.states, like))
     batch = jax.tree.map(lambda all, new: all.at[index].set(new[0]), batch, sequence)
-    return carry(model, batch), output
+    return carry_batch(model, batch), output
 
 
-def decode(
+def feed(
     model: Model,
-    like: DecodeBatch,
+    like: tuple[State, ...],
     weights: Any,
-    batch: DecodeBatch,
+    states: tuple[State, ...],
+    token: Int32[Array, " B"],
+    position: UInt32[Array, " B"],
     active: Bool[Array, " B"],
-    scored: Bool[Array, ""],
-) -> tuple[DecodeBatch, StepOutput]:
-    """Feed each active sequence its token and sample the next; other sequences do not change.
+) -> tuple[tuple[State, ...], Float32[Array, "B V"]]:
+    """Feed each active sequence its token; returns the states and the logits of the next token.
 
-    like: as in `insert`.
+    The states of other sequences do not change. like: as in `insert`.
     """
-    batch = restore(model, batch, like)
     logits, states = forward(
         model,
         weights,
-        batch.token[:, None],
-        batch.position[:, None],
+        token[:, None],
+        position[:, None],
         active[:, None],
-        batch.states,
-        jnp.zeros((batch.token.shape[0], 1), jnp.int32),
+        restore(model, states, like),
+        jnp.zeros((token.shape[0], 1), jnp.int32),
     )
-    fed = batch._replace(states=states, position=batch.position + active.astype(jnp.uint32))
-    fed, output = _sample(fed, logits[:, 0], active, scored)
-    return carry(model, fed), output
+    return carry(model, states), logits[:, 0]
+
+
+def sample(
+    batch: DecodeBatch,
+    logits: Float32[Array, "B V"],
+    active: Bool[Array, " B"],
+    scored: Bool[Array, ""],
+) -> tuple[DecodeBatch, StepOutput]:
+    """Sample the next token of each active sequence, which `feed` fed. batch: without its states.
+
+    A program of its own, so that the host computes the masks of matchers while `feed` runs.
+    """
+    fed = batch._replace(position=batch.position + active.astype(jnp.uint32))
+    return _sample(fed, logits, active, scored)
 
 
 def set_bias(
@@ -286,7 +300,8 @@ class BatchPrograms(NamedTuple):
     """
 
     empty: Callable | Future
-    decode: Callable | Future
+    feed: Callable | Future
+    sample: Callable | Future
     insert: Callable | Future
     set_bias: Callable | Future
     moves: dict[int, list[Callable | Future]]
@@ -376,12 +391,27 @@ class Programs:
         """A decode batch of each size, without active sequences."""
         return {size: programs.empty() for size, programs in self.by_size.items()}
 
-    def decode(
-        self, batch: DecodeBatch, active: Bool[np.ndarray, " B"], scored: bool
+    def feed(
+        self, batch: DecodeBatch, active: Bool[np.ndarray, " B"]
+    ) -> tuple[DecodeBatch, Float32[Array, "B V"]]:
+        """`feed` of a batch, whose states are donated; returns the batch and the logits."""
+        program = self.by_size[batch.token.shape[0]].feed
+        states, logits = program(
+            self.model.weights, batch.states, batch.token, batch.position, active
+        )
+        return batch._replace(states=states), logits
+
+    def sample(
+        self,
+        batch: DecodeBatch,
+        logits: Float32[Array, "B V"],
+        active: Bool[np.ndarray, " B"],
+        scored: bool,
     ) -> tuple[DecodeBatch, StepOutput]:
-        """`decode` of a batch, which is donated."""
-        programs = self.by_size[batch.token.shape[0]]
-        return programs.decode(self.model.weights, batch, active, np.bool_(scored))
+        """`sample` of a batch, which is donated but for its states."""
+        program = self.by_size[batch.token.shape[0]].sample
+        sampled, output = program(batch._replace(states=()), logits, active, np.bool_(scored))
+        return sampled._replace(states=batch.states), output
 
     def insert(
         self, batch: DecodeBatch, index: int, state: PrefillState, params: SequenceParams
@@ -414,8 +444,8 @@ class Programs:
         max_len: int | None,
     ) -> BatchPrograms:
         """Start to compile the programs of one size of the decode batch; batches: shapes."""
-        model, zero, like = self.model, np.int32(0), batches[size]
-        batch = self._carried(like)
+        model, zero, like = self.model, np.int32(0), batches[size].states
+        batch = self._carried(batches[size])
         params = SequenceParams(
             np.zeros(1, "u4"),
             np.zeros(1, "u4"),
@@ -424,13 +454,19 @@ class Programs:
             np.zeros((1, 2), "f4"),
             np.zeros((1, model.vocab), "f4"),
         )
-        decoding = submit(
-            partial(decode, model, like),
+        active = np.zeros(size, bool)
+        feeding = submit(
+            partial(feed, model, like),
             model.weights,
-            batch,
-            np.zeros(size, bool),
-            np.bool_(False),
+            batch.states,
+            batch.token,
+            batch.position,
+            active,
             donate=(1,),
+        )
+        logits = placed(model, jax.ShapeDtypeStruct((size, model.vocab), jnp.float32))
+        sampling = submit(
+            sample, batch._replace(states=()), logits, active, np.bool_(False), donate=(0,)
         )
         inserting = submit(
             partial(insert, model, max_len, like),
@@ -446,8 +482,9 @@ class Programs:
             if target_size != size
         }
         return BatchPrograms(
-            submit(lambda: carry(model, empty_batch(model, size, max_len))),
-            decoding,
+            submit(lambda: carry_batch(model, empty_batch(model, size, max_len))),
+            feeding,
+            sampling,
             inserting,
             submit(set_bias, batch.bias, zero, params.bias, donate=(0,)),
             moves,
@@ -455,7 +492,7 @@ class Programs:
 
     def _carried(self, batch: DecodeBatch) -> DecodeBatch:
         """The shapes of a batch as it stays on the device."""
-        return placed(self.model, jax.eval_shape(partial(carry, self.model), batch))
+        return placed(self.model, jax.eval_shape(partial(carry_batch, self.model), batch))
 
     def padded(self, count: int) -> int:
         """The width to which a chunk of `count` tokens is padded."""

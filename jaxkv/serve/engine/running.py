@@ -13,7 +13,7 @@ from jaxkv.serve.engine.model import StepOutput
 from jaxkv.serve.engine.prefill import PrefillState
 from jaxkv.serve.engine.programs import DecodeBatch, Programs, SequenceParams
 from jaxkv.serve.engine.request import RequestHandle
-from jaxkv.typing import Float32
+from jaxkv.typing import Bool, Float32
 
 SHRINK_AFTER = 64  # steps that need fewer entries, before the batch shrinks
 
@@ -77,31 +77,41 @@ class RunningBatch:
     def decode(self, in_flight: Iterable[InFlightStep]) -> InFlightStep | None:
         """Dispatch one token of every request that wants more; None if none does.
 
-        in_flight: the steps that are not delivered. Matchers wait for their tokens.
+        in_flight: the steps that are not delivered. Matchers wait for their tokens, and then
+        compute their masks, while the device feeds the batch.
         """
+        if not (handles := self._wanting()):
+            return None
+        self._batch, logits = self._programs.feed(self._batch, self._active(handles))
         match_tokens(in_flight)
-        for index, handle in enumerate(self.handles):
-            if handle is None or not handle.wants_more:
-                continue
+        for index, handle in self._wanting():
             request = handle.request
             ends = 0 < request.min_new_tokens == handle.dispatched
             if ends or request.matcher is not None:
                 bias = bias_row(handle, self._vocab, may_end=True)
                 self._batch = self._programs.set_bias(self._batch, index, bias)
-        handles = [
+        if not (handles := self._wanting()):  # the last grammars have ended
+            return None
+        scored = any(handle.request.logprobs is not None for _, handle in handles)
+        self._batch, output = self._programs.sample(
+            self._batch, logits, self._active(handles), scored
+        )
+        for _, handle in handles:
+            handle.dispatched += 1
+        return InFlightStep(output, handles)
+
+    def _wanting(self) -> list[tuple[int, RequestHandle]]:
+        """The requests that want another token, each with its entry."""
+        return [
             (index, handle)
             for index, handle in enumerate(self.handles)
             if handle is not None and handle.wants_more
         ]
-        if not handles:
-            return None
+
+    def _active(self, handles: Sequence[tuple[int, RequestHandle]]) -> Bool[np.ndarray, " B"]:
         active = np.zeros(self.size, bool)
         active[[index for index, _ in handles]] = True
-        scored = any(handle.request.logprobs is not None for _, handle in handles)
-        self._batch, output = self._programs.decode(self._batch, active, scored)
-        for _, handle in handles:
-            handle.dispatched += 1
-        return InFlightStep(output, handles)
+        return active
 
     def shrink(self, joining: int) -> None:
         """Count a step; after SHRINK_AFTER steps that needed a smaller batch, shrink.

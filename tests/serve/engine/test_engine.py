@@ -84,7 +84,9 @@ def test_nothing_is_compiled_while_it_serves(engine):
     ask(engine, *requests(12, 5), *requests(3, 6, echo=True, logprobs=1))
     assert not compiled
     of_chunk = ("begin", "the layers", "end", "end with scores")
-    assert engine.compilations == len(("decode", "insert", "bias", "empty", "init")) + len(of_chunk)
+    assert engine.compilations == len(("feed", "sample", "insert", "bias", "empty", "init")) + len(
+        of_chunk
+    )
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
@@ -180,8 +182,8 @@ def test_a_decode_step_copies_no_cache(max_batch):
     """Otherwise one sequence takes longer than several."""
     engine = Engine(plain("full"), max_batch=max_batch, max_len=4096, chunk=16)
     cache = max(leaf.nbytes for leaf in jax.tree.leaves(engine._running._batch.states))
-    decode = engine._programs.by_size[max_batch].decode
-    assert decode.memory_analysis().temp_size_in_bytes < cache
+    feed = engine._programs.by_size[max_batch].feed
+    assert feed.memory_analysis().temp_size_in_bytes < cache
 
 
 def test_prompts_delay_running_answers_by_at_most_the_prefill_budget():

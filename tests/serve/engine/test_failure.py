@@ -40,7 +40,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
         engine.step()
     assert engine.step() and engine._prefills  # one decodes, one is in prefill
     monkeypatch.setattr(engine._programs, "prefill", fail)
-    monkeypatch.setattr(engine._programs, "decode", fail)
+    monkeypatch.setattr(engine._programs, "feed", fail)
     if second == "release":
         monkeypatch.setattr(engine._store, "release", fail)
     else:
@@ -53,7 +53,7 @@ def test_a_second_failure_while_giving_up(monkeypatch, caplog, second):
 
 def test_a_failing_thread_logs_the_failure_and_ends(monkeypatch, caplog):
     engine = Engine(plain(), max_batch=2, chunk=16)
-    monkeypatch.setattr(engine._programs, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._programs, "feed", lambda *_: 1 / 0)
     engine.start()
     listener = Recorder()
     engine.submit(Request((1, 2), 9), listener)
@@ -83,13 +83,13 @@ def test_too_little_memory_of_the_device_is_one_line(monkeypatch, caplog):
 def test_a_device_call_that_does_not_return(monkeypatch):
     """The engine is unhealthy after the limit, refuses requests, stops, and recovers if it can."""
     engine = Engine(plain(), max_batch=2, chunk=16, step_seconds=0.2)
-    decode, released = engine._programs.decode, threading.Event()
+    decode, released = engine._programs.feed, threading.Event()
 
     def hang(*arguments):
         released.wait(60)
         return decode(*arguments)
 
-    monkeypatch.setattr(engine._programs, "decode", hang)
+    monkeypatch.setattr(engine._programs, "feed", hang)
     engine.start()
     first, second = Recorder(), Recorder()
     engine.submit(Request((1, 2), 3), first)
@@ -167,7 +167,9 @@ def test_logits_that_are_not_finite_end_only_one_answer():
     assert fine.outcome.reason == "length" and engine.healthy
 
 
-@pytest.mark.parametrize("broken", ["init_prefill", "prefill", "insert", "decode", "deliver"])
+@pytest.mark.parametrize(
+    "broken", ["init_prefill", "prefill", "insert", "feed", "sample", "deliver"]
+)
 def test_a_failure_ends_every_answer_once(monkeypatch, broken):
     engine = Engine(plain(), max_batch=2, chunk=16)
 

@@ -69,6 +69,25 @@ def test_a_matcher_changes_no_bit_of_other_answers(engine):
     assert [listener.tokens for listener in again] == [beside[1].tokens, beside[3].tokens]
 
 
+def test_masks_are_computed_while_the_device_feeds_the_batch(engine, monkeypatch):
+    calls, programs = [], engine._programs
+    for name in ("feed", "set_bias", "sample"):
+        program = getattr(programs, name)
+
+        def called(*arguments, name=name, program=program):
+            calls.append(name)
+            return program(*arguments)
+
+        monkeypatch.setattr(programs, name, called)
+    request = obeying(4)
+    monkeypatch.setattr(
+        Multiples, "allowed", lambda self, of=Multiples.allowed: (calls.append("mask"), of(self))[1]
+    )
+    monkeypatch.setattr(Multiples, "advance", lambda self, token: self.tokens.append(token))
+    ask(engine, request)
+    assert calls == ["mask", *["feed", "mask", "set_bias", "sample"] * 3, "feed"]
+
+
 def test_a_matcher_that_fails_ends_its_answer_alone(engine):
     failing = Request((1, 2), 20, matcher=Multiples(9, fails=4))
     at_once = Request((1, 2), 20, matcher=Multiples(9, fails=0))

@@ -67,7 +67,7 @@ def test_caches_are_split_and_attention_communicates_nothing(folder):
     programs = engine._programs
     state = programs.init_prefill(np.uint32(0)).states[0]
     assert state.k.sharding.shard_shape(state.k.shape)[1] == 1, "one KV head of four"
-    text = programs.by_size[4].decode.as_text()
+    text = programs.by_size[4].feed.as_text()
     reduced = re.findall(r" all-reduce(?:-start)?\(", text)
     others = re.findall(r" (?:all-gather|all-to-all|reduce-scatter|collective-permute)", text)
     layers = 2

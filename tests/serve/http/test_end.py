@@ -30,14 +30,14 @@ def engine(llm):
     engine = make_engine(
         llm, "streaming:sinks=2,window=30", max_batch=2, chunk=16, queue=3, step_seconds=1.0
     )
-    decode, go = engine._programs.decode, threading.Event()
+    decode, go = engine._programs.feed, threading.Event()
     go.set()
 
     def held(*arguments):
         go.wait(60)
         return decode(*arguments)
 
-    engine._programs.decode, engine.go = held, go
+    engine._programs.feed, engine.go = held, go
     yield engine
     go.set()
     engine.stop(30)
