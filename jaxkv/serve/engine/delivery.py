@@ -71,8 +71,8 @@ class Delivery:
     def __init__(self, finish: Callable[..., None], metrics: EngineMetrics) -> None:
         self._finish, self._metrics = finish, metrics
 
-    def deliver(self, step: InFlightStep) -> None:
-        """Wait for a step's output and deliver it to the listeners."""
+    def deliver(self, step: InFlightStep) -> float:
+        """Wait for a step's output, deliver it to the listeners, and return when it came."""
         output = on_host(step.output)
         now = time.monotonic()
         for index, handle in step.handles:
@@ -90,6 +90,7 @@ class Delivery:
                     handle.prompt_scores.append(ScoredToken(scored.token) if first else scored)
                 else:
                     self._deliver_token(handle, scored, now)
+        return now
 
     def _deliver_token(self, handle: RequestHandle, scored: ScoredToken, now: float) -> None:
         request = handle.request

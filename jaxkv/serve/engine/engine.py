@@ -14,7 +14,8 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +24,9 @@ from jaxkv.defaults import MAX_CHUNK
 from jaxkv.errors import check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
+from jaxkv.serve.engine.pace import Pace, Piece
 from jaxkv.serve.engine.plan import resolve_max_len
-from jaxkv.serve.engine.prefill import PrefillState, policy_seed
+from jaxkv.serve.engine.prefill import ChunkPrefill, PrefillState, policy_seed
 from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations, padded_widths
 from jaxkv.serve.engine.queue import RequestQueue
 from jaxkv.serve.engine.request import (
@@ -48,6 +50,7 @@ from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
 
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
+CREATION, LOADING, INSERTION = (Piece(name, 0) for name in ("creation", "loading", "insertion"))
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
 SMALLER = "a smaller --chunk, --max-batch or --prefix-memory"
 # What lowers the bytes of each part of the memory.
@@ -59,13 +62,22 @@ MEMORY_ADVICE = {
 LOG = logging.getLogger(__name__)
 
 
-class ActivePrefill(NamedTuple):
-    """A prefill in progress; `state` has its first `position` tokens. lease: its cached prefix."""
+@dataclass(eq=False)
+class ActivePrefill:
+    """A prefill in progress. lease: its cached prefix.
+
+    state: has its first `position` tokens; None before it starts. chunk: the one in progress.
+    """
 
     handle: RequestHandle
-    state: PrefillState
-    position: int
     lease: Lease | None
+    position: int
+    state: PrefillState | None = None
+    chunk: ChunkPrefill | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.position == len(self.handle.request.tokens)
 
     def next_size(self, chunk: int) -> int:
         """The tokens of its next chunk."""
@@ -104,6 +116,8 @@ class Engine:
     chunk: prompt tokens per prefill call; prefixes are shared at its multiples.
     max_prefill_tokens: prompt tokens prefilled in one step, at least a chunk; running sequences
       wait for them. None: a chunk.
+    max_stall: seconds for which running sequences wait for prefills in one step, unless a single
+      layer takes longer. None: no limit, and a schedule that no clock changes.
     queue, queue_tokens: requests and prompt tokens that may wait.
     prefix_cache: the prefix cache; None for none.
     seed: start of the policies' random draws, which are equal for all requests of one salt.
@@ -125,6 +139,7 @@ class Engine:
         max_len: int | None = None,
         chunk: int = 128,
         max_prefill_tokens: int | None = None,
+        max_stall: float | None = None,
         queue: int = 256,
         queue_tokens: int = 2**20,
         prefix_cache: PrefixConfig | None = None,
@@ -175,9 +190,8 @@ class Engine:
         self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._watch = StepWatch(step_seconds)
-        self.failure = ""
+        self._stopping, self.failure = False, ""
+        self._watch, self._pace = StepWatch(step_seconds), Pace(max_stall)
 
     @property
     def healthy(self) -> bool:
@@ -339,7 +353,10 @@ class Engine:
         self._metrics.add_step(self._dispatch_decode() + self._dispatch_prefill())
         new = len(self._in_flight) > old
         for _ in range(old if new else len(self._in_flight)):
-            self._delivery.deliver(self._in_flight.popleft())
+            step = self._in_flight.popleft()
+            arrival = self._delivery.deliver(step)
+            if step.work is not None:
+                self._pace.delivered(step.work, arrival)
 
     def _finish_cancelled(self) -> None:
         """Finish all cancelled requests."""
@@ -358,29 +375,47 @@ class Engine:
                 self._finish(handle, "refused", handle.failure)
         if step is None:
             return 0
-        self._in_flight.append(step)
+        follows = any(last.work is not None for last in self._in_flight)
+        work = self._pace.dispatched(self._running.step, follows)
+        self._in_flight.append(step._replace(work=work))
         return len(step.handles)
 
     def _dispatch_prefill(self) -> int:
-        """Dispatch one step's prompt tokens, of two owners in turn; returns their number."""
+        """Dispatch one step's prefill work, of two owners in turn; returns the tokens that it ends.
+
+        The work pauses where the running answers would wait for too long.
+        """
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
         budget, tokens = self._max_prefill_tokens, 0
+        self._pace.begin(self._running.waiting_step)
         while budget > 0:
-            self._start_prefill()
+            self._take_request()
             if not self._prefills:
                 break
-            if tokens and self._programs.padded(self._prefills[0].next_size(self.chunk)) > budget:
-                break
-            count, cost, logits = self._prefill_chunk(self._prefills[0])
-            tokens += count
-            budget -= cost
+            prefill = self._prefills[0]
+            if not prefill.is_complete:
+                width = self._programs.padded(prefill.next_size(self.chunk))
+                if tokens and width > budget:
+                    break
+                if not (self._start(prefill) and self._run_chunk(prefill, width)):
+                    break
+                tokens += self._end_chunk(prefill)
+                budget -= width
+                logits = prefill.state.logits
+            if prefill.is_complete:
+                if not self._pace.take(INSERTION):
+                    break
+                self._prefills.remove(prefill)
+                self._release(prefill.lease)
+                self._insert(prefill.handle, prefill.state)
+                budget -= PROMPT_COST
         if tokens:
             self._prefilled.append(logits)
         return tokens
 
-    def _start_prefill(self) -> None:
-        """Start the next request of an owner who has none in prefill, if an entry is free."""
+    def _take_request(self) -> None:
+        """Take the next request of an owner who has none in prefill, if an entry is free."""
         if len(self._prefills) == self._max_prefills or self.running == self.max_batch:
             return
         started = [prefill.handle.request.owner for prefill in self._prefills]
@@ -390,37 +425,50 @@ class Engine:
         with self._changed:
             if (handle := self._queue.take(blocked)) is None:
                 return
-        request = handle.request
         handle.queue_seconds = time.monotonic() - handle.arrival
-        seed = policy_seed(self._seed, request.salt)
         lease = None
-        if self._store is not None and not request.echo:  # an echo scores the whole prompt
-            lease = self._store.find(request)
+        if self._store is not None and not handle.request.echo:  # an echo scores the whole prompt
+            lease = self._store.find(handle.request)
         handle.cached = 0 if lease is None else lease.start
-        state = self._store.load(lease) if handle.cached else self._programs.init_prefill(seed)
-        self._prefills.append(ActivePrefill(handle, state, handle.cached, lease))
+        self._prefills.append(ActivePrefill(handle, lease, handle.cached))
 
-    def _prefill_chunk(self, prefill: ActivePrefill) -> tuple[int, int, jax.Array]:
-        """Dispatch the next chunk of a prompt; returns its tokens, cost in tokens, and logits."""
-        handle, start = prefill.handle, prefill.position
-        tokens, echo = handle.request.tokens, handle.request.echo
-        width = self._programs.padded(count := prefill.next_size(self.chunk))
-        padded = np.zeros((1, width), np.int32)
-        padded[0, :count] = tokens[start : start + count]
-        state, output = self._programs.prefill(echo, prefill.state, padded, start, count)
-        if echo:
+    def _start(self, prefill: ActivePrefill) -> bool:
+        """Make the state of a prompt, or load its cached prefix; returns whether it has one."""
+        if prefill.state is None and self._pace.take(LOADING if prefill.position else CREATION):
+            if prefill.position:
+                prefill.state = self._store.load(prefill.lease)
+            else:
+                seed = policy_seed(self._seed, prefill.handle.request.salt)
+                prefill.state = self._programs.init_prefill(seed)
+        return prefill.state is not None
+
+    def _run_chunk(self, prefill: ActivePrefill, width: int) -> bool:
+        """Dispatch as many layers of a chunk as there is time for; returns whether it is done."""
+        if prefill.chunk is None:
+            request, start = prefill.handle.request, prefill.position
+            count = prefill.next_size(self.chunk)
+            padded = np.zeros((1, width), np.int32)
+            padded[0, :count] = request.tokens[start : start + count]
+            prefill.chunk = self._programs.prefill(
+                request.echo, prefill.state, padded, start, count
+            )
+        chunk = prefill.chunk
+        chunk.run(self._pace.take(Piece("layer", width), chunk.layers_left))
+        return not chunk.layers_left
+
+    def _end_chunk(self, prefill: ActivePrefill) -> int:
+        """End a chunk, after which the other owner's prompt continues; returns its tokens."""
+        handle, start, count = prefill.handle, prefill.position, prefill.chunk.count
+        prefill.state, output = prefill.chunk.end()
+        prefill.chunk, prefill.position = None, start + count
+        if handle.request.echo:
             self._in_flight.append(InFlightStep(output, [(n, handle) for n in range(count)], start))
-        end = start + count
         handle.computed += count
         if prefill.lease is not None:
-            self._store.save(prefill.lease, state, end)
-        self._prefills.popleft()
-        if end < len(tokens):
-            self._prefills.append(ActivePrefill(handle, state, end, prefill.lease))
-            return count, width, state.logits
-        self._release(prefill.lease)
-        self._insert(handle, state)
-        return count, width + PROMPT_COST, state.logits
+            self._store.save(prefill.lease, prefill.state, prefill.position)
+        if not prefill.is_complete:
+            self._prefills.rotate(-1)
+        return count
 
     def _insert(self, handle: RequestHandle, state: PrefillState) -> None:
         """Move a finished prefill into the decode batch."""

@@ -95,26 +95,56 @@ class ChunkPrograms(NamedTuple):
         ends = {scored: future.result() for scored, future in self.ends.items()}
         return ChunkPrograms(self.begin.result(), layers, ends)
 
-    def run(
+
+class ChunkPrefill:
+    """The prefill of one chunk, which may pause after any layer.
+
+    state: its states are donated. count: tokens of the chunk that are valid. scored: also compute
+    each token's scores.
+    """
+
+    def __init__(
         self,
+        programs: ChunkPrograms,
         model: Model,
         scored: bool,
         state: PrefillState,
         tokens: Int32[np.ndarray, "1 T"],
         start: int,
         count: int,
-    ) -> tuple[PrefillState, StepOutput | None]:
-        """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
-        weights = model.weights
-        x, positions, valid = self.begin(weights, tokens, np.uint32(start), np.int32(count))
-        states = []
-        for number, policy, layer_state in model.layers(state.states):
-            of_layer = model.layer_weights(weights, number)
-            layer = self.layers[model.functions[number], policy]
-            x, layer_state = layer(of_layer, x, layer_state, positions, valid)
-            states.append(layer_state)
-        last, output = self.ends[scored](weights, x, state.logits, tokens, np.int32(count))
-        return PrefillState(tuple(states), last), output
+    ) -> None:
+        self._programs, self._model, self._scored = programs, model, scored
+        self._tokens, self.width, self.count = tokens, tokens.shape[1], count
+        self._before, self._states = state.logits, list(state.states)
+        self._x, self._positions, self._valid = programs.begin(
+            model.weights, tokens, np.uint32(start), np.int32(count)
+        )
+        self._done = 0
+
+    @property
+    def layers_left(self) -> int:
+        return len(self._states) - self._done
+
+    def run(self, layers: int) -> None:
+        """Dispatch so many layers."""
+        model = self._model
+        for number in range(self._done, self._done + layers):
+            layer = self._programs.layers[model.functions[number], model.programs[number]]
+            self._x, self._states[number] = layer(
+                model.layer_weights(model.weights, number),
+                self._x,
+                self._states[number],
+                self._positions,
+                self._valid,
+            )
+        self._done += layers
+
+    def end(self) -> tuple[PrefillState, StepOutput | None]:
+        """The state after the last layer, and the scores of the chunk's tokens or None."""
+        last, output = self._programs.ends[self._scored](
+            self._model.weights, self._x, self._before, self._tokens, np.int32(self.count)
+        )
+        return PrefillState(tuple(self._states), last), output
 
 
 def submit_prefill(

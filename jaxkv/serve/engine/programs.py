@@ -28,7 +28,7 @@ from jaxkv.platform.gpu import carries_shared_once
 from jaxkv.sampling import NEUTRAL, Knobs, draw_each
 from jaxkv.serve.engine.model import Model, StepOutput, forward, score
 from jaxkv.serve.engine.placement import is_split, placed, shardings
-from jaxkv.serve.engine.prefill import PrefillState, init_prefill, submit_prefill
+from jaxkv.serve.engine.prefill import ChunkPrefill, PrefillState, init_prefill, submit_prefill
 from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
 from jaxkv.state.shared import deduplicate_shared, without_shared
@@ -505,7 +505,7 @@ class Programs:
         tokens: Int32[np.ndarray, "1 T"],
         start: int,
         count: int,
-    ) -> tuple[PrefillState, StepOutput | None]:
-        """Prefill the first `count` tokens of a chunk; scored: also return each token's scores."""
+    ) -> ChunkPrefill:
+        """Begin the prefill of the first `count` tokens of a chunk; scored: also their scores."""
         programs = self.chunks[tokens.shape[1]]
-        return programs.run(self.model, scored, state, tokens, start, count)
+        return ChunkPrefill(programs, self.model, scored, state, tokens, start, count)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv.sampling import Knobs, knobs_of_sequence
 from jaxkv.serve.engine.model import StepOutput
+from jaxkv.serve.engine.pace import Piece, StepWork
 from jaxkv.serve.engine.prefill import PrefillState
 from jaxkv.serve.engine.programs import DecodeBatch, Programs, SequenceParams
 from jaxkv.serve.engine.request import RequestHandle
@@ -22,11 +23,13 @@ class InFlightStep(NamedTuple):
     """A step that the device has not returned yet; handles: (index into `output`, handle).
 
     prompt_start: the tokens belong to the prompt, from this position on; None for new tokens.
+    work: of a step of the whole batch.
     """
 
     output: StepOutput
     handles: Sequence[tuple[int, RequestHandle]]
     prompt_start: int | None = None
+    work: StepWork | None = None
 
 
 class RunningBatch:
@@ -55,6 +58,16 @@ class RunningBatch:
     @property
     def running(self) -> list[RequestHandle]:
         return [handle for handle in self.handles if handle is not None]
+
+    @property
+    def step(self) -> Piece:
+        """What one step of the batch computes."""
+        return Piece("step", self.size)
+
+    @property
+    def waiting_step(self) -> Piece | None:
+        """The next step, or None if no request wants it."""
+        return self.step if self._wanting() else None
 
     def insert(self, handle: RequestHandle, state: PrefillState) -> InFlightStep:
         """Insert a finished prefill and sample its first token."""
