@@ -39,7 +39,7 @@ def waits(layer, insertion=0.0, chunks=12):
 
 @pytest.mark.parametrize("layer", [0.0001, 0.002, 0.009, 0.02, 0.029])
 def test_answers_wait_at_most_the_limit(layer):
-    of_steps = waits(lambda number: layer, chunks=60)
+    of_steps = waits(lambda number: layer, chunks=20 + int(1.2 / (LAYERS * layer)))
     assert max(of_steps) <= LIMIT + 1e-9
     assert of_steps[:3] == [0, 0, 0] and of_steps[3] > 0, "the time of a step alone comes first"
     # What fits is used, once the time of a layer is known.
