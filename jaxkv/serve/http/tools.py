@@ -57,30 +57,35 @@ def thought_marks(template: str | None) -> tuple[str, str] | None:
 
 
 def call_grammar(form: ToolForm, tools: Sequence[Tool], several: bool) -> str:
-    """A grammar, in Lark's form, of answers that call one of the tools, or perhaps several."""
+    """A grammar, in Lark's form, of answers that call one of the tools, or perhaps several.
+
+    The arguments of each tool have a rule of their own, because references in a schema, such as
+    `#/$defs/unit`, begin at its root.
+    """
     functions = [tool["function"] for tool in tools]
     begin, end = json.dumps(form.begin), json.dumps(form.end)
-    if form.named:
-        lines = [f"call{n}: %json {_schema(f['parameters'])}" for n, f in enumerate(functions)]
-        names = [json.dumps(form.begin + f["name"] + ARGUMENTS) for f in functions]
-        calls = " | ".join(f"{name} call{n}" for n, name in enumerate(names))
-        return "\n".join([f"start: call{'+' if several else ''}", f"call: {calls}", *lines])
-    members = [{"name": {"const": f["name"]}, form.arguments: f["parameters"]} for f in functions]
-    calls = {
-        "anyOf": [
-            {"type": "object", "properties": properties, "required": ["name", form.arguments],
-             "additionalProperties": False}
-            for properties in members
-        ]
-    }  # fmt: skip
     start = f'{begin} "\\n" call "\\n" {end}'
     start = f'{start} ("\\n" {start})*' if several else start
     if form.bare:
         start = "call"
+    if form.named:
+        start = f"call{'+' if several else ''}"
     if form.listed:
         more = '(", " call)*' if several else ""
         start = f'{begin} "[" call {more} "]"'
-    return f"start: {start}\ncall: %json {_schema(calls)}\n"
+    calls = [
+        f"{json.dumps(before)} arguments{n} {json.dumps(after)}"
+        for n, (before, after) in enumerate(_around(form, f["name"]) for f in functions)
+    ]
+    rules = [f"arguments{n}: %json {_schema(f['parameters'])}" for n, f in enumerate(functions)]
+    return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
+
+
+def _around(form: ToolForm, name: str) -> tuple[str, str]:
+    """The text before and after the arguments of a call."""
+    if form.named:
+        return form.begin + name + ARGUMENTS, ""
+    return f'{{"name": {json.dumps(name)}, "{form.arguments}": ', "}"
 
 
 def _schema(schema: Mapping[str, Any]) -> str:

@@ -134,6 +134,27 @@ def test_every_text_of_a_grammar_of_calls_calls_a_tool(form, several):
     assert counts == {1} or (several and min(counts) == 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_references_in_a_tool_begin_at_its_own_schema(form):
+    def tool(name, unit):
+        schema = {
+            "type": "object", "properties": {"unit": {"$ref": "#/$defs/unit"}},
+            "required": ["unit"], "additionalProperties": False, "$defs": {"unit": {"const": unit}},
+        }  # fmt: skip
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    grammar = call_grammar(form, [tool("heat", "K"), tool("length", "m")], several=False)
+    matcher = matcher_of(language().llm, Grammar("grammar", grammar))
+    calls = {
+        (name, *arguments.items())
+        for seed in range(30)
+        for _, name, arguments in joined(
+            AnswerParser(form).push(walk(matcher.copy(), seed), last=True)
+        )
+    }
+    assert calls == {("heat", ("unit", "K")), ("length", ("unit", "m"))}
+
+
 def test_templates_have_forms():
     assert tool_form("... <tool_call> ...") is HERMES
     assert tool_form("[TOOL_CALLS]") is LISTED
