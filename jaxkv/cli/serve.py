@@ -173,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
             llm = replace(llm, chat=replace(llm.chat, template=template))
+        llm = with_usable_response(llm)
         # Before the engine counts compilations.
         fingerprint = fingerprint_of(args, llm, plan.max_batch)
         engine = make(args, llm, plan, prefixes, has_keys=bool(keys.tenants))
@@ -277,6 +278,20 @@ def check_name(name: str) -> str:
             "give another"
         )
     return name
+
+
+def with_usable_response(llm: Llm) -> Llm:
+    """The model without its `response_template` where that cannot be used, which is told."""
+    from jaxkv.models.generation.response_template import response_parser
+
+    if llm.chat.response is None:
+        return llm
+    try:
+        response_parser(llm.chat.response, "")
+    except UserError as error:
+        warn(f"{error}; until then, thoughts and calls are read in the forms that jaxkv knows")
+        return replace(llm, chat=replace(llm.chat, response=None))
+    return llm
 
 
 def name_of(args: argparse.Namespace, llm: Llm) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -13,6 +13,7 @@ from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
 from jaxkv.models.generation.grammar import Grammar, Matcher, matcher_of
+from jaxkv.models.generation.response_template import response_parser
 from jaxkv.models.generation.streams import warn_of_short_prompt
 from jaxkv.models.generation.text import OutputText, warn_beyond_context
 from jaxkv.models.loading.chat import Message, conversation_ids
@@ -30,8 +31,11 @@ from jaxkv.models.network.decoder import (
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
 from jaxkv.serve.engine.engine import MEMORY_ADVICE
 from jaxkv.serve.engine.plan import resolve_max_len
+from jaxkv.serve.http.protocols import ResponseParserProtocol
 from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Float, Float32, Int32
+
+PROMPT_END = 4096  # tokens of a prompt in which its answer begins
 
 
 def make_model(llm: Llm, policy: str | Policy | Sequence[Policy | str] = defaults.POLICY) -> Model:
@@ -164,6 +168,22 @@ class Language:
     def template(self) -> str | None:
         return self.llm.chat.template
 
+    @property
+    def response_template(self) -> Mapping[str, object] | None:
+        return self.llm.chat.response
+
+    def response_parser(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, object]]
+    ) -> ResponseParserProtocol:
+        """A parser of the answer to a prompt, by the model's `response_template`."""
+        end = b"".join(map(self.token_bytes, ids[-PROMPT_END:])).decode("utf-8", "replace")
+        return response_parser(self.llm.chat.response, end, tools)
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of all special tokens."""
+        return frozenset(token.text for token in self.llm.tokenizer.added if token.special)
+
     @cached_property
     def max_token_bytes(self) -> int:
         """Bytes of the longest token."""
@@ -220,7 +240,7 @@ class Language:
         stops: Sequence[str],
         eos: Sequence[int],
         min_new_tokens: int = 0,
-        marks: Sequence[str] = (),
+        marks: Collection[str] = (),
     ) -> OutputText:
         """The text of a new answer.
 

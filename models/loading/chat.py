@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -52,11 +52,13 @@ class Chat:
     """The chat format of one model.
 
     template: Jinja source, None where the model has none. tokens: the special tokens that the
-    template may name (bos_token, eos_token, ...).
+    template may name (bos_token, eos_token, ...). response: how to divide an answer into thoughts,
+    content and calls, the `response_template` of transformers; None where the model has none.
     """
 
     template: str | None
     tokens: tuple[tuple[str, str], ...] = ()
+    response: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def render(
         self,
@@ -133,14 +135,15 @@ def read_chat(folder: Path) -> Chat:
     named = read_json(folder / "special_tokens_map.json") | config
     contents = {key: content(value) for key, value in named.items() if key.endswith("_token")}
     tokens = tuple((key, text) for key, text in contents.items() if text is not None)
+    response = config.get("response_template")
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         try:
-            return Chat(alone.read_text(encoding="utf-8"), tokens)
+            return Chat(alone.read_text(encoding="utf-8"), tokens, response)
         except UnicodeDecodeError:
             raise UserError(f"{alone} is not UTF-8; download it again") from None
     source = read_json(folder / "chat_template.json").get("chat_template")
-    return Chat(_default(source or config.get("chat_template"), folder), tokens)
+    return Chat(_default(source or config.get("chat_template"), folder), tokens, response)
 
 
 def _default(source: Any, folder: Path) -> str | None:

@@ -24,7 +24,7 @@ from jaxkv.defaults import MAX_CHUNK
 from jaxkv.errors import check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
-from jaxkv.serve.engine.pace import Pace, Piece
+from jaxkv.serve.engine.pace import PrefillPace, Piece
 from jaxkv.serve.engine.plan import resolve_max_len
 from jaxkv.serve.engine.prefill import ChunkPrefill, PrefillState, policy_seed
 from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations, padded_widths
@@ -191,7 +191,7 @@ class Engine:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping, self.failure = False, ""
-        self._watch, self._pace = StepWatch(step_seconds), Pace(max_stall)
+        self._watch, self._pace = StepWatch(step_seconds), PrefillPace(max_stall)
 
     @property
     def healthy(self) -> bool:

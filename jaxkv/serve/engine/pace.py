@@ -31,7 +31,7 @@ class StepWork(NamedTuple):
     follows: bool
 
 
-class Pace:
+class PrefillPace:
     """Divides prefills so that running answers wait at most `seconds` for them, or for one piece.
 
     A piece is one program, such as a layer of a chunk, so a prefill has the same bits however it is

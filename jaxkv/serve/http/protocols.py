@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.serve.engine.request import Listener, MatcherProtocol, Request
@@ -21,13 +21,26 @@ class DetokenizerProtocol(Protocol):
         """End the answer; returns the text that was held back."""
 
 
+class ResponseParserProtocol(Protocol):
+    """Divides one answer as transformers' `ResponseParser` does, into events."""
+
+    initial_events: Sequence[Mapping[str, Any]]
+
+    def feed(self, text: str) -> Sequence[Mapping[str, Any]]:
+        """The events that are certain with more of the text. Raises ValueError for other text."""
+
+    def finalize(self) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+        """The message and the last events. Raises ValueError for a text that is no message."""
+
+
 @runtime_checkable
 class LanguageProtocol(Protocol):
     """A model's name, tokenizer and chat template.
 
     created: when it was loaded, in seconds since 1970. eos: ids that end an answer.
     max_token_bytes: bytes of the longest token. variables: names that the chat template reads.
-    template: the chat template, if there is one.
+    template: the chat template, if there is one. response_template: by which `response_parser`
+    divides its answers, if there is one. special_texts: of all special tokens.
     """
 
     name: str
@@ -36,6 +49,8 @@ class LanguageProtocol(Protocol):
     max_token_bytes: int
     variables: frozenset[str]
     template: str | None
+    response_template: Mapping[str, Any] | None
+    special_texts: frozenset[str]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError if the text has none."""
@@ -59,6 +74,11 @@ class LanguageProtocol(Protocol):
         Raises UserError for a grammar that no text obeys.
         """
 
+    def response_parser(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, object]]
+    ) -> ResponseParserProtocol:
+        """A parser of the answer to a prompt."""
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id of a prompt adds."""
 
@@ -70,7 +90,7 @@ class LanguageProtocol(Protocol):
         stops: Sequence[str],
         eos: Sequence[int],
         min_new_tokens: int = 0,
-        marks: Sequence[str] = (),
+        marks: Collection[str] = (),
     ) -> DetokenizerProtocol:
         """A detokenizer for a new answer.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from jaxkv.serve.http.checks import invalid, is_ids
 from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
+from jaxkv.serve.http.response_template import TemplateParser
 from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
 from jaxkv.serve.http.responses_api import chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
@@ -75,8 +76,9 @@ class CompletionRequest(NamedTuple):
     scored: bool  # tokens are reported with log probabilities
     stream: bool  # answers are sent as they come
     usage: bool  # a stream ends with token counts
-    parser: Callable[[], AnswerParser] | None = None  # divides an answer; None for a plain text
-    marks: Sequence[str] = ()  # special tokens that the parser reads
+    # Divides an answer; None for a plain text.
+    parser: Callable[[], AnswerParser | TemplateParser] | None = None
+    marks: Collection[str] = ()  # special tokens that the parser reads
     settings: Mapping[str, Any] = MappingProxyType({})  # that a response repeats
 
     def opening(self, index: int) -> list[Delta]:
@@ -193,7 +195,8 @@ def _tool_form(values: Values, language: LanguageProtocol) -> ToolForm | None:
     if not values.get("tools") or values["tool_choice"] == "none":
         return None
     form = tool_form(language.template) if "tools" in language.variables else None
-    if form is None:
+    divided = language.response_template is not None and values["tool_choice"] == "auto"
+    if form is None and not (divided and "tools" in language.variables):
         message = "this model's chat template has no tools in a form that jaxkv knows; "
         message += "leave tools out, or ask for JSON by response_format"
         raise APIError(400, message, param="tools")
@@ -224,6 +227,18 @@ def _parser(
     """
     must_call = form is not None and values["tool_choice"] != "auto"
     obeys = must_call or values["structure"] is not None
+    names = frozenset(tool["function"]["name"] for tool in values.get("tools") or ())
+    template = language.response_template
+    if format.is_chat and template is not None and not obeys:
+        tools = (values.get("tools") or ()) if values["tool_choice"] != "none" else ()
+        (_, ids), *_ = prompts
+
+        def parser() -> TemplateParser:
+            return TemplateParser(
+                language.response_parser(ids, tools), template, names if tools else frozenset()
+            )
+
+        return {"parser": parser, "marks": language.special_texts}
     form = form if must_call or not obeys else None
     thoughts = thought_marks(language.template) if format.is_chat and not obeys else None
     if form is None and thoughts is None and format.kind != "responses":
@@ -231,7 +246,6 @@ def _parser(
     thinking = thoughts is not None and _end_of_prompt(prompts, language).endswith(thoughts[0])
     marks = [*((form.begin, form.end) if form else ()), *(thoughts or ())]
     marks += [ARGUMENTS, CALL_ID] if form and form.named else []
-    names = frozenset(tool["function"]["name"] for tool in values.get("tools") or ())
     return {"parser": partial(AnswerParser, form, thoughts, thinking, names), "marks": marks}
 
 

@@ -117,6 +117,11 @@ class Call(NamedTuple):
 Part = Thought | Content | Call
 
 
+def call_id() -> str:
+    """The id of a new call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 class AnswerParser:
     """Divides the text of one answer into thoughts, content and calls.
 
@@ -241,7 +246,7 @@ class AnswerParser:
             self._add(parts, Content, self._dropped + form.begin * begins + text)
         self._in_call, self._begun = False, True
         for name, arguments in calls:
-            parts.append(Call(self._calls, f"call_{secrets.token_hex(12)}", name, arguments))
+            parts.append(Call(self._calls, call_id(), name, arguments))
             self._calls += 1
         if calls:
             self._mark()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.serve.engine import Engine, Request
-from jaxkv.serve.engine.pace import Pace, Piece
+from jaxkv.serve.engine.pace import PrefillPace, Piece
 from tests.serve.engine.plain import Recorder, ask, finish, plain, prompts
 
 STEP, LAYER, INSERTION = Piece("step", 4), Piece("layer", 128), Piece("insertion", 0)
@@ -19,7 +19,7 @@ def waits(layer, insertion=0.0, chunks=12):
 
     layer: seconds of one layer, as a function of the number of layers before it.
     """
-    pace, works, of_steps, now = Pace(LIMIT), [], [], 0.0
+    pace, works, of_steps, now = PrefillPace(LIMIT), [], [], 0.0
     total, done, inserted = chunks * LAYERS, 0, False
     while not inserted:
         works.append(pace.dispatched(STEP, follows=bool(works)))
@@ -63,7 +63,7 @@ def test_a_layer_that_becomes_slower_is_noticed():
 
 def test_a_wrong_estimate_at_most_doubles_the_work():
     """Tokens that come late make a step seem to take all the time, and layers none."""
-    pace = Pace(LIMIT)
+    pace = PrefillPace(LIMIT)
     counts = []
     for number in range(8):
         work = pace.dispatched(STEP, follows=number > 0)
@@ -74,10 +74,10 @@ def test_a_wrong_estimate_at_most_doubles_the_work():
 
 
 def test_without_waiting_answers_nothing_is_divided():
-    pace = Pace(LIMIT)
+    pace = PrefillPace(LIMIT)
     pace.begin(None)
     assert pace.take(LAYER, LAYERS) == LAYERS and pace.take(INSERTION) == 1
-    unlimited = Pace(None)
+    unlimited = PrefillPace(None)
     unlimited.begin(STEP)
     assert unlimited.take(LAYER, LAYERS) == LAYERS and unlimited.take(INSERTION) == 1
 
@@ -85,7 +85,7 @@ def test_without_waiting_answers_nothing_is_divided():
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_limit_that_is_none(seconds):
     with pytest.raises(UserError, match=r"max_stall must be a finite Python number above 0"):
-        Pace(seconds)
+        PrefillPace(seconds)
 
 
 @pytest.mark.parametrize("max_stall", [1e-9, 0.0005])
