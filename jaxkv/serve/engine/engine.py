@@ -24,7 +24,7 @@ from jaxkv.defaults import MAX_CHUNK
 from jaxkv.errors import check_int
 from jaxkv.serve.engine.delivery import Delivery, EngineMetrics
 from jaxkv.serve.engine.model import Model, StepOutput
-from jaxkv.serve.engine.pace import PrefillPace, Piece
+from jaxkv.serve.engine.pace import Piece, PrefillPace
 from jaxkv.serve.engine.plan import resolve_max_len
 from jaxkv.serve.engine.prefill import ChunkPrefill, PrefillState, policy_seed
 from jaxkv.serve.engine.programs import Programs, batch_sizes, compilations, padded_widths

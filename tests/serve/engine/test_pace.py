@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.serve.engine import Engine, Request
-from jaxkv.serve.engine.pace import PrefillPace, Piece
+from jaxkv.serve.engine.pace import Piece, PrefillPace
 from tests.serve.engine.plain import Recorder, ask, finish, plain, prompts
 
 STEP, LAYER, INSERTION = Piece("step", 4), Piece("layer", 128), Piece("insertion", 0)

@@ -62,7 +62,8 @@ CASES = [
      "<|channel|>analysis<|message|>two<|end|><|channel|>final<|message|>It rains.<|return|>",
      [Thought("one\ntwo"), Content("It rains.")]),
     (CHANNELS, "[assistant]",
-     '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"}<|call|>', [(0, "weather", {"city": "Oslo"})]),
+     '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"}<|call|>',
+     [(0, "weather", {"city": "Oslo"})]),
 ]  # fmt: skip
 
 
