@@ -6,7 +6,8 @@ second request on the connection, and some send their bodies slowly. One key has
 clients of each other. The prefix memory is so small that prefixes are evicted. After half of the
 requests the server is started again with the same folder of prefixes. Memory and open files are
 those of the server's process, counted while it is idle; the other figures are those that the server
-reports. All this with a fixed batch, in which answers must be equal, and with a batch that grows
+reports. A quarter of the requests has a schema, and a quarter has tools, of which the answer must
+call one. All this with a fixed batch, in which answers must be equal, and with a batch that grows
 with load, where the last bits of logits, and so seldom a token, may depend on the batch.
 """
 
@@ -30,11 +31,13 @@ import numpy as np
 from jaxkv import models
 from jaxkv.evals.benchmarks import servers
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
+from jaxkv.evals.benchmarks.schemas import array_of, integer_of, object_of, text_of
 from jaxkv.evals.benchmarks.servers import RunningServer
 from jaxkv.evals.benchmarks.serving import BOOKS, books_of, passages
 from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.timing import bar
 from jaxkv.evals.lib.verdict import claim, within
+from jaxkv.models import Llm
 
 POLICIES = ("streaming:sinks=4,window=252", "full")
 BATCHES = {"fixed": ("--fixed-batch",), "growing": ()}  # flags of the server, by kind of batch
@@ -47,6 +50,31 @@ SLOW, PAUSE = 0.05, 0.2  # share of bodies that come in two parts, seconds betwe
 DIFFER = {"fixed": 0.0, "growing": 0.01}  # bar: share of answers that differ
 GROWTH = 1.05  # bar: growth of resident memory between idle checks
 FAIR = 2.0  # bar: answers of the API key with most over those of the key with fewest
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# The default model has no chat template; this one shows tools in the form of Hermes.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+SCHEMA = object_of(
+    name=text_of(9), sizes=array_of(integer_of(0, 99), 1, 4), kind={"enum": ["a", "b", None]}
+)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (
+        ("weather", object_of(city=text_of(9))),
+        ("sum", object_of(of=array_of(integer_of(-9, 9), 2, 3))),
+    )
+]
+
+
+class SoakQuestion(NamedTuple):
+    """What a request asks for: the path of its route, and its body."""
+
+    path: str
+    body: dict[str, Any]
 
 
 class SoakRequest(NamedTuple):
@@ -71,37 +99,48 @@ def measure(run: Run) -> dict[str, Any]:
     run.record.add(llm.files)
     texts = [llm.tokenizer.encode(file.read_text("utf-8")) for file in books_of(run.options)]
     results: dict[str, Any] = {"policies": {}, "bars": []}
+    asked = questions(llm, texts)
     count = 600 if run.options.quick else run.options.requests
     for policy, batch in product(POLICIES, BATCHES):
-        results_of_case = asyncio.run(soak(policy, BATCHES[batch], bodies(texts), count))
+        results_of_case = asyncio.run(soak(policy, BATCHES[batch], asked, count))
         results["policies"].setdefault(policy, {})[batch] = results_of_case
         results["bars"] += bars(policy, batch, results_of_case)
     return results
 
 
-def bodies(texts: list[list[int]]) -> list[dict[str, Any]]:
-    """Distinct requests; some share prefixes."""
+def questions(llm: Llm, texts: list[list[int]]) -> list[SoakQuestion]:
+    """Distinct requests; some share prefixes. Of four, one has a schema and one has tools."""
     rng = np.random.default_rng(0)
-    pages, requests = passages(texts), []
-    while len(requests) < KINDS:
+    pages, asked = passages(texts), []
+    while len(asked) < KINDS:
         page = next(pages)
-        for _ in range(4):
-            requests.append({
-                "model": "default", "prompt": list(page[: int(rng.integers(1, 500))]),
-                "max_tokens": int(rng.integers(1, 48)), "seed": len(requests), "ignore_eos": True,
-                "temperature": float(rng.choice([0.0, 0.8])), "logprobs": None,
-            })  # fmt: skip
-    return requests
+        for number in range(4):
+            tokens = list(page[: int(rng.integers(1, 500))])
+            body: dict[str, Any] = {
+                "model": "default", "max_tokens": int(rng.integers(1, 48)), "seed": len(asked),
+                "temperature": float(rng.choice([0.0, 0.8])),
+            }  # fmt: skip
+            if number == 3:
+                message = {"role": "user", "content": llm.tokenizer.decode(tokens)}
+                body |= {"messages": [message], "tools": TOOLS, "tool_choice": "required"}
+            else:
+                ends = {"structured_outputs": {"json": SCHEMA}} if number == 2 else {}
+                body |= {"prompt": tokens, "logprobs": None} | (ends or {"ignore_eos": True})
+            asked.append(SoakQuestion(CHAT if number == 3 else COMPLETIONS, body))
+    return asked
 
 
 async def soak(
-    policy: str, flags: Sequence[str], kinds: list[dict[str, Any]], count: int
+    policy: str, flags: Sequence[str], kinds: list[SoakQuestion], count: int
 ) -> dict[str, Any]:
     """Two lives of a server with one folder of prefixes. flags: flags of the kind of batch."""
     with tempfile.TemporaryDirectory() as folder:
         keys, admins = Path(folder) / "keys", Path(folder) / "admins"
         keys.write_text("\n".join(CLIENTS))
+        template = Path(folder) / "template"
+        template.write_text(TEMPLATE)
         admins.write_text(ADMIN)
+        flags = [*flags, "--chat-template", str(template)]
         shared = [*flags, "--api-key-file", str(keys), "--admin-key-file", str(admins)]
         alone = await answers_alone(policy, kinds, shared)
         words = [*shared, "--prefix-memory", "8MiB", "--prefix-dir", str(Path(folder) / "prefixes")]
@@ -116,7 +155,7 @@ async def soak(
 async def one_life(
     policy: str,
     words: Sequence[str],
-    kinds: list[dict[str, Any]],
+    kinds: list[SoakQuestion],
     alone: Sequence[str],
     count: int,
     rng: np.random.Generator,
@@ -156,9 +195,7 @@ def unfairness(keys: Sequence[str], ends: Sequence[float]) -> float:
     return max(counts) / max(1, min(counts))
 
 
-async def answers_alone(
-    policy: str, kinds: list[dict[str, Any]], words: Sequence[str]
-) -> list[str]:
+async def answers_alone(policy: str, kinds: list[SoakQuestion], words: Sequence[str]) -> list[str]:
     """Each answer from an idle server without prefix caching."""
     with started(policy, [*words, "--prefix-memory", "0"]) as server:
         return [
@@ -182,7 +219,7 @@ def draw_request(rng: np.random.Generator) -> SoakRequest:
 
 
 async def ask_all(
-    port: int, kinds: list[dict[str, Any]], batch: list[SoakRequest]
+    port: int, kinds: list[SoakQuestion], batch: list[SoakRequest]
 ) -> tuple[list[str], list[float]]:
     """The texts of a batch, and when each ended; CLIENTS says how many clients ask at a time."""
     gates = {key: asyncio.Semaphore(clients) for key, clients in CLIENTS.items()}
@@ -195,17 +232,17 @@ async def ask_all(
     return list(texts), list(ends)
 
 
-async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
-    """The text of an answer, up to the point where its client disconnects.
+async def ask_server(port: int, question: SoakQuestion, how: SoakRequest) -> str:
+    """The text of an answer and its calls, up to the point where its client disconnects.
 
     Raises RuntimeError for a status other than 200.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        data = json.dumps(body | {"stream": how.stream}).encode()
+        data = json.dumps(question.body | {"stream": how.stream}).encode()
         again = "keep-alive" if how.leaves == "next" else "close"
         request = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: {again}\r\n"
+            f"POST {question.path} HTTP/1.1\r\nhost: localhost\r\nconnection: {again}\r\n"
             f"authorization: Bearer {how.key}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         ).encode() + data
@@ -231,11 +268,19 @@ async def ask_server(port: int, body: dict[str, Any], how: SoakRequest) -> str:
     finally:
         writer.close()
     if not how.stream:
-        return json.loads(content[content.index(b"{") : content.rindex(b"}") + 1])["choices"][0][
-            "text"
-        ]
-    events = re.findall(rb"^data: (\{.*\})\r?$", content, re.MULTILINE)
-    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+        return text_of_answer([content[content.index(b"{") : content.rindex(b"}") + 1]])
+    return text_of_answer(re.findall(rb"^data: (\{.*\})\r?$", content, re.MULTILINE))
+
+
+def text_of_answer(events: Sequence[bytes]) -> str:
+    """The text of all events, and name and arguments of each call."""
+    text = ""
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        message = choice.get("message") or choice.get("delta") or {}
+        text += choice.get("text") or message.get("content") or ""
+        for call in message.get("tool_calls") or ():
+            text += (call["function"].get("name") or "") + (call["function"]["arguments"] or "")
+    return text
 
 
 async def rest(server: RunningServer) -> dict[str, float]:

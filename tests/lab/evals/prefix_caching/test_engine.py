@@ -16,7 +16,7 @@ from jaxkv.evals.prefix_caching import engine
 from jaxkv.serve.engine import Engine, PrefixConfig
 from tests.serve.engine.plain import VOCAB, plain
 from tests.serve.http.conftest import serving as serve
-from tests.serve.http.fake import FakeEngine
+from tests.serve.http.fake import FakeEngine, language
 
 TEXTS = [list(range(serving.LONG + 50)), list(range(5000, 2 * serving.LONG + 5000))]
 
@@ -67,11 +67,13 @@ def test_a_time_to_first_token_requires_the_expected_cached_tokens():
 
 def test_the_soak_client_reads_streamed_and_whole_answers():
     body = {"model": "bytes", "prompt": "|some words", "max_tokens": 20}
+    question = soak.SoakQuestion(soak.COMPLETIONS, body)
     with serve(FakeEngine()) as served:
 
         async def ask_all(*hows):
             return [
-                await soak.ask_server(served.port, body, soak.SoakRequest(0, *how)) for how in hows
+                await soak.ask_server(served.port, question, soak.SoakRequest(0, *how))
+                for how in hows
             ]
 
         hows = ((False, ""), (True, ""), (True, "amid"), (False, "before"), (False, "next"),
@@ -82,6 +84,17 @@ def test_the_soak_client_reads_streamed_and_whole_answers():
         body["model"] = "nobody"
         with pytest.raises(RuntimeError, match="404"):
             asyncio.run(ask_all((False, "")))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_soak_client_reads_calls(stream):
+    call = '<tool_call>{"name": "sum", "arguments": {"of": [1, 2]}}</tool_call>'
+    message = {"role": "user", "content": f"|Well. {call}"}
+    body = {"model": "bytes", "messages": [message], "tools": soak.TOOLS, "max_tokens": 99}
+    with serve(FakeEngine(), language(soak.TEMPLATE)) as served:
+        question = soak.SoakQuestion(soak.CHAT, body)
+        text = asyncio.run(soak.ask_server(served.port, question, soak.SoakRequest(0, stream, "")))
+    assert text == 'Well.sum{"of": [1, 2]}'
 
 
 @pytest.mark.parametrize(
