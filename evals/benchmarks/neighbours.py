@@ -24,8 +24,9 @@ import numpy as np
 
 from jaxkv import defaults, models
 from jaxkv.evals.benchmarks.serving import BOOKS, books_of, passages
-from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.record import RESULTS, read, spread
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.lib.table import UNMEASURED, ranged, table
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.serve.engine import (
@@ -221,7 +222,7 @@ def hits(
 
 
 def bars(policies: dict[str, Any]) -> list[dict[str, object]]:
-    """Each figure beside what issue 61 asks for."""
+    """Each figure beside its bound."""
     rows = []
     for policy, results in policies.items():
         seconds = results["stalls"]["divided"]["seconds"]
@@ -239,6 +240,49 @@ def bars(policies: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
+def results_of_record() -> dict[str, Any] | None:
+    """The results of the record; None where it was not measured."""
+    return read("neighbours")["results"] if (RESULTS / "neighbours.json").exists() else None
+
+
+def stalls_table() -> str:
+    """A row per policy and way to prefill: milliseconds that an answer waits."""
+    results = results_of_record()
+    heads = ("policy", "prefill", "median (ms)", "99 of 100 below (ms)", "largest (ms)",
+             "first token of the prompt (s)")  # fmt: skip
+    if results is None:
+        return table(heads, [("all", *[UNMEASURED] * 5)])
+    rows = []
+    for policy, parts in results["policies"].items():
+        for name, stall in parts["stalls"].items():
+            milliseconds = (
+                f"{1e3 * stall['seconds'][key]:.0f}" for key in ("median", "p99", "max")
+            )
+            first = ranged(stall["first_token_seconds"], "median", ".2f")
+            rows.append((f"`{policy}`", name, *milliseconds, first))
+    sizes = results["sizes"]
+    caption = f"Prompts of {sizes['long']:,} tokens, which arrive one after another:"
+    return table(heads, rows, caption)
+
+
+def clients_table() -> str:
+    """A row per policy: tokens per second of one client and of several, and hits in steps."""
+    results = results_of_record()
+    heads = ("policy", "one client, tokens per second", f"{CLIENTS} clients", "times",
+             "steps to the first token of a hit, 1 new token", "64 new tokens")  # fmt: skip
+    if results is None:
+        return table(heads, [("all", *[UNMEASURED] * 5)])
+    rows = []
+    for policy, parts in results["policies"].items():
+        rates = parts["clients"]["tokens_per_second"]
+        cells = [ranged(rates[name], "median", ".0f") for name in ("1", str(CLIENTS))]
+        cells.append(ranged(parts["clients"]["times"], "median", ".2f"))
+        cells += [ranged(hit["steps"], "median", ".2f") for hit in parts["hits"].values()]
+        rows.append((f"`{policy}`", *cells))
+    return table(heads, rows)
+
+
+TABLES = {"neighbours_stalls": stalls_table, "neighbours_clients": clients_table}
 FLAGS = (
     flag("--model", SMOLLM2, "as of --model elsewhere"),
     flag("--texts", BOOKS, "a folder of books"),

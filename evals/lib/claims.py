@@ -57,6 +57,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "agents": "prefix_caching.agents",
     **{name: f"benchmarks.{name}" for name in ("serving", "soak")},
     **dict.fromkeys(("schemas_valid", "schemas_speed"), "benchmarks.schemas"),
+    "neighbours": "benchmarks.neighbours",
     "workarounds": "benchmarks.cpu_forms",
     "compiled": "benchmarks.compiled",
     **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},

@@ -11,6 +11,7 @@ from jaxkv.evals.benchmarks import (
     kernels,
     kvpress_parity,
     latency,
+    neighbours,
     past_records,
     policy_rates,
     rates,
@@ -90,7 +91,7 @@ EXPERIMENTS = (
     agreement, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, rollouts, long_rollouts, report, mfu, prefix_tables,
     # Benchmarks.
-    compiled, cpu_forms, kernels, kvpress_parity, latency, past_records, policy_rates,
+    compiled, cpu_forms, kernels, kvpress_parity, latency, neighbours, past_records, policy_rates,
     rates, schemas, servers, serving, startup,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
