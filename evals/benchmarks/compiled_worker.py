@@ -26,6 +26,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxkv.contract import Policy, Spec, State, nbytes, shapes_after_prefill, shapes_of_prompt
 from jaxkv.evals.lib import ahead, hlo
+from jaxkv.evals.lib.engine_step import engine_step
 from jaxkv.models.generation.decoding import Static, decode_block, run_donated
 from jaxkv.models.generation.serving import make_model
 from jaxkv.models.loading.config import read_config
@@ -179,14 +180,14 @@ def lowered_engine(
     model = make_model(llm, case.policy)
     make = partial(programs.empty_batch, model, ENGINE_BATCH, None)
     like = jax.eval_shape(make)
-    batch = jax.eval_shape(partial(programs.carry, model), like)
+    batch = jax.eval_shape(partial(programs.carry_batch, model), like)
     inputs = (
         batch,
         jax.ShapeDtypeStruct((ENGINE_BATCH,), jnp.bool_),
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
     inputs = on_device(inputs, place) if mesh is None else placed(model, inputs)
-    function, out = partial(programs.decode, model, like), None
+    function, out = partial(engine_step, model, like.states), None
     if mesh is not None:
         out = shardings(model, jax.eval_shape(function, weights, *inputs))
     step = jax.jit(function, donate_argnums=1, out_shardings=out)

@@ -26,6 +26,7 @@ from jaxkv.contract import Partial
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.evals.lib import hlo
+from jaxkv.evals.lib.engine_step import engine_step
 from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import page_table, ranged, table_head, table_row
@@ -171,12 +172,8 @@ def engine(load: LoadModel, sizes: ProgramSizes) -> Program:
     model = make_model(llm, "full")
     like = jax.eval_shape(lambda: programs.empty_batch(model, 1, slots).states)
 
-    def step(weights: Any, batch: Any, active: Array, scored: Array) -> Any:
-        states, logits = programs.feed(
-            model, like, weights, batch.states, batch.token, batch.position, active
-        )
-        batch, output = programs.sample(batch._replace(states=()), logits, active, scored)
-        return batch._replace(states=states), output
+    def step(*arguments: Any) -> Any:
+        return engine_step(model, like, *arguments)
 
     def args() -> tuple[Any, ...]:
         batch = programs.carry_batch(model, programs.empty_batch(model, 1, slots))

@@ -5,7 +5,8 @@ policy. Variants alternate, round by round.
 
 `stalls`: one answer runs, and prompts arrive one after another. A stall is the time between two
 tokens of the answer while a prompt is prefilled, less the median time between two tokens alone.
-`divided` pauses a prefill after 30 ms, as `jaxkv serve` does; `whole` prefills a chunk at a time.
+`divided` pauses a prefill after 30 ms, as `jaxkv serve` does; `chunkwise` prefills a chunk between
+two tokens.
 `clients`: tokens per second of clients that answer at the same time, between the first token of
 the last one and the end of the first one. `hits`: the time to first token of a prompt whose prefix
 is cached, over the time of one decoding step of the same engine. Run it on an idle machine.
@@ -40,6 +41,7 @@ from jaxkv.serve.engine import (
 
 POLICIES = ("full", defaults.POLICY)
 CLIENTS, MAX_LEN = 4, 4096
+SKIPPED, ALONE = 4, 40  # tokens of the answer alone: a batch shrinks after 64 steps
 MEDIAN_STALL, LARGEST_STALL = 0.030, 0.100  # seconds: bars, maximum
 FASTER, STEPS = 3.0, 1.5  # bars: minimum of four clients over one, maximum of a hit over a step
 
@@ -103,7 +105,7 @@ def measure(run: Run) -> dict[str, Any]:
                 llm, policy, max_batch=CLIENTS, max_len=MAX_LEN, fixed_batch=False,
                 max_stall=max_stall, prefix_cache=PrefixConfig(num_blocks=64),
             )
-            for name, max_stall in (("whole", None), ("divided", MEDIAN_STALL))
+            for name, max_stall in (("chunkwise", None), ("divided", MEDIAN_STALL))
         }  # fmt: skip
         for engine in engines.values():
             engine.start()
@@ -129,9 +131,12 @@ def stalls(
 
     def ask(engine: Engine) -> tuple[list[float], list[float]]:
         listener = start(engine, next(new)[: sizes.short], MAX_LEN - sizes.short)
-        while len(listener.times) < sizes.new:
+        # Another prompt makes the batch grow, to the size in which stalls are measured.
+        finish(start(engine, next(new)[: sizes.short], 1))
+        first = len(listener.times) + SKIPPED
+        while len(listener.times) < first + ALONE and not listener.ended.is_set():
             sleep(0.001)
-        alone = float(np.median(np.diff(listener.times[8:])))
+        alone = float(np.median(np.diff(listener.times[first:])))
         waits, firsts = [], []
         for _ in range(sizes.prompts):
             begin = perf_counter()

@@ -123,6 +123,7 @@ def questions(llm: Llm, texts: list[list[int]]) -> list[SoakQuestion]:
             if number == 3:
                 message = {"role": "user", "content": llm.tokenizer.decode(tokens)}
                 body |= {"messages": [message], "tools": TOOLS, "tool_choice": "required"}
+                body["max_tokens"] += 48  # a call that is cut is left out
             else:
                 ends = {"structured_outputs": {"json": SCHEMA}} if number == 2 else {}
                 body |= {"prompt": tokens, "logprobs": None} | (ends or {"ignore_eos": True})

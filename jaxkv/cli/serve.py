@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         load()
         names = names or (check_name(name_of(args, llm)),)
         if template is not None:
-            llm = replace(llm, chat=replace(llm.chat, template=template))
+            llm = replace(llm, chat=replace(llm.chat, template=template, response=None))
         llm = with_usable_response(llm)
         # Before the engine counts compilations.
         fingerprint = fingerprint_of(args, llm, plan.max_batch)

@@ -23,7 +23,8 @@ def response_parser(
 
     template: of tokenizer_config.json. prompt: its end, with special tokens written out. tools: of
     OpenAI's API, whose schemas give the types of arguments.
-    Raises UserError without transformers, or for a template that it refuses.
+    Raises UserError without transformers, for a template that it refuses, or for a prompt that has
+    begun an answer which the template cannot read.
     """
     module = _module()
     try:
@@ -34,7 +35,11 @@ def response_parser(
         ) from None
     begun = loaded.truncate_past_last_anchor(prompt)
     # Without an anchor the whole prompt would be the beginning of the answer.
-    return module.ResponseParser(loaded, "" if begun == prompt else begun, tools=[*tools])
+    begun = "" if begun == prompt else begun
+    try:
+        return module.ResponseParser(loaded, begun, tools=[*tools])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"the answer that the prompt begins cannot be read: {error}") from None
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -180,9 +181,11 @@ class Language:
         return response_parser(self.llm.chat.response, end, tools)
 
     @cached_property
-    def special_texts(self) -> frozenset[str]:
-        """The texts of all special tokens."""
-        return frozenset(token.text for token in self.llm.tokenizer.added if token.special)
+    def response_marks(self) -> frozenset[str]:
+        """The special tokens that stand in the `response_template`."""
+        anchors = json.dumps(self.response_template, ensure_ascii=False).replace("\\", "")
+        special = (token.text for token in self.llm.tokenizer.added if token.special)
+        return frozenset(text for text in special if text in anchors)
 
     @cached_property
     def max_token_bytes(self) -> int:

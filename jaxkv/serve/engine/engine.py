@@ -50,7 +50,7 @@ from jaxkv.state import memory
 from jaxkv.state.sharding import bytes_per_device
 
 PROMPT_COST = 32  # tokens of a step's budget that the insertion of a prompt counts as
-CREATION, LOADING, INSERTION = (Piece(name, 0) for name in ("creation", "loading", "insertion"))
+CREATION, LOADING = Piece("creation"), Piece("loading")  # of the state of a prompt
 PREFILLS_AHEAD = 2  # steps whose prefills may be in flight: cancelling waits for no more of them
 SMALLER = "a smaller --chunk, --max-batch or --prefix-memory"
 # What lowers the bytes of each part of the memory.
@@ -116,8 +116,8 @@ class Engine:
     chunk: prompt tokens per prefill call; prefixes are shared at its multiples.
     max_prefill_tokens: prompt tokens prefilled in one step, at least a chunk; running sequences
       wait for them. None: a chunk.
-    max_stall: seconds for which running sequences wait for prefills in one step, unless a single
-      layer takes longer. None: no limit, and a schedule that no clock changes.
+    max_stall: about how many seconds running sequences wait for prefills in one step, see
+      `PrefillPace`. None: no limit, and a schedule that no clock changes.
     queue, queue_tokens: requests and prompt tokens that may wait.
     prefix_cache: the prefix cache; None for none.
     seed: start of the policies' random draws, which are equal for all requests of one salt.
@@ -163,6 +163,7 @@ class Engine:
         for name, value in counts.items():
             check_int(name, value, maximum=2**31 - 1)
         check_int("seed", seed, 0, 2**32 - 1)
+        self._pace = PrefillPace(max_stall)
         self.max_batch, self.max_len, self.max_per_owner = max_batch, max_len, per_owner
         self.chunk, self.vocab = chunk, model.vocab
         self._metrics = EngineMetrics()
@@ -191,7 +192,7 @@ class Engine:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping, self.failure = False, ""
-        self._watch, self._pace = StepWatch(step_seconds), PrefillPace(max_stall)
+        self._watch = StepWatch(step_seconds)
 
     @property
     def healthy(self) -> bool:
@@ -393,6 +394,7 @@ class Engine:
             self._take_request()
             if not self._prefills:
                 break
+            self._pace.limit(self._running.waiting_step)
             prefill = self._prefills[0]
             if not prefill.is_complete:
                 width = self._programs.padded(prefill.next_size(self.chunk))
@@ -404,7 +406,8 @@ class Engine:
                 budget -= width
                 logits = prefill.state.logits
             if prefill.is_complete:
-                if not self._pace.take(INSERTION):
+                generates = prefill.handle.request.max_new_tokens > 0
+                if generates and not self._pace.take(Piece("insertion", self._running.size)):
                     break
                 self._prefills.remove(prefill)
                 self._release(prefill.lease)
@@ -453,8 +456,12 @@ class Engine:
                 request.echo, prefill.state, padded, start, count
             )
         chunk = prefill.chunk
-        chunk.run(self._pace.take(Piece("layer", width), chunk.layers_left))
-        return not chunk.layers_left
+        if chunk.layers_left:
+            chunk.run(self._pace.take(Piece("layer", width), chunk.layers_left))
+        if chunk.layers_left:
+            return False
+        # The scores of all tokens take as long as several layers.
+        return not prefill.handle.request.echo or self._pace.take(Piece("scores", width)) > 0
 
     def _end_chunk(self, prefill: ActivePrefill) -> int:
         """End a chunk, after which the other owner's prompt continues; returns its tokens."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxkv.errors import check_positive
 
-KEPT = 0.7  # of an estimate, when a new measurement comes
+SHARE = 0.5  # of the time of a token: prefills may take it although it exceeds the limit
+TIMES = 5  # of a token alone that are kept; their median is its time
+REFRESH = 16  # tokens after prefills, after which one comes alone
+CHANGE = 2.0  # an estimate grows or shrinks by its square root in one step, at most
 SHORTEST = 1e-6  # seconds of a piece
 
 
 class Piece(NamedTuple):
-    """A kind of work. name: of what one program does. size: of its chunk or batch."""
+    """A kind of work. name: of what a program does. size: of its chunk or batch."""
 
     name: str
-    size: int
+    size: int = 0
 
 
 class StepWork(NamedTuple):
@@ -27,76 +32,91 @@ class StepWork(NamedTuple):
     """
 
     step: Piece
-    pieces: Counter[Piece]
+    pieces: Mapping[Piece, int]
     follows: bool
 
 
 class PrefillPace:
-    """Divides prefills so that running answers wait at most `seconds` for them, or for one piece.
+    """Divides prefills, so that running answers wait about `seconds` for them between two tokens.
 
     A piece is one program, such as a layer of a chunk, so a prefill has the same bits however it is
     divided. The seconds of each piece are estimated from the times at which tokens come. So no
-    measurement makes the device wait. seconds: None for no limit. Raises UserError unless it is a
-    number above 0.
+    measurement makes the device wait. Where a token alone takes more than twice `seconds`, answers
+    wait half of that time, because prompts would wait for too long. A piece of unknown time comes
+    alone. seconds: None for no limit. Raises UserError unless it is a number above 0.
     """
 
     def __init__(self, seconds: float | None) -> None:
         if seconds is not None:
             check_positive("max_stall", seconds, "give seconds, or None for no limit")
         self._limit = seconds
-        self._seconds: dict[Piece, float] = {}  # estimates
-        self._largest: Counter[Piece] = Counter()  # counts that one step took
+        self._alone: dict[Piece, deque[float]] = {}  # times of tokens without prefills
+        self._seconds: dict[Piece, float] = {}  # estimates of the pieces of prefills
+        self._largest: Counter[Piece] = Counter()  # counts that a step with a limit took
         self._pieces: Counter[Piece] = Counter()  # since the last token
         self._left: float | None = None  # seconds of this step; None for no limit
         self._first = True  # whether this step takes its next piece however long that takes
-        self._last = -math.inf
+        self._last, self._since_alone = -math.inf, 0
 
     def begin(self, waiting: Piece | None) -> None:
         """Begin the prefills of a step. waiting: the step of the answers that wait; None if none.
 
-        The first steps of a batch size have no prefills, because its own time must be known.
+        A token comes alone until its time is known, and from time to time later.
         """
-        self._left = None if waiting is None else self._limit
-        self._first = self._left is None or waiting in self._seconds
-        if not self._first:
-            self._left = 0.0
+        if self._limit is None or waiting is None:
+            self._left, self._first = None, True
+            return
+        times = self._alone.get(waiting, ())
+        if len(times) < TIMES // 2 + 1 or self._since_alone >= REFRESH:
+            self._left, self._first = 0.0, False
+            return
+        self._left = max(self._limit, SHARE * statistics.median(times))
+        self._first = True
+
+    def limit(self, waiting: Piece | None) -> None:
+        """Begin again if this step had no limit, and answers wait now."""
+        if self._left is None:
+            self.begin(waiting)
 
     def take(self, piece: Piece, count: int = 1) -> int:
-        """How many of `count` equal pieces fit into this step; its first piece always does."""
+        """How many of `count` equal pieces this step has time for."""
         if self._left is not None:
-            seconds = self._seconds.get(piece, self._left)
-            fitting = 0
-            if piece in self._seconds:
-                # A wrong estimate must not become one long wait.
-                most = 2 * self._largest[piece] - self._pieces[piece]
-                fitting = min(int(self._left / max(seconds, SHORTEST)), most)
+            seconds = self._seconds.get(piece, math.inf)
+            # A wrong estimate must not become one long wait.
+            doubled = 2 * self._largest[piece] - self._pieces[piece]
+            fitting = min(int(self._left / max(seconds, SHORTEST)), doubled)
             count = min(count, max(fitting, int(self._first)))
-            self._left = max(0.0, self._left - count * seconds)
-            self._first &= count == 0
-        if count:
-            self._pieces[piece] += count
-            self._largest[piece] = max(self._largest[piece], self._pieces[piece])
+            if count:
+                self._first = False
+                self._left = max(0.0, self._left - count * seconds)
+                self._largest[piece] = max(self._largest[piece], self._pieces[piece] + count)
+        self._pieces[piece] += count
         return count
 
     def dispatched(self, step: Piece, follows: bool) -> StepWork:
         """The work for the token that is dispatched now."""
-        work, self._pieces = StepWork(step, self._pieces, follows), Counter()
-        return work
+        pieces, self._pieces = +self._pieces, Counter()
+        self._since_alone = self._since_alone + 1 if pieces else 0
+        return StepWork(step, pieces, follows)
 
     def delivered(self, work: StepWork, now: float) -> None:
         """Learn from the time at which a token came."""
         elapsed, self._last = now - self._last, now
         if not work.follows:
             return
-        unknown = [piece for piece in work.pieces if piece not in self._seconds]
+        times = self._alone.setdefault(work.step, deque(maxlen=TIMES))
         if not work.pieces:
-            self._learn(work.step, elapsed)
-        elif work.step in self._seconds and len(unknown or work.pieces) == 1:
-            (piece,) = unknown or work.pieces
-            others = sum(n * self._seconds[p] for p, n in work.pieces.items() if p != piece)
-            rest = elapsed - self._seconds[work.step] - others
-            self._learn(piece, max(0.0, rest) / work.pieces[piece])
-
-    def _learn(self, piece: Piece, seconds: float) -> None:
-        old = self._seconds.get(piece, seconds)
-        self._seconds[piece] = KEPT * old + (1 - KEPT) * seconds
+            times.append(elapsed)
+            return
+        if not times:
+            return
+        rest = max(0.0, elapsed - statistics.median(times))
+        unknown = [piece for piece in work.pieces if piece not in self._seconds]
+        if not unknown:
+            expected = sum(self._seconds[piece] * n for piece, n in work.pieces.items())
+            factor = rest / max(expected, SHORTEST)
+            factor = min(max(factor, 1 / CHANGE), CHANGE) ** 0.5
+            for piece in work.pieces:
+                self._seconds[piece] = max(self._seconds[piece] * factor, SHORTEST)
+        elif len(work.pieces) == 1:
+            self._seconds[unknown[0]] = max(rest / work.pieces[unknown[0]], SHORTEST)

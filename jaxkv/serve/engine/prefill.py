@@ -114,7 +114,7 @@ class ChunkPrefill:
         count: int,
     ) -> None:
         self._programs, self._model, self._scored = programs, model, scored
-        self._tokens, self.width, self.count = tokens, tokens.shape[1], count
+        self._tokens, self.count = tokens, count
         self._before, self._states = state.logits, list(state.states)
         self._x, self._positions, self._valid = programs.begin(
             model.weights, tokens, np.uint32(start), np.int32(count)

@@ -94,6 +94,7 @@ class RunningBatch:
         compute their masks, while the device feeds the batch.
         """
         if not (handles := self._wanting()):
+            match_tokens(in_flight)  # the last token of an answer may end its grammar
             return None
         self._batch, logits = self._programs.feed(self._batch, self._active(handles))
         match_tokens(in_flight)

@@ -248,7 +248,7 @@ class Reply:
             if self.request.parser is None:
                 choices.append(self.format.choice(index, text, logprobs, reason))
                 continue
-            message = parsed_message(self.request.parser().push(text, last=True))
+            message = parsed_message(self.request.parser().push(text, True, reason == "length"))
             reason = finish_reason(reason, "tool_calls" in message)
             choices.append(choice_of(index, logprobs, reason, message=message))
         counts = self._usage([deltas[-1] for deltas in events])
@@ -292,7 +292,9 @@ class Reply:
                     await write(self.format.delta(event.index, text, logprobs, reason))
                 return
             parser = parsers[event.index]
-            deltas = [d for part in parser.push(text, last) for d in part_deltas(part)]
+            deltas = [
+                d for part in parser.push(text, last, reason == "length") for d in part_deltas(part)
+            ]
             deltas += [{}] if last or (tokens and not deltas) else []
             for number, delta in enumerate(deltas, 1):
                 ended = finish_reason(reason, parser.called) if number == len(deltas) else None

@@ -40,7 +40,7 @@ class LanguageProtocol(Protocol):
     created: when it was loaded, in seconds since 1970. eos: ids that end an answer.
     max_token_bytes: bytes of the longest token. variables: names that the chat template reads.
     template: the chat template, if there is one. response_template: by which `response_parser`
-    divides its answers, if there is one. special_texts: of all special tokens.
+    divides its answers, if there is one. response_marks: the special tokens in it.
     """
 
     name: str
@@ -50,7 +50,7 @@ class LanguageProtocol(Protocol):
     variables: frozenset[str]
     template: str | None
     response_template: Mapping[str, Any] | None
-    special_texts: frozenset[str]
+    response_marks: frozenset[str]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt. Raises UserError if the text has none."""

@@ -232,13 +232,16 @@ def _parser(
     if format.is_chat and template is not None and not obeys:
         tools = (values.get("tools") or ()) if values["tool_choice"] != "none" else ()
         (_, ids), *_ = prompts
+        names = names if tools else frozenset()
 
         def parser() -> TemplateParser:
-            return TemplateParser(
-                language.response_parser(ids, tools), template, names if tools else frozenset()
-            )
+            return TemplateParser(language.response_parser(ids, tools), template, names)
 
-        return {"parser": parser, "marks": language.special_texts}
+        try:
+            parser()
+        except UserError as error:
+            raise APIError(400, str(error), param="messages") from None
+        return {"parser": parser, "marks": language.response_marks}
     form = form if must_call or not obeys else None
     thoughts = thought_marks(language.template) if format.is_chat and not obeys else None
     if form is None and thoughts is None and format.kind != "responses":

@@ -25,7 +25,8 @@ class ResponsesReply(Reply):
     def _content(self, events: Sequence[Sequence[Delta | Finish]]) -> bytes:
         (answer,) = events
         items = self._items()
-        items.add(self.request.parser().push("".join(event.text for event in answer), last=True))
+        text, cut = "".join(event.text for event in answer), answer[-1].reason == "length"
+        items.add(self.request.parser().push(text, True, cut))
         return encoded(items.end(answer[-1].reason, self._usage(answer[-1:]))[-1]["response"])
 
     async def _send_events(self, first: Event | None) -> None:
@@ -34,7 +35,8 @@ class ResponsesReply(Reply):
         event = await self._next() if first is None else checked(first)
         while True:
             last = isinstance(event, Finish)
-            await self._send(items.add(parser.push(event.text, last)))
+            cut = last and event.reason == "length"
+            await self._send(items.add(parser.push(event.text, last, cut)))
             if last:
                 break
             event = await self._next()

@@ -150,8 +150,11 @@ class AnswerParser:
         """Whether the answer has called a tool."""
         return self._calls > 0
 
-    def push(self, text: str, last: bool = False) -> list[Part]:
-        """The parts that are certain with more of the text. last: nothing follows."""
+    def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
+        """The parts that are certain with more of the text. last: nothing follows.
+
+        cut: the limit of tokens ended the answer; here the text alone shows that.
+        """
         self._pending += text
         self._new += text
         parts: list[Part] = []
@@ -319,13 +322,18 @@ def _checked(value: Any, form: ToolForm) -> tuple[str, str]:
     name = form.arguments if form.arguments in value else "arguments"
     if form.bare and name not in value:
         raise _NoCall
-    arguments = value.get(name, {})
+    call = call_text(value["name"], value.get(name, {}))
+    if call is None:
+        raise _NoCall
+    return call
+
+
+def call_text(name: str, arguments: Any) -> tuple[str, str] | None:
+    """The name and the arguments as JSON; None where they are no object, or not Unicode."""
     if not isinstance(arguments, dict):
-        raise _NoCall
-    text = json.dumps(arguments, ensure_ascii=False)
-    if not is_unicode(value["name"] + text):
-        raise _NoCall
-    return value["name"], text
+        return None
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return (name, text) if is_unicode(name + text) else None
 
 
 def _overlap(text: str, mark: str) -> int:

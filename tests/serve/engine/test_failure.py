@@ -83,11 +83,11 @@ def test_too_little_memory_of_the_device_is_one_line(monkeypatch, caplog):
 def test_a_device_call_that_does_not_return(monkeypatch):
     """The engine is unhealthy after the limit, refuses requests, stops, and recovers if it can."""
     engine = Engine(plain(), max_batch=2, chunk=16, step_seconds=0.2)
-    decode, released = engine._programs.feed, threading.Event()
+    feed, released = engine._programs.feed, threading.Event()
 
     def hang(*arguments):
         released.wait(60)
-        return decode(*arguments)
+        return feed(*arguments)
 
     monkeypatch.setattr(engine._programs, "feed", hang)
     engine.start()

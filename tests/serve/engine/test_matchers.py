@@ -56,6 +56,13 @@ def test_max_new_tokens_ends_an_answer_before_its_matcher(engine):
     assert listener.outcome.reason == "length"
 
 
+def test_a_grammar_that_ends_with_the_last_token_ends_the_answer(engine):
+    """Whether another request runs or not."""
+    (alone,) = ask(engine, obeying(5, most=5))
+    beside, _ = ask(engine, obeying(5, most=5), Request((5, 6), 30))
+    assert alone.outcome.reason == beside.outcome.reason == "eos"
+
+
 def test_a_matcher_changes_no_bit_of_other_answers(engine):
     others = [
         Request((5, 6), 30, seed=seed, logprobs=3, sampling=Sampling(temperature=1.0))

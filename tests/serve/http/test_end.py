@@ -30,12 +30,12 @@ def engine(llm):
     engine = make_engine(
         llm, "streaming:sinks=2,window=30", max_batch=2, chunk=16, queue=3, step_seconds=1.0
     )
-    decode, go = engine._programs.feed, threading.Event()
+    feed, go = engine._programs.feed, threading.Event()
     go.set()
 
     def held(*arguments):
         go.wait(60)
-        return decode(*arguments)
+        return feed(*arguments)
 
     engine._programs.feed, engine.go = held, go
     yield engine

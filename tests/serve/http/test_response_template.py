@@ -20,7 +20,7 @@ from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine, language
 from tests.serve.http.test_tools import NOW, WEATHER, joined
 
-# pytestmark = pytest.mark.parity
+pytestmark = pytest.mark.parity
 CALL = {"type": "function", "function": "{content}"}
 HERMES = {
     "start_anchor": "[assistant]",
@@ -46,6 +46,8 @@ CHANNELS = {
     },
 }  # fmt: skip
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+CUT_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ro'
+NAMES = frozenset({"weather", "now"})
 CASES = [
     (HERMES, "[assistant]", "<think> a\nb </think>\n\nfine \n",
      [Thought("a\nb"), Content("fine")]),
@@ -53,7 +55,7 @@ CASES = [
     (HERMES, "[assistant]",
      f"Sure.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>{ROME}</tool_call>",
      [Content("Sure."), (0, "weather", {"city": "Rome"}), (1, "weather", {"city": "Rome"})]),
-    (HERMES, "[assistant]", f"<tool_call>{ROME[:20]}", []),
+    (HERMES, "[assistant]", CUT_CALL, []),
     (HERMES, "[assistant]", '<tool_call>{"name": "none"}</tool_call>',
      [Content('{"name": "none"}')]),
     (HERMES, "no anchor <think>", "plain", [Content("plain")]),
@@ -69,24 +71,76 @@ CASES = [
 
 @pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
 def test_an_answer_is_divided_alike_in_any_pieces(template, prompt, text, expected):
-    rng, names = random.Random(0), frozenset({"weather", "now"})
+    rng = random.Random(0)
     for _ in range(60):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
-        parser = TemplateParser(response_parser(template, prompt), template, names)
+        parser = TemplateParser(response_parser(template, prompt), template, NAMES)
         parts = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             parts += parser.push(text[start:end])
-        parts += parser.push("", last=True)
+        parts += parser.push("", last=True, cut=text == CUT_CALL)
         assert joined(parts) == expected
         assert parser.called == any(isinstance(part, Call) for part in parts)
 
 
-def test_a_call_that_cannot_be_read_is_content_and_so_is_what_follows():
-    parser = TemplateParser(response_parser(HERMES, "[assistant]"), HERMES, frozenset())
-    parts = parser.push("<tool_call>{bad") + parser.push("</tool_call> more")
-    parts += parser.push(" and more", last=True)
-    assert "".join(part.text for part in parts) == "{bad</tool_call> more and more"
+@pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
+def test_parts_are_those_of_transformers(template, prompt, text, expected):
+    from transformers.utils.chat_parsing import parse_response
+
+    # Without the anchor, transformers takes the prompt for the answer. It knows no names of tools,
+    # and of a field without `repeats` it keeps the last region.
+    if template["start_anchor"] not in prompt or "none" in text or text.count(ROME) > 1:
+        return
+    try:
+        message = parse_response(text, template, prefix=prompt)
+    except ValueError:
+        assert text == CUT_CALL
+        return
+    parser = TemplateParser(response_parser(template, prompt), template, NAMES)
+    parts = joined(parser.push(text, last=True))
+    texts = {
+        kind: "".join(part.text for part in parts if isinstance(part, kind))
+        for kind in (Thought, Content)
+    }
+    assert texts[Content] == (message.get("content") or "")
+    assert texts[Thought] == (message.get("reasoning_content") or message.get("thinking") or "")
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert [part[1:] for part in parts if isinstance(part, tuple) and len(part) == 3] == [
+        (call["name"], call["arguments"]) for call in calls
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["{bad}", '"x"', '{"name": {"a": 1}}', '{"name": ["weather"]}', "[" * 5000, "[]x",
+     '{"name": "weather", "arguments": {"x": NaN}}', '[{"name": "weather"}, {"name": "none"}]',
+     '{"name": "weather", "arguments": "{\\"x\\": Infinity}"}'],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_what_is_no_call_is_content(body, size):
+    """The parts before it do not depend on the pieces."""
+    text = f"<think>secret</think>Sure.<tool_call>{body}</tool_call>"
+    parser, parts = TemplateParser(response_parser(HERMES, "[assistant]"), HERMES, NAMES), []
+    for start in range(0, len(text), size):
+        parts += parser.push(text[start : start + size])
+    parts += parser.push("", last=True)
+    assert joined(parts) == [Thought("secret"), Content(f"Sure.{body}")]
     assert not parser.called
+
+
+def test_a_call_without_its_last_mark_ends_with_the_answer_unless_the_limit_cut_it():
+    """The last mark may be an EOS, which is not part of the text."""
+    text = '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"}'
+    for cut, expected in ((False, [(0, "weather", {"city": "Oslo"})]), (True, [])):
+        parser = TemplateParser(response_parser(CHANNELS, "[assistant]"), CHANNELS, NAMES)
+        assert joined(parser.push(text, last=True, cut=cut)) == expected
+    parser = TemplateParser(response_parser(CHANNELS, "[assistant]"), CHANNELS, NAMES)
+    assert joined(parser.push(text[:-2], last=True)) == [Content('{"city": "Oslo')]
+
+
+def test_a_prompt_that_begins_what_cannot_be_read():
+    with pytest.raises(UserError, match="the answer that the prompt begins cannot be read"):
+        response_parser(HERMES, "[assistant]<tool_call>bad</tool_call>")
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +171,18 @@ def test_answers_of_a_model_with_a_response_template(served):
             chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **ask)
         ]
         assert "".join(delta.content or "" for delta in deltas) == "Sure."
-        assert sum(len(delta.tool_calls or ()) > 0 for delta in deltas) >= 1
+        named, filled = (call for delta in deltas for call in delta.tool_calls or ())
+        assert (named.function.name, named.function.arguments) == ("weather", "")
+        assert json.loads(filled.function.arguments) == {"city": "Rome"}
+        both = client.chat.completions.create(n=2, **ask).choices
+        assert [len(choice.message.tool_calls) for choice in both] == [1, 1]
+        (none,) = client.chat.completions.create(tool_choice="none", **ask).choices
+        assert none.message.content == f"Sure.{ROME}" and not none.message.tool_calls
         response = client.responses.create(model="bytes", input=text)
         assert [item.type for item in response.output] == ["reasoning", "message"]
+        tool = {"type": "function"} | WEATHER["function"]
+        response = client.responses.create(model="bytes", input=text, tools=[tool])
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     reply = served.ask("POST", "/v1/chat/completions", ask | {"tool_choice": "required"})
     assert reply.status == 400 and reply.json["error"]["param"] == "tools"
 
