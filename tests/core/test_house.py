@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "models": {
         *("jaxkv", "pallas_kernels", "jax", "numpy", "ml_dtypes", "flax", "optax", "orbax"),
         *("safetensors", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub"),
-        *("gguf", "pyarrow", "llguidance"),
+        *("gguf", "pyarrow", "llguidance", "transformers"),
         *("matplotlib", "tensorboardX"),
         "tunix",
     },

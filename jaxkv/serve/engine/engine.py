@@ -189,8 +189,7 @@ class Engine:
         self._in_flight: deque[InFlightStep] = deque()
         self._prefilled: deque[jax.Array] = deque()  # logits of the last dispatched prefills
         self._unfinished: dict[RequestHandle, None] = {}  # waiting or running
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._changed, self._thread = threading.Condition(), None
         self._stopping, self.failure = False, ""
         self._watch = StepWatch(step_seconds)
 

@@ -14,7 +14,7 @@ SHOWN = {
     "content": Content, "reasoning_content": Thought, "reasoning": Thought, "thinking": Thought
 }  # fmt: skip
 CALLS = "tool_calls"
-Event = Mapping[str, Any]
+ParserEvent = Mapping[str, Any]
 
 
 FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a text
@@ -65,7 +65,7 @@ class TemplateParser:
             self._try(parts, lambda: self._parser.finalize()[1])
         return parts
 
-    def _try(self, parts: list[Part], events: Callable[[], Sequence[Event]]) -> None:
+    def _try(self, parts: list[Part], events: Callable[[], Sequence[ParserEvent]]) -> None:
         try:
             for event in events():
                 self._add(parts, event)
@@ -74,7 +74,7 @@ class TemplateParser:
             if self._body:
                 parts.append(Content(self._body))
 
-    def _add(self, parts: list[Part], event: Event) -> None:
+    def _add(self, parts: list[Part], event: ParserEvent) -> None:
         kind, field = event["type"], event["field"]
         if kind == "region_open":
             self._body, self._begun, self._in_call = "", False, field == CALLS
