@@ -190,6 +190,12 @@ class Writer:
 
     def __init__(self, send: Send, seconds: float) -> None:
         self._put, self._seconds = send, seconds
+        self._last = time.monotonic()
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the last write."""
+        return time.monotonic() - self._last
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -199,6 +205,7 @@ class Writer:
         await self._send({"type": "http.response.body", "body": content, "more_body": more_body})
 
     async def _send(self, message: Message) -> None:
+        self._last = time.monotonic()
         try:
             async with asyncio.timeout(self._seconds):
                 await self._put(message)
@@ -321,6 +328,8 @@ class Reply:
         """The next event. Until it comes, comments keep clients and proxies from giving up."""
         while (event := await self.events.get(self.model.config.comment_seconds)) is None:
             await self.writer.write(COMMENT)
+        if self.writer.quiet_seconds > self.model.config.comment_seconds:
+            await self.writer.write(COMMENT)  # a call is shown when it is complete
         return checked(event)
 
     def _readers(self) -> list[ChoiceReader]:

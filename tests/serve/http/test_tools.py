@@ -49,6 +49,7 @@ WEATHER = {
         },
     },
 }
+RESPONSE_TOOL = {"type": "function"} | WEATHER["function"]
 NOW = {"type": "function", "function": {"name": "now"}}
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -169,6 +170,17 @@ def test_templates_have_forms():
 def served():
     with serving(FakeEngine(), language(THINKING)) as served:
         yield served
+
+
+def test_a_stream_does_not_rest_while_a_call_is_written():
+    message = {"role": "user", "content": f"|{ROME}"}
+    ask = {"model": "bytes", "messages": [message], "tools": [WEATHER], "stream": True}
+    engine = FakeEngine(pause=0.01)
+    with serving(engine, language(TEMPLATE), comment_seconds=0.1) as served:
+        raw = served.ask("POST", "/v1/chat/completions", ask).raw
+        assert raw.count(b": waiting") >= len(ROME) * 0.01 / 0.1 / 3
+        ask = {"model": "bytes", "input": f"|{ROME}", "stream": True, "tools": [RESPONSE_TOOL]}
+        assert b": waiting" in served.ask("POST", "/v1/responses", ask).raw
 
 
 def test_a_call_is_one_of_openai(served):
