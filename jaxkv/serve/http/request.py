@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.response_template import TemplateParser
 from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
-from jaxkv.serve.http.responses_api import chat_body, settings_of
+from jaxkv.serve.http.responses_api import Place, chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import (
     ARGUMENTS,
@@ -130,11 +131,11 @@ def _request_of(
 ) -> CompletionRequest:
     if format.kind != "responses":
         return _request(validate(format.kind, body), {}, format, tenant, model)
-    chat = chat_body(body)
+    chat, places = chat_body(body)
     try:
         return _request(validate("chat", chat), settings_of(body), format, tenant, model)
     except APIError as error:
-        raise renamed(error) from None
+        raise renamed(error, places) from None
 
 
 def _request(
@@ -180,9 +181,17 @@ RESPONSE_NAMES = {
 }  # fmt: skip
 
 
-def renamed(error: APIError) -> APIError:
-    """The error of a chat with the names of the Responses API."""
-    message, param = str(error), error.param or ""
+MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?")
+
+
+def renamed(error: APIError, places: Sequence[Place]) -> APIError:
+    """The error of a chat with the names of the Responses API. places: of its messages."""
+
+    def name(match: re.Match[str]) -> str:
+        place = places[int(match[1])]
+        return place.name if match[2] is None else place.calls[int(match[2])]
+
+    message, param = (MESSAGE.sub(name, text) for text in (str(error), error.param or ""))
     for old, new in RESPONSE_NAMES.items():
         message, param = message.replace(old, new), param.replace(old, new)
     error.param = param or None

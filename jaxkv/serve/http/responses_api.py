@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkv.serve.http.checks import (
     check_keys,
@@ -41,8 +41,18 @@ STATELESS = ("previous_response_id", "conversation", "store", "background")
 INCLUDED = ("reasoning.encrypted_content",)  # of which these models have nothing
 
 
-def chat_body(body: Mapping[str, Any]) -> Json:
-    """The body of a chat that asks for the same. Raises APIError for what is not supported."""
+class Place(NamedTuple):
+    """Where a message of the chat comes from: a name in the request, and names of its calls."""
+
+    name: str
+    calls: list[str]
+
+
+def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[Place]]:
+    """The body of a chat that asks for the same, and where each of its messages comes from.
+
+    Raises APIError for what is not supported.
+    """
     check_known(body, {*SAME, *NOTHING, *TRANSLATED})
     for name, value in body.items():
         if name in NOTHING and value is not None and value not in NOTHING[name]:
@@ -53,7 +63,7 @@ def chat_body(body: Mapping[str, Any]) -> Json:
                 400, f"{name} is not supported, got {shown(value)}; {remedy}", param=name
             )
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
-    chat["messages"] = _messages(body)
+    chat["messages"], places = _messages(body)
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     for item in _listed("include", body.get("include")):
@@ -79,7 +89,7 @@ def chat_body(body: Mapping[str, Any]) -> Json:
     _check_metadata(_mapped("metadata", body.get("metadata")))
     if options.get("format") is not None:
         chat["response_format"] = _format(options["format"])
-    return chat
+    return chat, places
 
 
 def _listed(name: str, value: Any) -> list[Any]:
@@ -121,15 +131,17 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-def _messages(body: Mapping[str, Any]) -> list[Json]:
-    """The messages of a chat: instructions, and the items of the input."""
+def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[Place]]:
+    """The messages of a chat, instructions and the items of the input, and their places."""
     messages: list[Json] = []
+    places: list[Place] = []
     if body.get("instructions") is not None:
         instructions = text_up_to(2**31)("instructions", body["instructions"])
         messages.append({"role": "system", "content": instructions})
+        places.append(Place("instructions", []))
     value = body.get("input")
     if type(value) is str:
-        return [*messages, {"role": "user", "content": value}]
+        return [*messages, {"role": "user", "content": value}], [*places, Place("input", [])]
     if type(value) is not list or not value:
         raise invalid("input", "a text, or a list of at least one item", value)
     thought = ""  # which comes before the item that it led to
@@ -145,23 +157,27 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
             output = _content(f"{name}.output", item.get("output"))
             call = item.get("call_id")
             messages.append({"role": "tool", "tool_call_id": call, "content": output})
+            places.append(Place(name, []))
             continue
         if kind == "message":
             content = _content(f"{name}.content", item.get("content"))
             messages.append({"role": item.get("role"), "content": content})
+            places.append(Place(name, []))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant" or thought:
                 messages.append({"role": "assistant", "content": ""})
+                places.append(Place(name, []))
             messages[-1].setdefault("tool_calls", []).append(call)
+            places[-1].calls.append(name)
         else:
             rule = "of type message, function_call, function_call_output or reasoning"
             raise invalid(name, rule, kind)
         if thought and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thought
         thought = ""
-    return messages
+    return messages, places
 
 
 def _content(name: str, value: Any) -> Any:

@@ -103,6 +103,13 @@ def test_a_schema(served):
     assert served.engine.requests[-1].matcher is not None
 
 
+CALLED = [
+    {"role": "user", "content": "a"},
+    {"type": "reasoning", "content": [{"text": "b"}]},
+    {"type": "function_call", "call_id": "b", "name": "now", "arguments": "{}"},
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -114,6 +121,12 @@ def test_a_schema(served):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content.type", "input_text"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "one of system"),
+        ({"instructions": "a", "input": [{"role": "king", "content": "a"}]}, "input[0].role",
+         "one of system"),
+        ({"input": [*CALLED, {"type": "function_call", "call_id": "c", "name": "now",
+                              "arguments": "5"}]},
+         "input[3].arguments", "an object as JSON"),
+        ({"input": [*CALLED, {"role": "king", "content": "a"}]}, "input[3].role", "one of system"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "the only tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "64 letters"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "text, json_object"),
