@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxkv.errors import check_positive
 
-SHARE = 0.5  # of the time of a token: prefills may take it although it exceeds the limit
+SHARE = 1 / 3  # of the time of a token: prefills may take it although it exceeds the limit
 TIMES = 5  # of a token alone that are kept; their median is its time
 REFRESH = 16  # tokens after prefills, after which one comes alone
 CHANGE = 2.0  # an estimate grows or shrinks by its square root in one step, at most
@@ -41,8 +41,8 @@ class PrefillPace:
 
     A piece is one program, such as a layer of a chunk, so a prefill has the same bits however it is
     divided. The seconds of each piece are estimated from the times at which tokens come. So no
-    measurement makes the device wait. Where a token alone takes more than twice `seconds`, answers
-    wait half of that time, because prompts would wait for too long. A piece of unknown time comes
+    measurement makes the device wait. Where a token alone takes more than three times `seconds`,
+    answers wait a third of that time, because prompts would wait for too long. A piece of unknown time comes
     alone. seconds: None for no limit. Raises UserError unless it is a number above 0.
     """
 
