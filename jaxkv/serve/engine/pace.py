@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,7 +10,8 @@ from typing import NamedTuple
 from jaxkv.errors import check_positive
 
 SHARE = 1 / 3  # of the time of a token: prefills may take it although it exceeds the limit
-TIMES = 5  # of a token alone that are kept; their median is its time
+TIMES = 5  # of a token alone that are kept; the second shortest is its time, as some come late
+ENOUGH = 3  # of these times, before prefills are taken
 REFRESH = 16  # tokens after prefills, after which one comes alone
 CHANGE = 2.0  # an estimate grows or shrinks by its square root in one step, at most
 SHORTEST = 1e-6  # seconds of a piece
@@ -42,8 +42,8 @@ class PrefillPace:
     A piece is one program, such as a layer of a chunk, so a prefill has the same bits however it is
     divided. The seconds of each piece are estimated from the times at which tokens come. So no
     measurement makes the device wait. Where a token alone takes more than three times `seconds`,
-    answers wait a third of that time, because prompts would wait for too long. A piece of unknown time comes
-    alone. seconds: None for no limit. Raises UserError unless it is a number above 0.
+    answers wait a third of that time, because prompts would wait for too long. A piece of unknown
+    time comes alone. seconds: None for no limit. Raises UserError unless it is a number above 0.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -67,10 +67,10 @@ class PrefillPace:
             self._left, self._first = None, True
             return
         times = self._alone.get(waiting, ())
-        if len(times) < TIMES // 2 + 1 or self._since_alone >= REFRESH:
+        if len(times) < ENOUGH or self._since_alone >= REFRESH:
             self._left, self._first = 0.0, False
             return
-        self._left = max(self._limit, SHARE * statistics.median(times))
+        self._left = max(self._limit, SHARE * sorted(times)[1])
         self._first = True
 
     def limit(self, waiting: Piece | None) -> None:
@@ -108,9 +108,9 @@ class PrefillPace:
         if not work.pieces:
             times.append(elapsed)
             return
-        if not times:
+        if len(times) < ENOUGH:
             return
-        rest = max(0.0, elapsed - statistics.median(times))
+        rest = max(0.0, elapsed - sorted(times)[1])
         unknown = [piece for piece in work.pieces if piece not in self._seconds]
         if not unknown:
             expected = sum(self._seconds[piece] * n for piece, n in work.pieces.items())
