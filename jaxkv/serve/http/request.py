@@ -23,7 +23,7 @@ from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.response_template import TemplateParser
 from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
-from jaxkv.serve.http.responses_api import Place, chat_body, settings_of
+from jaxkv.serve.http.responses_api import MessagePlace, chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import (
     ARGUMENTS,
@@ -184,7 +184,7 @@ RESPONSE_NAMES = {
 MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?")
 
 
-def renamed(error: APIError, places: Sequence[Place]) -> APIError:
+def renamed(error: APIError, places: Sequence[MessagePlace]) -> APIError:
     """The error of a chat with the names of the Responses API. places: of its messages."""
 
     def name(match: re.Match[str]) -> str:

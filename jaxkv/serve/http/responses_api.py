@@ -41,14 +41,14 @@ STATELESS = ("previous_response_id", "conversation", "store", "background")
 INCLUDED = ("reasoning.encrypted_content",)  # of which these models have nothing
 
 
-class Place(NamedTuple):
+class MessagePlace(NamedTuple):
     """Where a message of the chat comes from: a name in the request, and names of its calls."""
 
     name: str
     calls: list[str]
 
 
-def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[Place]]:
+def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[MessagePlace]]:
     """The body of a chat that asks for the same, and where each of its messages comes from.
 
     Raises APIError for what is not supported.
@@ -131,17 +131,17 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[Place]]:
+def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
     """The messages of a chat, instructions and the items of the input, and their places."""
     messages: list[Json] = []
-    places: list[Place] = []
+    places: list[MessagePlace] = []
     if body.get("instructions") is not None:
         instructions = text_up_to(2**31)("instructions", body["instructions"])
         messages.append({"role": "system", "content": instructions})
-        places.append(Place("instructions", []))
+        places.append(MessagePlace("instructions", []))
     value = body.get("input")
     if type(value) is str:
-        return [*messages, {"role": "user", "content": value}], [*places, Place("input", [])]
+        return [*messages, {"role": "user", "content": value}], [*places, MessagePlace("input", [])]
     if type(value) is not list or not value:
         raise invalid("input", "a text, or a list of at least one item", value)
     thought = ""  # which comes before the item that it led to
@@ -157,18 +157,18 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[Place]]:
             output = _content(f"{name}.output", item.get("output"))
             call = item.get("call_id")
             messages.append({"role": "tool", "tool_call_id": call, "content": output})
-            places.append(Place(name, []))
+            places.append(MessagePlace(name, []))
             continue
         if kind == "message":
             content = _content(f"{name}.content", item.get("content"))
             messages.append({"role": item.get("role"), "content": content})
-            places.append(Place(name, []))
+            places.append(MessagePlace(name, []))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant" or thought:
                 messages.append({"role": "assistant", "content": ""})
-                places.append(Place(name, []))
+                places.append(MessagePlace(name, []))
             messages[-1].setdefault("tool_calls", []).append(call)
             places[-1].calls.append(name)
         else:
