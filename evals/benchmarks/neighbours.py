@@ -59,6 +59,15 @@ class NeighbourSizes(NamedTuple):
 QUICK = NeighbourSizes(short=8, long=160, cached=128, new=24, prompts=1)
 
 
+class NeighbourTrial(NamedTuple):
+    """What the parts under one policy share. texts: the ids of the books."""
+
+    policy: str
+    texts: Sequence[Sequence[int]]
+    sizes: NeighbourSizes
+    rounds: int
+
+
 class TimedListener:
     """The times at which tokens of one answer came. ended: set at its end."""
 
@@ -109,38 +118,33 @@ def measure(run: Run) -> dict[str, Any]:
         }  # fmt: skip
         for engine in engines.values():
             engine.start()
+        trial = NeighbourTrial(policy, texts, sizes, rounds)
         policies[policy] = {
-            "stalls": stalls(engines, texts, sizes, rounds, policy),
-            "clients": clients(engines["divided"], texts, sizes, rounds, policy),
-            "hits": hits(engines["divided"], texts, sizes, rounds, policy),
+            "stalls": stalls(engines, trial),
+            "clients": clients(engines["divided"], trial),
+            "hits": hits(engines["divided"], trial),
         }
         for engine in engines.values():
             engine.stop()
     return {"sizes": sizes._asdict(), "policies": policies, "bars": bars(policies)}
 
 
-def stalls(
-    engines: dict[str, Engine],
-    texts: Sequence[Sequence[int]],
-    sizes: NeighbourSizes,
-    rounds: int,
-    policy: str,
-) -> dict[str, Any]:
+def stalls(engines: dict[str, Engine], trial: NeighbourTrial) -> dict[str, Any]:
     """Stalls of all rounds by variant, and seconds until a prompt has its first token."""
-    new = passages(texts, seed=1)
+    new = passages(trial.texts, seed=1)
 
     def ask(engine: Engine) -> tuple[list[float], list[float]]:
-        listener = start(engine, next(new)[: sizes.short], MAX_LEN - sizes.short)
+        listener = start(engine, next(new)[: trial.sizes.short], MAX_LEN - trial.sizes.short)
         # Another prompt makes the batch grow, to the size in which stalls are measured.
-        finish(start(engine, next(new)[: sizes.short], 1))
+        finish(start(engine, next(new)[: trial.sizes.short], 1))
         first = len(listener.times) + SKIPPED
         while len(listener.times) < first + ALONE and not listener.ended.is_set():
             sleep(0.001)
         alone = float(np.median(np.diff(listener.times[first:])))
         waits, firsts = [], []
-        for _ in range(sizes.prompts):
+        for _ in range(trial.sizes.prompts):
             begin = perf_counter()
-            arrived = start(engine, next(new)[: sizes.long], 1)
+            arrived = start(engine, next(new)[: trial.sizes.long], 1)
             finish(arrived)
             end = perf_counter()
             firsts.append(arrived.outcome.first_token_seconds)
@@ -152,8 +156,8 @@ def stalls(
         return waits, firsts
 
     measured = time_rounds(
-        {name: partial(ask, engine) for name, engine in engines.items()}, rounds,
-        f"stalls, {policy}",
+        {name: partial(ask, engine) for name, engine in engines.items()}, trial.rounds,
+        f"stalls, {trial.policy}",
     )  # fmt: skip
     results = {}
     for name, of_rounds in measured.items():
@@ -167,18 +171,14 @@ def stalls(
     return results
 
 
-def clients(
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    sizes: NeighbourSizes,
-    rounds: int,
-    policy: str,
-) -> dict[str, Any]:
+def clients(engine: Engine, trial: NeighbourTrial) -> dict[str, Any]:
     """Tokens per second of one client and of four."""
-    new = passages(texts, seed=2)
+    new = passages(trial.texts, seed=2)
 
     def tokens_per_second(count: int) -> float:
-        listeners = [start(engine, next(new)[: sizes.short], sizes.new) for _ in range(count)]
+        listeners = [
+            start(engine, next(new)[: trial.sizes.short], trial.sizes.new) for _ in range(count)
+        ]
         finish(*listeners)
         begin = max(listener.times[0] for listener in listeners)
         end = min(listener.times[-1] for listener in listeners)
@@ -186,8 +186,8 @@ def clients(
         return tokens / (end - begin)
 
     rates = time_rounds(
-        {str(count): partial(tokens_per_second, count) for count in (1, CLIENTS)}, rounds,
-        f"clients, {policy}",
+        {str(count): partial(tokens_per_second, count) for count in (1, CLIENTS)}, trial.rounds,
+        f"clients, {trial.policy}",
     )  # fmt: skip
     return {
         "tokens_per_second": {name: spread(values) for name, values in rates.items()},
@@ -195,29 +195,25 @@ def clients(
     }
 
 
-def hits(
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    sizes: NeighbourSizes,
-    rounds: int,
-    policy: str,
-) -> dict[str, Any]:
+def hits(engine: Engine, trial: NeighbourTrial) -> dict[str, Any]:
     """Time to first token of cached prompts, in decoding steps."""
-    tokens = next(passages(texts, seed=3))
+    tokens = next(passages(trial.texts, seed=3))
     results = {}
     for rest in (1, engine.chunk // 2):  # tokens after the cached prefix
-        prompt = tokens[: sizes.cached + rest]
+        prompt = tokens[: trial.sizes.cached + rest]
         finish(start(engine, prompt, 1))
 
         def ask(prompt: Sequence[int] = prompt) -> tuple[float, float]:
-            listener = start(engine, prompt, sizes.new)
+            listener = start(engine, prompt, trial.sizes.new)
             finish(listener)
-            if listener.outcome.cached_tokens != sizes.cached:
+            if listener.outcome.cached_tokens != trial.sizes.cached:
                 raise RuntimeError(f"{listener.outcome.cached_tokens} tokens were cached")
             step = float(np.median(np.diff(listener.times)))
             return listener.outcome.first_token_seconds, step
 
-        pairs = time_rounds({"hit": ask}, 2 * rounds, f"hits, {policy}, {rest} new")["hit"]
+        pairs = time_rounds({"hit": ask}, 2 * trial.rounds, f"hits, {trial.policy}, {rest} new")[
+            "hit"
+        ]
         firsts, steps = zip(*pairs, strict=True)
         results[str(rest)] = {
             "first_token_seconds": spread(firsts), "step_seconds": spread(steps),

@@ -77,8 +77,8 @@ FLAGS = {
          "two)"),
         ("max-prefill-tokens", COUNT, None, "N", "prompt tokens that are prefilled between two "
          "tokens of running answers, in whole chunks, one at least (default: a chunk)"),
-        ("max-stall", flags.integer(0), 30, "MILLISECONDS", "running answers wait so long for "
-         "prefills between two tokens, unless one layer takes longer; 0 for no limit"),
+        ("max-stall", flags.integer(0), 30, "MILLISECONDS", "about how long running answers wait "
+         "for prefills between two tokens; 0 for no limit"),
         ("chunk", flags.integer(1, defaults.MAX_CHUNK), 128, "N", "prompt tokens per prefill call; "
          "prompts share prefixes in multiples of it"),
         ("queue", COUNT, 256, "N", "maximum number of waiting requests; more are refused with "

@@ -20,7 +20,7 @@ import yaml
 
 from jaxkv.cli import _parser as cli_parser
 from jaxkv.cli import serve
-from tests.lab.test_wheel import NO_INDEX
+from tests.lab.test_wheel import build_wheel, git_files
 from tests.pages import ROOT, blocks
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
@@ -378,11 +378,6 @@ def is_ignored(path: str) -> bool:
     return ignored
 
 
-def git_files() -> list[str]:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    return done.stdout.decode().rstrip("\0").split("\0")
-
-
 def test_the_context_of_the_image_has_only_the_sources():
     kept = {name for name in git_files() if not is_ignored(name)}
     assert {"pyproject.toml", "jaxkv/cli/serve.py", "models/default/config.json"} <= kept
@@ -396,15 +391,8 @@ def test_the_context_of_the_image_has_only_the_sources():
 def wheel(tmp_path_factory) -> Path:
     """The wheel, built from the files that Docker copies."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("src", "dist"))
-    for name in git_files():
-        if not is_ignored(name):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", target, source]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    if NO_INDEX in done.stderr:
-        pytest.skip("no package index is reachable, and pip builds wheels with setuptools from it")
-    assert done.returncode == 0, done.stderr
+    names = [name for name in git_files() if not is_ignored(name)]
+    build_wheel(names, source, "wheel", "--no-deps", "--wheel-dir", target)
     (path,) = target.glob("*.whl")
     return path
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,19 +25,28 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the content of the wheel, without its dependencies."""
-    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    for name in tracked.stdout.decode().rstrip("\0").split("\0"):
+def git_files() -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    return done.stdout.decode().rstrip("\0").split("\0")
+
+
+def build_wheel(names: Iterable[str], source: Path, *words: object) -> None:
+    """Build the wheel from these files, copied into `source`, by `pip WORDS source`."""
+    for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, source]
+    pip = [sys.executable, "-m", "pip", *words, source]
     done = subprocess.run(pip, capture_output=True, text=True)
     if NO_INDEX in done.stderr:
         pytest.skip("no package index is reachable, and pip builds wheels with setuptools from it")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the content of the wheel, without its dependencies."""
+    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
+    build_wheel(git_files(), source, "install", "--no-deps", "--target", target)
     return target
 
 

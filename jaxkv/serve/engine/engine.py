@@ -132,6 +132,8 @@ class Engine:
     Raises UserError for settings that are not whole numbers or do not fit into memory.
     """
 
+    _thread: threading.Thread | None
+
     def __init__(
         self,
         model: Model,
