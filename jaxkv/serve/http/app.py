@@ -40,7 +40,7 @@ from jaxkv.serve.http.logs import ID, REQUEST_ID, AccessLogMiddleware
 from jaxkv.serve.http.metrics import Metrics
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.rates import RateLimits
-from jaxkv.serve.http.request import ServedModel, parse_text, parse_tokens
+from jaxkv.serve.http.request import ServedModel, parse_prompts, parse_text, parse_tokens
 from jaxkv.serve.http.responses import CHAT, COMPLETION, RESPONSE
 from jaxkv.serve.http.responses_reply import ResponsesReply
 from jaxkv.serve.http.server import Drain, ServerConfig
@@ -118,9 +118,11 @@ def post_routes(shared: tuple[Any, ...]) -> list[Route]:
     for path, format, reply in ROUTES:
         route = CompletionRoute(format, *shared, reply)
         routes.append(Route(path, route, methods=["POST"]))
-        routes.append(Route(f"{path}/render", route.render, methods=["POST"]))
-    for path, parse in (("/tokenize", parse_tokens), ("/detokenize", parse_text)):
-        routes.append(Route(path, partial(route.convert, parse), methods=["POST"]))
+        conversions = {f"{path}/render": parse_prompts}
+        if format is COMPLETION:
+            conversions |= {"/tokenize": parse_tokens, "/detokenize": parse_text}
+        for path, parse in conversions.items():
+            routes.append(Route(path, partial(route.convert, parse), methods=["POST"]))
     return routes
 
 

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import Overloaded, Request
-from jaxkv.serve.http.access import ConcurrencyLimit, Tenant
+from jaxkv.serve.http.access import ConcurrencyLimit
 from jaxkv.serve.http.body import BodyReader, ParserThreads
 from jaxkv.serve.http.errors import APIError, engine_unhealthy, server_failed
 from jaxkv.serve.http.logs import REQUEST_ID
@@ -86,38 +86,25 @@ class CompletionRoute:
             if not started:  # otherwise the stream has reported it
                 raise reported from None
 
-    async def render(self, http_request: HTTPRequest) -> Response:
-        """The token ids of each prompt of a request that is not answered.
+    async def convert(self, parse: Callable[..., Json], http_request: HTTPRequest) -> Response:
+        """What a function makes of a body, without an answer of the model.
 
-        Routers ask for them, to send prompts with equal beginnings to one server.
+        parse: as `parse_request`, but it returns JSON.
         """
         with contextlib.ExitStack() as running:
             try:
-                request = await self._read(http_request.scope, http_request.receive, running)
+                read = self._read(http_request.scope, http_request.receive, running, parse)
+                return JSONResponse(await read)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
-        prompts = [{"token_ids": list(entry.tokens)} for entry in request.requests[:: request.n]]
-        return JSONResponse(prompts if self.format.kind == "completions" else prompts[0])
-
-    async def convert(
-        self, parse: Callable[[bytes, Tenant, ServedModel], Json], http_request: HTTPRequest
-    ) -> Response:
-        """What a function makes of a body, in a thread, without an answer of the model."""
-        scope = http_request.scope
-        tenant = scope["state"]["tenant"]
-        self.drain.check()
-        self.limit.check(tenant)
-        try:
-            raw = await self.bodies.read(tenant.digest, scope, http_request.receive)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        with self.limit.enter(tenant):
-            arguments = (raw, tenant, self.model)
-            return JSONResponse(await self.parsers.run(tenant.digest, len(raw), parse, *arguments))
 
     async def _read(
-        self, scope: Scope, receive: Receive, running: contextlib.ExitStack
-    ) -> CompletionRequest:
+        self,
+        scope: Scope,
+        receive: Receive,
+        running: contextlib.ExitStack,
+        parse: Callable[..., Any],
+    ) -> Any:
         """Read and parse a body. Until `running` is closed it counts as one running answer."""
         tenant = scope["state"]["tenant"]
         self.drain.check()  # before reading the body
@@ -128,12 +115,12 @@ class CompletionRoute:
         running.enter_context(self.limit.enter(tenant))
         # In a thread, because a long prompt would delay other streams.
         arguments = (raw, self.format, tenant, self.model)
-        return await self.parsers.run(tenant.digest, len(raw), parse_request, *arguments)
+        return await self.parsers.run(tenant.digest, len(raw), parse, *arguments)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, config = scope["state"]["tenant"], self.model.config
         with contextlib.ExitStack() as running:
-            request = await self._read(scope, receive, running)
+            request = await self._read(scope, receive, running, parse_request)
             running.enter_context(self.limit.enter(tenant, len(request.requests) - 1))
             id = self.format.prefix + secrets.token_hex(12)
             record = UsageRecord(id, request.requests, request.n, tenant.name)

@@ -22,7 +22,7 @@ from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.fields import GrammarField, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.response_template import TemplateParser
-from jaxkv.serve.http.responses import CHAT, COMPLETION, Delta, ResponseFormat
+from jaxkv.serve.http.responses import CHAT, Delta, ResponseFormat
 from jaxkv.serve.http.responses_api import MessagePlace, chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import (
@@ -95,22 +95,39 @@ def parse_request(
     return _request_of(parse(raw), format, tenant, model)
 
 
-def parse_tokens(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
-    """The token ids of a prompt or of messages, as vLLM's route has them."""
+def parse_prompts(raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel) -> Any:
+    """The token ids of each prompt of a request, or of its only one, as vLLM's routes have them.
+
+    Routers ask for them, to send prompts with equal beginnings to one server.
+    """
+    request = parse_request(raw, format, tenant, model)
+    prompts = [{"token_ids": list(entry.tokens)} for entry in request.requests[:: request.n]]
+    return prompts[0] if format.is_chat else prompts
+
+
+def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel) -> Values:
+    """The token ids of a prompt or of messages, as vLLM's route has them.
+
+    A prompt may be longer than those that are answered, so that clients can count and shorten it.
+    """
     body = parse(raw)
-    format = CHAT if "messages" in body else COMPLETION
-    body = {name: value for name, value in body.items() if name != "return_token_strs"} | {
-        "max_tokens": 1
-    }
-    request = _request_of(body, format, tenant, model)
-    if len(request.requests) > 1:
-        got = body.get("prompt", f"n={request.n}")
+    format = CHAT if "messages" in body else format
+    values = validate(format.kind, {k: v for k, v in body.items() if k != "return_token_strs"})
+    if values["model"] not in model.names:
+        raise model.unknown(values["model"])
+    prompts = values["prompt"] if not format.is_chat else [""]
+    if len(prompts) * values["n"] > 1:
+        got = body.get("prompt", f"n={values['n']}")
         raise invalid("prompt", "one text, or a list of token ids", got)
-    tokens = list(request.requests[0].tokens)
+    if format.is_chat:
+        _tool_form(values, model.language)  # its rules hold here too
+        ((_, tokens),) = _chat(values, model)
+    else:
+        tokens = _ids(prompts[0], model)
     return {"count": len(tokens), "max_model_len": model.engine.max_len, "tokens": tokens}
 
 
-def parse_text(raw: bytes, tenant: Tenant, model: ServedModel) -> Values:
+def parse_text(raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel) -> Values:
     """The text of token ids, special ones written out, as vLLM's route has it."""
     body = parse(raw)
     unknown = next((name for name in body if name not in ("model", "tokens")), None)
@@ -333,14 +350,20 @@ def _prompt(
     prompt: str | list[int], values: Values, model: ServedModel, format: ResponseFormat
 ) -> tuple[str, list[int]]:
     """Text and ids of one prompt of a completion; the text of ids only if it is used."""
+    ids = _ids(prompt, model)
+    _max_new_tokens(values, len(ids), format, model)
     if isinstance(prompt, str):
-        ids = model.language.encode(prompt)
-        _max_new_tokens(values, len(ids), format, model)
         return prompt, ids
-    _check_ids("prompt", prompt, model)
-    _max_new_tokens(values, len(prompt), format, model)
     used = values["echo"] or values["logprobs"] is not None
-    return "".join(model.language.pieces(prompt)) if used else "", prompt
+    return "".join(model.language.pieces(ids)) if used else "", ids
+
+
+def _ids(prompt: str | list[int], model: ServedModel) -> list[int]:
+    if isinstance(prompt, str):
+        _check_length(len(prompt), "prompt", model)
+        return model.language.encode(prompt)
+    _check_ids("prompt", prompt, model)
+    return prompt
 
 
 def _check_waiting(sizes: Sequence[int], n: int, config: ServerConfig) -> None:

@@ -28,6 +28,14 @@ def test_texts_and_messages_have_the_tokens_of_an_answer(served):
     assert not served.engine.requests
 
 
+def test_texts_longer_than_the_server_allows_are_counted(served):
+    """A client counts them to shorten them."""
+    room = served.engine.max_len
+    answer = ask(served, "/tokenize", prompt="a" * room).json
+    assert (answer["count"], answer["max_model_len"]) == (room + 1, room)
+    assert ask(served, "/tokenize", prompt=[1] * (room + 1)).json["count"] == room + 1
+
+
 def test_tokens_have_a_text(served):
     tokens = [BOS, *"hé".encode()]
     assert ask(served, "/detokenize", tokens=tokens).json == {"prompt": "<s>hé"}
@@ -39,6 +47,7 @@ def test_tokens_have_a_text(served):
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+        ("/tokenize", {"prompt": [10**6]}, "prompt"),
         ("/tokenize", {"prompt": "a", "nothing": 1}, "nothing"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "n": 2}, "prompt"),
         ("/tokenize", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
