@@ -1,26 +1,33 @@
-"""`jaxkv serve` beside transformers' server, on the same weights of SmolLM2-135M-Instruct.
+"""`jaxkv serve` beside the servers of transformers and llama.cpp, on the same weights.
 
-Both have the dequantised weights of the GGUF file in float32. transformers runs in an environment
-of its own:
+The model is SmolLM2-135M-Instruct with the dequantised weights of its GGUF file in float32;
+llama.cpp has the published file of 4 bits as well. transformers runs in an environment of its own,
+and llama.cpp is compiled from the source that the package llama-cpp-python contains:
 
     python -m venv PEERS && PEERS/bin/pip install torch "transformers[serving]==5.24.*" accelerate
-    python -m jaxkv.evals.benchmarks.servers --peer-python PEERS/bin/python
+    pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
+    cmake -S llama_cpp_python-*/vendor/llama.cpp -B LLAMA -D CMAKE_BUILD_TYPE=Release
+    cmake --build LLAMA --target llama-server llama-quantize
+    python -m jaxkv.evals.benchmarks.servers --peer-python PEERS/bin/python --llama-cpp LLAMA/bin
 
 All servers are loaded at once and take turns, round by round; only one gets requests at a time, on
 loopback. Every answer is greedy and streamed, and has a fixed number of tokens: `ignore_eos` at
-jaxkv, and transformers' folder names no EOS. Tokens are those of `usage`. The defaults of each
-server apply, but for `--fixed-batch` where it is named, and for the share of the machine's memory
-that transformers' continuous batching takes for its cache (`--cb-memory`; its default of 60 % would
-leave too little for the others).
+jaxkv and llama.cpp, and transformers' folder names no EOS. Tokens are those of `usage`. The
+defaults of each server apply, but for `--fixed-batch` where it is named, for the share of the
+machine's memory that transformers' continuous batching takes for its cache (`--cb-memory`; its
+default of 60 % would leave too little for the others), and for the size of llama.cpp's cache, which
+by default holds one context of the model for all requests, so that it refuses the four long
+prompts.
 
-`tokens_per_second`: by the number of clients that ask at once. `first_text`: seconds of each turn
-of a chat whose requests contain the whole conversation. `gap`: seconds between two chunks of a
-stream, the 99th percentile, while nothing else runs and while four long prompts arrive; the third
-number is when all prompts are answered. Without continuous batching, transformers' server answers
-one request after another, so prompts wait for the stream and do not stall it. `answer`: the
-beginning of one answer, which shows that the servers have the same model. `memory`: resident bytes
-when the server is loaded and at the end, with the peak until then. What fails has its reason in
-place of a number. Linux only.
+`tokens_per_second`: by the number of clients that ask at once, without and with a schema. The
+answers under the schema are too short to complete it; if one does not follow it, the measurement
+fails. `first_text`: seconds of each turn of a chat whose requests contain the whole conversation.
+`gap`: seconds between two chunks of a stream, the 99th percentile, while nothing else runs and
+while four long prompts arrive; the third number is when all prompts are answered. Without
+continuous batching, transformers' server answers one request after another, so prompts wait for the
+stream and do not stall it. `answer`: the beginning of one answer, which shows that the servers have
+the same model. `memory`: resident bytes when the server is loaded and at the end, with the peak
+until then. What fails has its reason in place of a number. Linux only.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -46,7 +54,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv import defaults, models
+from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks.rates_llama_cpp import memory
+from jaxkv.evals.benchmarks.schemas import array_of, integer_of, object_of
 from jaxkv.evals.benchmarks.startup import messages
 from jaxkv.evals.benchmarks.weights import add_chat, as_folder
 from jaxkv.evals.lib.record import read, spread
@@ -72,6 +82,9 @@ ABOUT = (
 START, STOP = 900.0, 30.0  # seconds in which a server must start, and end
 LEAD = 4  # chunks of a stream before prompts arrive
 LIMIT = 600.0  # seconds of one request
+LLAMA_CPP = ["--jinja", "--ctx-size", "32768", "--log-disable"]  # tokens of all sequences
+SCHEMA = object_of(numbers=array_of(integer_of(0, 999), 64, 64))
+BEGINNING = re.compile(r'\s*\{\s*"numbers"\s*:\s*\[[\d\s,]*')  # of every answer under SCHEMA
 FAILURES = (OSError, ValueError, RuntimeError)  # of a request; TimeoutError is an OSError
 ChatMessage = dict[str, str]
 Result = Any  # of one measurement: a number, a list of numbers, numbers by name or a text
@@ -122,6 +135,7 @@ class RunningServer(NamedTuple):
 SERVER_FLAGS = (
     flag("--rounds", 3, "of each measurement", minimum=1),
     flag("--peer-python", type=str, required=True, about="the Python that has transformers"),
+    flag("--llama-cpp", type=str, required=True, about="the folder of llama-server"),
     flag("--clients", (1, 4, 16, 64), "that ask at once", minimum=1),
     flag("--cb-memory", 0.2, "share of the machine's memory", minimum=1e-9),
 )
@@ -133,14 +147,13 @@ def measure(run: Run) -> dict[str, Any]:
     if options.quick:
         options.rounds, options.clients = 1, [1, 4]
     sizes = QUICK if options.quick else RequestSizes()
-    versions = subprocess.run([options.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
-    if versions.returncode:
-        raise SystemExit(f"{options.peer_python} cannot import torch and transformers, as above")
+    versions = peer_versions(options)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         llm = models.load(smollm2.NAME, dtype="float32")
         add_chat(llm, as_folder(llm, folder))
         del llm
+        float_file(options, folder)
         cases: dict[str, RunningServer | Failed] = {}
         for name, (command, fields) in commands(options, folder).items():
             print(f"starting {name}", file=sys.stderr, flush=True)
@@ -149,12 +162,43 @@ def measure(run: Run) -> dict[str, Any]:
             except FAILURES as error:
                 cases[name] = failed(error)
         results = measure_servers(cases, measurements(options.clients, sizes), options.rounds)
-    named = dict(zip(("transformers", "torch"), json.loads(versions.stdout), strict=True))
     return {
         "model": smollm2.NAME, "jaxkv": CASES, "rounds": options.rounds,
-        "sizes": sizes._asdict(), "peer": named | {"cb_memory": options.cb_memory},
+        "sizes": sizes._asdict(), "peer": versions | {"cb_memory": options.cb_memory},
         "cases": results,
     }  # fmt: skip
+
+
+def peer_versions(options: argparse.Namespace) -> dict[str, str]:
+    """The version of each peer by name. Raises UserError where one does not run."""
+    python = subprocess.run([options.peer_python, "-P", "-c", ABOUT], stdout=subprocess.PIPE)
+    if python.returncode:
+        raise UserError(f"{options.peer_python} cannot import torch and transformers, as above; "
+                        "--help says how to install them")  # fmt: skip
+    try:
+        server = subprocess.run(
+            [llama_cpp(options, "server"), "--version"], capture_output=True, text=True
+        )
+    except OSError as error:
+        raise UserError(f"--llama-cpp must be a folder with llama-server, got {options.llama_cpp} "
+                        f"({error.strerror}); --help says how to compile it") from None  # fmt: skip
+    version = re.search(r"version: (.*)", server.stdout + server.stderr)
+    named = dict(zip(("transformers", "torch"), json.loads(python.stdout), strict=True))
+    return named | {"llama.cpp": version[1] if version else "unknown"}
+
+
+def llama_cpp(options: argparse.Namespace, program: str) -> str:
+    return str(Path(options.llama_cpp) / f"llama-{program}")
+
+
+def float_file(options: argparse.Namespace, folder: Path) -> Path:
+    """A GGUF file of the same weights in float32, in that folder."""
+    file = folder / "float32.gguf"
+    if not file.exists():
+        quantize = [llama_cpp(options, "quantize"), "--allow-requantize"]
+        words = [*quantize, str(smollm2.fetch()), str(file), "F32"]
+        subprocess.run(words, check=True, capture_output=True)
+    return file
 
 
 def commands(
@@ -173,7 +217,12 @@ def commands(
     } | {
         "transformers, default": (transformers_command, fields),
         "transformers, continuous batching": ([*transformers_command, *batching], fields),
-    }
+    } | {
+        name: ([llama_cpp(options, "server"), "--model", str(file), *LLAMA_CPP], jaxkv_fields)
+        for name, file in {
+            "llama.cpp, float32": folder / "float32.gguf", "llama.cpp, Q4_1": smollm2.fetch(),
+        }.items()
+    }  # fmt: skip
 
 
 @contextmanager
@@ -275,14 +324,23 @@ def memory_of(server: RunningServer) -> dict[str, Any]:
 
 
 async def ask(
-    target: Target, messages: Sequence[ChatMessage], new: int, times: list[float] | None = None
+    target: Target,
+    messages: Sequence[ChatMessage],
+    new: int,
+    times: list[float] | None = None,
+    schema: bool = False,
 ) -> StreamedAnswer:
     """One answer of `new` tokens.
 
-    times: a list that gets the time of each chunk when it comes. Raises one of FAILURES.
+    times: a list that gets the time of each chunk when it comes. schema: under SCHEMA. Raises one
+    of FAILURES.
     """
     body = {"messages": list(messages), "max_tokens": new, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}} | target.fields  # fmt: skip
+    if schema:  # which alone decides when an answer may end
+        form = {"name": "numbers", "schema": SCHEMA, "strict": True}
+        body |= {"response_format": {"type": "json_schema", "json_schema": form}}
+        body.pop("ignore_eos", None)
     data = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
@@ -313,7 +371,10 @@ async def ask(
             writer.close()
     if usage is None:
         raise RuntimeError("the stream ended without its usage")
-    return StreamedAnswer("".join(pieces), usage["completion_tokens"], start, times, perf_counter())
+    text = "".join(pieces)
+    if schema and not BEGINNING.fullmatch(text):
+        raise RuntimeError(f"the answer does not follow the schema: {text[:40]!r}")
+    return StreamedAnswer(text, usage["completion_tokens"], start, times, perf_counter())
 
 
 async def ask_all(requests: Sequence[Awaitable[StreamedAnswer]]) -> list[StreamedAnswer]:
@@ -337,17 +398,18 @@ def prompt(label: str, start: int, words: int) -> list[ChatMessage]:
     return [{"role": "system", "content": f"Number {label}."}, {"role": "user", "content": excerpt}]
 
 
+CLIENTS, SCHEMA_CLIENTS = "clients ", "with a schema, clients "
 Measurement = Callable[[Target, str], Awaitable[Result]]  # its label is unique in the run
 
 
 def measurements(clients: Sequence[int], sizes: RequestSizes) -> dict[str, Measurement]:
     """What is measured, by its name in the results."""
     rates = {
-        f"tokens_per_second, clients {count}": partial(
-            rate, clients=count, words=sizes.short, new=sizes.new
+        f"tokens_per_second, {form}{count}": partial(
+            rate, clients=count, words=sizes.short, new=sizes.new, schema=form == SCHEMA_CLIENTS
         )
-        for count in clients
-    }
+        for form in (CLIENTS, SCHEMA_CLIENTS) for count in clients
+    }  # fmt: skip
     return {
         "first_text": partial(chat, asked=messages(), new=sizes.chat),
         **rates,
@@ -360,10 +422,12 @@ async def answer(target: Target, label: str, words: int, new: int) -> str:
     return (await ask(target, prompt(label, 0, words), new)).text
 
 
-async def rate(target: Target, label: str, clients: int, words: int, new: int) -> float:
+async def rate(
+    target: Target, label: str, clients: int, words: int, new: int, schema: bool = False
+) -> float:
     """Tokens a second of clients that ask at the same time, each for one answer."""
     prompts = [prompt(f"{label}.{client}", client * words, words) for client in range(clients)]
-    answers = await ask_all([ask(target, messages, new) for messages in prompts])
+    answers = await ask_all([ask(target, messages, new, schema=schema) for messages in prompts])
     ended, start = max(answer.ended for answer in answers), min(answer.start for answer in answers)
     return sum(answer.tokens for answer in answers) / (ended - start)
 
@@ -420,17 +484,19 @@ def percentile(seconds: Sequence[float], share: float = 99) -> float:
 
 
 def throughput_table() -> str:
-    """Tokens per second by number of clients, and bytes: a row per server."""
+    """Tokens per second by number of clients, without and with a schema, and bytes."""
     results = read("servers")["results"]
     titles = [name for name in next(iter(results["cases"].values())) if "clients" in name]
-    heads = (f"clients: {title.split()[-1]}" for title in titles)
+    heads = (title.partition(", ")[2].replace("clients ", "clients: ") for title in titles)
     lines = table_head("server", *heads, "peak memory")
     for name, case in results["cases"].items():
-        rates = (f"{case[title]['median']:.0f}" for title in titles)
+        rates = (
+            "–" if "failed" in case[title] else f"{case[title]['median']:.0f}" for title in titles
+        )
         lines.append(table_row(name, *rates, show(case["memory"]["end"]["peak"])))
     caption = (
         f"Tokens per second of all clients, answers of {results['sizes']['new']} tokens, medians "
-        f"of {results['rounds']} rounds:"
+        f"of {results['rounds']} rounds (a dash: answers do not follow the schema):"
     )
     return page_table(lines, caption)
 

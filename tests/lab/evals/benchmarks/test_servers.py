@@ -19,7 +19,7 @@ from tests.models.gguf.files import hf_model, write_gguf
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-SIZES = RequestSizes(short=4, long=12, new=3, chat=3, stream=120)
+SIZES = RequestSizes(short=4, long=12, new=20, chat=3, stream=120)  # `new` begins the numbers
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,9 @@ def test_all_measurements_in_turn(server, monkeypatch):
     assert results["other"] == {"failed": "no module"}
     case = results["ours"]
     assert set(case) == {"answer", *work, "memory"} and case["answer"]
-    numbers = [*case["first_text"], *case["gap"].values(), case["tokens_per_second, clients 3"]]
-    assert len(numbers) == 2 + 3 + 1
+    rates = (case[f"tokens_per_second, {form}clients 3"] for form in ("", "with a schema, "))
+    numbers = [*case["first_text"], *case["gap"].values(), *rates]
+    assert len(numbers) == 2 + 3 + 2
     assert all(statistic["n"] == 2 and statistic["min"] > 0 for statistic in numbers)
     assert 0 < case["memory"]["start"]["resident"] <= case["memory"]["end"]["peak"]
 
@@ -78,13 +79,22 @@ def test_a_refused_request_is_a_reason(server, capsys):
     assert servers.summary([1.0, outcome, 2.0]) == {"failed": outcome.reason}
 
 
-def test_servers_get_equal_requests_and_weights(tmp_path):
-    """Apart from the model's name and what makes jaxkv ignore the EOS, which the folder lacks."""
-    options = argparse.Namespace(peer_python="python", cb_memory=0.2)
+def test_an_answer_that_ignores_the_schema_is_a_failure(server, monkeypatch):
+    """As from a server that ignores schemas: here it gets another one."""
+    monkeypatch.setattr(servers, "SCHEMA", servers.object_of(letters=servers.integer_of(0, 9)))
+    work = servers.measurements([1], SIZES)["tokens_per_second, with a schema, clients 1"]
+    outcome = servers.attempt(work, server, map(str, itertools.count()))
+    assert "the answer does not follow the schema" in outcome.reason
+
+
+def test_servers_get_equal_requests_and_weights(tmp_path, monkeypatch):
+    """Apart from what makes servers ignore the EOS, which the folder for transformers lacks."""
+    monkeypatch.setattr(servers.smollm2, "fetch", lambda: tmp_path / "q4_1.gguf")
+    options = argparse.Namespace(peer_python="python", cb_memory=0.2, llama_cpp="bin")
     commands = servers.commands(options, tmp_path)
     assert [*servers.CASES] == [*commands][: len(servers.CASES)]
-    ignored = [fields.get("ignore_eos") for _, fields in commands.values()]
-    assert ignored == [True] * len(servers.CASES) + [None, None]
+    ignored = {name for name, (_, fields) in commands.items() if fields.get("ignore_eos")}
+    assert {*commands} - ignored == {name for name in commands if "transformers" in name}
 
     def add_template(writer, tensors):
         writer.add_chat_template(TEMPLATE)
