@@ -48,8 +48,9 @@ FLAGS = {
         ("chat-template", str, None, "FILE", "chat template in Jinja, in place of the "
          "model's own"),
         ("api-key-file", str, None, "FILE", "file of accepted API keys, one per line: KEY, "
-         "KEY SALT, or either with name=NAME; keys with equal salts share a prefix cache, and "
-         "usage is reported by name (default: no key is required)"),
+         "KEY SALT, then perhaps name=NAME, requests=N and tokens=N, both a minute; keys with "
+         "equal salts share a prefix cache, and usage is reported by name (default: no key is "
+         "required)"),
         ("admin-key-file", str, None, "FILE", "file of admin keys, one per line; with API "
          "keys, /metrics needs an admin key (default: there is none)"),
         ("allowed-origins", flags.origins, (), "ORIGINS", "origins of web pages on other sites "
@@ -181,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.models.generation.serving import Language
 
         language = Language(llm, names[0], allow_special=args.allow_special_tokens)
+        with contextlib.suppress(UserError):  # such requests are refused then
+            language.matcher("json_object", None)  # the first one takes a third of a second
         config = server_config(args, llm, plan.max_batch, has_keys=bool(keys.tenants))
         config = replace(config, aliases=names[1:], fingerprint=fingerprint)
         drain = server.Drain(args.drain)
@@ -429,6 +432,8 @@ def fingerprint_of(args: argparse.Namespace, llm: Llm, max_batch: int) -> str:
     settings = [
         llm.fingerprint(),
         llm.chat.template,
+        llm.chat.response,
+        args.allow_special_tokens,
         str(llm.sampling),
         args.policy,
         args.max_len,

@@ -1,7 +1,6 @@
 """Answers that obey a JSON schema, a regular expression or a grammar, by llguidance.
 
-grammars = Grammars(llm)
-matcher = grammars.matcher(Grammar("json_schema", schema))
+matcher = matcher_of(llm, Grammar("json_schema", schema))
 matcher.allowed()    # which tokens may come next
 matcher.advance(token)
 """
@@ -171,8 +170,16 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
 
 
-def _schema(value: Any) -> Any:
-    """A schema from a dict, JSON or a class of pydantic."""
+def json_rule(schema: Any) -> str:
+    """The JSON that obeys a schema, as a rule of a grammar in Lark's form.
+
+    Raises UserError for what is no schema.
+    """
+    return f"%json {json.dumps(_schema(schema) | {'x-guidance': JSON_LAYOUT})}"
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    """A schema from a dict, JSON or a class of pydantic, without the words that describe it."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if isinstance(value, str):
@@ -184,9 +191,9 @@ def _schema(value: Any) -> Any:
         raise UserError(f"json_schema must be an object, got {value!r:.60}; give a JSON schema")
     try:
         _check_members(value)
+        return _without_words(value)
     except RecursionError:
         raise UserError("json_schema is nested too deeply; give a flatter schema") from None
-    return value
 
 
 def _check_members(value: Any) -> None:
@@ -203,6 +210,22 @@ def _check_members(value: Any) -> None:
         raise UserError(
             f"numbers in json_schema may be at most 2^53, got {value}; give a text with a pattern"
         )
+
+
+WORDS, VALUES = {"title", "description", "$comment"}, {"const", "enum", "default", "examples"}
+
+
+def _without_words(schema: Any) -> Any:
+    """A schema without titles and descriptions, which are no rules and may be long."""
+    if isinstance(schema, list):
+        return [_without_words(member) for member in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: member if name in VALUES else _without_words(member)
+        for name, member in schema.items()
+        if not (name in WORDS and isinstance(member, str))
+    }
 
 
 def _reason(message: str) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxkv import defaults
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError
-from jaxkv.models.generation.grammar import Grammar, Matcher, matcher_of
+from jaxkv.models.generation.grammar import Grammar, Matcher, json_rule, matcher_of
 from jaxkv.models.generation.response_template import response_parser
 from jaxkv.models.generation.streams import warn_of_short_prompt
 from jaxkv.models.generation.text import OutputText, warn_beyond_context
@@ -227,6 +227,17 @@ class Language:
     def matcher(self, kind: str, value: object) -> Matcher:
         """A matcher of a grammar; the arguments are those of `Grammar`."""
         return matcher_of(self.llm, Grammar(kind, value))
+
+    def literal(self, text: str) -> str:
+        """A text in a grammar of Lark's form; a special token stands there by its id."""
+        ids = [
+            token.id for token in self.llm.tokenizer.added if token.special and token.text == text
+        ]
+        return f"<[{ids[0]}]>" if ids else json.dumps(text)
+
+    def json_rule(self, schema: Mapping[str, object] | str) -> str:
+        """The JSON that obeys a schema, in such a grammar."""
+        return json_rule(schema)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id of a prompt adds."""

@@ -29,7 +29,7 @@ from jaxkv.serve.http.errors import APIError, ErrorResponse, shown
 OPEN = {"/health"}  # for liveness probes, which have no key
 METRICS = "/metrics"
 SCHEME = "Bearer "
-NAMED, NAME, UNNAMED = "name=", re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
+NAME, UNNAMED = re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
 OPTION, COUNT = re.compile(r"(name|requests|tokens)=(.*)"), re.compile(r"[1-9][0-9]{0,8}")
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
@@ -74,7 +74,8 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
             continue
         options = _options(words, f"{where}, line {number}") if salts else {}
         if len(words) > 1 + salts or not words[0].isascii():
-            rule = f"an ASCII key, perhaps a salt and {NAMED}NAME" if salts else "one ASCII key"
+            rule = "an ASCII key, perhaps a salt, name=NAME, requests=N and tokens=N"
+            rule = rule if salts else "one ASCII key"
             got = f"{len(words)} words" if len(words) > 1 + salts else "another character"
             raise UserError(f"{where}, line {number}: must be {rule}, got {got}; correct the line")
         digest = hashlib.sha256(words[0].encode()).digest()
@@ -103,7 +104,8 @@ def _options(words: list[str], where: str) -> dict[str, str]:
             rule = "a whole number from 1 to 999999999"
             valid = COUNT.fullmatch(value)
         if name in options or not valid:
-            problem = "be given once" if name in options else f"be {rule}"
+            got = "" if name == "name" else f", got {shown(value)}"  # a name may be a key
+            problem = "be given once" if name in options else f"be {rule}{got}"
             raise UserError(f"{where}: {name}= must {problem}; correct the line")
         options[name] = value
     return options

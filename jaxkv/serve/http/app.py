@@ -109,7 +109,8 @@ def application(
         exception_handlers={APIError: refuse, HTTPException: misdirect, Exception: fail},
     )
     app.router.redirect_slashes = False
-    return AccessLogMiddleware(app, metrics, config.log_probes)
+    paths = {route.path for route in app.routes}
+    return AccessLogMiddleware(app, metrics, paths, config.log_probes)
 
 
 def post_routes(shared: tuple[Any, ...]) -> list[Route]:

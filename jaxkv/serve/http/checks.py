@@ -13,7 +13,7 @@ from jaxkv.serve.http.errors import APIError, shown
 MAX_COUNT = 2**31 - 1
 MAX_STOP_IDS = 128
 MAX_TEXT = 1000  # characters
-MAX_LEVELS = 20  # of the variables of a template
+MAX_LEVELS, MAX_SCHEMA_LEVELS = 20, 64  # of the variables of a template, of a tool's schema
 Check = Callable[[str, Any], Any]
 
 
@@ -52,9 +52,11 @@ def number(minimum: float, maximum: float) -> Check:
     return check_of(rule, lambda value: is_number(value) and minimum <= value <= maximum, float)
 
 
-def text_up_to(max_length: int) -> Check:
-    rule = f"a text of 1 to {max_length} characters"
-    return check_of(rule, lambda value: type(value) is str and 0 < len(value) <= max_length)
+def text_up_to(max_length: int, min_length: int = 1) -> Check:
+    rule = f"a text of {min_length} to {max_length} characters"
+    return check_of(
+        rule, lambda value: type(value) is str and min_length <= len(value) <= max_length
+    )
 
 
 def one_of(*values: str) -> Check:
@@ -70,7 +72,15 @@ def is_ids(value: list[Any]) -> bool:
     return set(map(type, value)) == {int}
 
 
+def equal(value: Any, accepted: Any) -> bool:
+    """Equal, where true is not 1 but 1.0 is; a type accepts each value of it."""
+    if isinstance(accepted, type):
+        return type(value) is accepted
+    return value == accepted and (type(value) is bool) == (type(accepted) is bool)
+
+
 text = text_up_to(MAX_TEXT)
+description = text_up_to(MAX_COUNT, 0)
 flag = check_of("true or false", lambda value: type(value) is bool)
 mapping = check_of("an object", lambda value: type(value) is dict)
 top_p = check_of(
@@ -105,13 +115,13 @@ def salt(name: str, value: Any) -> str:
     return valid_unicode(name, text(name, value))
 
 
-def variables(name: str, value: Any) -> dict[str, Any]:
+def variables(name: str, value: Any, max_levels: int = MAX_LEVELS) -> dict[str, Any]:
     """Variables of a chat template."""
     depth, level = 0, [mapping(name, value)]
     while level:
         depth, level = depth + 1, [part for outer in level for part in _parts(outer)]
-    if depth > MAX_LEVELS:
-        raise invalid(name, f"an object of at most {MAX_LEVELS} levels", value)
+    if depth > max_levels:
+        raise invalid(name, f"an object of at most {max_levels} levels", value)
     valid_unicode(name, json.dumps(value, ensure_ascii=False))
     return value
 

@@ -30,6 +30,7 @@ from jaxkv.serve.http.rates import RateLimits
 from jaxkv.serve.http.request import CompletionRequest, ServedModel, parse_request
 from jaxkv.serve.http.responses import (
     FINISHED,
+    AnswerDivider,
     ChoiceListener,
     ChoiceReader,
     Delta,
@@ -109,7 +110,6 @@ class CompletionRoute:
         tenant = scope["state"]["tenant"]
         self.drain.check()  # before reading the body
         self.limit.check(tenant)
-        self.rates.check(tenant)
         raw = await self.bodies.read(tenant.digest, scope, receive)
         running.enter_context(self.drain.answering())
         running.enter_context(self.limit.enter(tenant))
@@ -119,6 +119,7 @@ class CompletionRoute:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, config = scope["state"]["tenant"], self.model.config
+        self.rates.check(tenant)  # before reading the body
         with contextlib.ExitStack() as running:
             request = await self._read(scope, receive, running, parse_request)
             running.enter_context(self.limit.enter(tenant, len(request.requests) - 1))
@@ -234,18 +235,19 @@ class Reply:
 
     def _content(self, events: Sequence[Sequence[Delta | Finish]]) -> bytes:
         """The body of a whole response. events: of each answer."""
-        choices = []
+        choices, dividers = [], self._dividers()
         for index, (reader, deltas) in enumerate(zip(self._readers(), events, strict=True)):
             texts, tokens = zip(*map(reader.read, deltas), strict=True)
             logprobs = self.format.logprobs([*chain(*tokens)]) if self.request.scored else None
             text, reason = "".join(texts), FINISHED[deltas[-1].reason]
-            if self.request.parser is None:
+            if dividers is None:
                 choices.append(self.format.choice(index, text, logprobs, reason))
                 continue
-            message = parsed_message(self.request.parser().push(text, True, reason == "length"))
-            reason = finish_reason(reason, "tool_calls" in message)
+            divider = dividers[index]
+            message = parsed_message([*chain(*map(divider.push, deltas))])
+            reason = finish_reason(reason, divider.called)
             choices.append(choice_of(index, logprobs, reason, message=message))
-        counts = self._usage([deltas[-1] for deltas in events])
+        counts = self._usage([deltas[-1] for deltas in events], thought_tokens(dividers))
         return encoded(self._head(self.format.answer) | {"choices": choices, "usage": counts})
 
     async def stream(self) -> None:
@@ -267,8 +269,7 @@ class Reply:
 
     async def _send_events(self, first: Event | None) -> None:
         """Send each event as a chunk. first: the first one, if it has come."""
-        request, readers = self.request, self._readers()
-        parsers = [request.parser() for _ in readers] if request.parser is not None else None
+        request, readers, dividers = self.request, self._readers(), self._dividers()
         event = await self._next() if first is None else checked(first)
         head = self._head(self.format.chunk) | ({"usage": None} if request.usage else {})
         finishes: dict[int, Finish] = {}
@@ -281,17 +282,15 @@ class Reply:
             last = isinstance(event, Finish)
             reason = FINISHED[event.reason] if last else None
             logprobs = self.format.logprobs(tokens) if tokens else None
-            if parsers is None:
+            if dividers is None:
                 if text or tokens or reason:
                     await write(self.format.delta(event.index, text, logprobs, reason))
                 return
-            parser = parsers[event.index]
-            deltas = [
-                d for part in parser.push(text, last, reason == "length") for d in part_deltas(part)
-            ]
+            divider = dividers[event.index]
+            deltas = [*chain(*map(part_deltas, divider.push(event)))]
             deltas += [{}] if last or (tokens and not deltas) else []
             for number, delta in enumerate(deltas, 1):
-                ended = finish_reason(reason, parser.called) if number == len(deltas) else None
+                ended = finish_reason(reason, divider.called) if number == len(deltas) else None
                 await write(choice_of(event.index, logprobs, ended, delta=delta))
                 logprobs = None
 
@@ -308,7 +307,8 @@ class Reply:
                 break
             event = await self._next()
         if request.usage:
-            counts = self._usage([finishes[index] for index in sorted(finishes)])
+            ends = [finishes[index] for index in sorted(finishes)]
+            counts = self._usage(ends, thought_tokens(dividers))
             await self.writer.write(server_sent(encoded(head | {"choices": [], "usage": counts})))
 
     async def _next(self) -> Delta | Finish:
@@ -327,9 +327,15 @@ class Reply:
             for entry, echo, offset in choices
         ]
 
-    def _usage(self, finishes: Sequence[Finish]) -> Json:
+    def _dividers(self) -> list[AnswerDivider] | None:
+        """Of each answer; None for plain texts."""
+        parser = self.request.parser
+        return None if parser is None else [AnswerDivider(parser()) for _ in self.request.requests]
+
+    def _usage(self, finishes: Sequence[Finish], thought_tokens: int | None = None) -> Json:
         outcomes = [finish.outcome for finish in finishes]
-        return usage(outcomes, self.request.n, self.model.config.report_cached)
+        report_cached = self.model.config.report_cached
+        return usage(outcomes, self.request.n, report_cached, thought_tokens)
 
     def _head(self, kind: str) -> Json:
         return {
@@ -344,6 +350,11 @@ class Reply:
 def finish_reason(reason: str | None, called: bool) -> str | None:
     """The reason of an answer that has perhaps called a tool."""
     return "tool_calls" if called and reason == "stop" else reason
+
+
+def thought_tokens(dividers: Sequence[AnswerDivider] | None) -> int | None:
+    """The tokens of all thoughts; None for plain texts."""
+    return None if dividers is None else sum(divider.thought_tokens for divider in dividers)
 
 
 def encoded(value: Json) -> bytes:

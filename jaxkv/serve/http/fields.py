@@ -15,6 +15,8 @@ from jaxkv.serve.http.checks import (
     Check,
     check_keys,
     check_known,
+    description,
+    equal,
     flag,
     integer,
     invalid,
@@ -72,7 +74,7 @@ def response_format(name: str, value: Any) -> GrammarField | None:
     if type(described) is not dict or type(described.get("schema")) is not dict:
         raise invalid(inner, "an object with a schema", described)
     check_keys(inner, described, {"name", "description", "schema", "strict"})
-    for key, check in (("name", text), ("description", text), ("strict", flag)):
+    for key, check in (("name", text), ("description", description), ("strict", flag)):
         if described.get(key) is not None:
             check(f"{inner}.{key}", described[key])
     return GrammarField(f"{inner}.schema", kind, described["schema"])
@@ -159,18 +161,11 @@ def ignored(*values: Any) -> Check:
     rule = f"must be {' or '.join(names)}" if values else "is not supported"
 
     def check(name: str, value: Any) -> None:
-        if not any(_equal(value, accepted) for accepted in values):
+        if not any(equal(value, accepted) for accepted in values):
             message = f"{name} {rule}, got {shown(value)}; leave it out"
             raise APIError(400, message, param=name)
 
     return check
-
-
-def _equal(value: Any, accepted: Any) -> bool:
-    """Equal, where true is not 1 but 1.0 is."""
-    if isinstance(accepted, type):
-        return type(value) is accepted
-    return value == accepted and (type(value) is bool) == (type(accepted) is bool)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -338,7 +333,8 @@ def _check_tool_choice(values: dict[str, Any], grammars: Sequence[GrammarField])
     asked = names if choice == "required" else [name for name in choice if name in names]
     if not asked:
         listed = ", ".join(names) or "none"
-        message = f"tool_choice {shown(choice)} needs a tool of that name, got {listed}; give it"
+        name = shown(choice[0] if isinstance(choice, tuple) else choice)
+        message = f"tool_choice {name} needs a tool of that name, got {listed}; give it"
         message = message if names else "tool_choice needs tools, got none; give tools"
         raise APIError(400, message, param="tool_choice")
     if grammars:

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
@@ -22,11 +22,6 @@ ID = "x-request-id"
 VALID = re.compile(r"[!-~]{1,200}")
 LEFT = 499  # the status that proxies count when a client leaves before the response begins
 PROBES = {"/health", "/metrics"}  # which monitors ask for every few seconds
-HANDLERS = {
-    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
-    *("/v1/completions/render", "/v1/chat/completions/render"),
-    *("/health", "/metrics", "/version"),
-}
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -69,11 +64,15 @@ class AccessLogMiddleware:
     """The outermost application. It takes a client's X-Request-ID or makes one, and returns it with
     every response.
 
-    log_probes: also log the requests for PROBES that succeed.
+    paths: of its routes, by which requests are counted. log_probes: also log the requests for
+    PROBES that succeed.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log_probes: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, paths: Collection[str], log_probes: bool = False
+    ) -> None:
         self._app, self._metrics, self._log_probes = app, metrics, log_probes
+        self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,7 +95,7 @@ class AccessLogMiddleware:
             await self._app(scope, receive, named)
         finally:
             refusal = state.get("refusal")
-            self._metrics.respond(handler(scope["path"]), status, refusal)
+            self._metrics.respond(self._handler(scope["path"]), status, refusal)
             fields = {
                 "method": scope["method"],
                 "path": scope["path"],
@@ -114,9 +113,8 @@ class AccessLogMiddleware:
                 LOG.info("request", extra={"fields": fields})
             REQUEST_ID.reset(token)
 
-
-def handler(path: str) -> str:
-    """The label of a path: bounded, because clients choose paths."""
-    if path.startswith("/v1/models/"):
-        return "/v1/models"
-    return path if path in HANDLERS else "other"
+    def _handler(self, path: str) -> str:
+        """The label of a path: bounded, because clients choose paths."""
+        if path.startswith("/v1/models/"):
+            return "/v1/models"
+        return path if path in self._paths else "other"

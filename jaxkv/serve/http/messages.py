@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from jaxkv.serve.http.checks import (
     MAX_COUNT,
+    MAX_SCHEMA_LEVELS,
     check_keys,
     check_of,
+    description,
     flag,
     invalid,
     one_of,
@@ -19,6 +20,7 @@ from jaxkv.serve.http.checks import (
     variables,
 )
 from jaxkv.serve.http.errors import APIError
+from jaxkv.serve.http.tools import DECODER
 
 MAX_TOOLS = 128
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -74,17 +76,20 @@ def _tool_calls(name: str, value: Any) -> list[dict[str, Any]]:
         function = call.get("function") if type(call) is dict else None
         if type(function) is not dict or call.get("type", "function") != "function":
             raise invalid(place, "an object of type function with a function", call)
-        arguments = function.get("arguments") or "{}"
+        arguments = function.get("arguments")
+        arguments = "{}" if arguments in (None, "") else arguments
         try:
-            parsed = json.loads(arguments) if type(arguments) is str else arguments
+            parsed = DECODER.decode(arguments) if type(arguments) is str else arguments
         except (ValueError, RecursionError):
             parsed = None
         if type(parsed) is not dict:
             raise invalid(f"{place}.function.arguments", "an object as JSON", arguments)
         variables(f"{place}.function.arguments", parsed)
         named = {"name": tool_name(f"{place}.function.name", function.get("name"))}
-        id = {"id": text(f"{place}.id", call["id"])} if call.get("id") else {}
-        calls.append({"type": "function", "function": named | {"arguments": parsed}} | id)
+        entry = {"type": "function", "function": named | {"arguments": parsed}}
+        if call.get("id"):
+            entry["id"] = text(f"{place}.id", call["id"])
+        calls.append(entry)
     return calls
 
 
@@ -116,17 +121,14 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     parsed = {"name": tool_name(f"{name}.function.name", function.get("name"))}
     if function.get("description") is not None:
         place = f"{name}.function.description"
-        parsed["description"] = valid_unicode(
-            place, text_up_to(MAX_COUNT)(place, function["description"])
-        )
+        parsed["description"] = valid_unicode(place, description(place, function["description"]))
     parameters = function.get("parameters")
-    parsed["parameters"] = (
-        {"type": "object", "properties": {}} if parameters is None else parameters
-    )
-    variables(f"{name}.function.parameters", parsed["parameters"])
-    if "x-guidance" in json.dumps(parsed["parameters"]):
-        rule = "a schema without x-guidance"
-        raise invalid(f"{name}.function.parameters", rule, parsed["parameters"])
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    place = f"{name}.function.parameters"
+    parsed["parameters"] = variables(place, parameters, MAX_SCHEMA_LEVELS)
+    if parameters.get("type", "object") not in ("object", ["object"]):
+        raise invalid(f"{place}.type", "object, as arguments are one", parameters["type"])
     if function.get("strict") is not None:
         flag(f"{name}.function.strict", function["strict"])
     return {"type": "function", "function": parsed}

@@ -74,6 +74,12 @@ class LanguageProtocol(Protocol):
         Raises UserError for a grammar that no text obeys.
         """
 
+    def literal(self, text: str) -> str:
+        """A text in a grammar of Lark's form; a special token stands there by its id."""
+
+    def json_rule(self, schema: Mapping[str, Any] | str) -> str:
+        """The JSON that obeys a schema, in such a grammar. Raises UserError for no schema."""
+
     def response_parser(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, object]]
     ) -> ResponseParserProtocol:

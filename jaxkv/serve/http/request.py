@@ -8,7 +8,6 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,24 +15,17 @@ from jaxkv.defaults import MAX_TOKENS
 from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import MatcherProtocol, Request
 from jaxkv.serve.http.access import Tenant
+from jaxkv.serve.http.answer_form import answer_form, matcher_of, parser_of, tool_form_of
 from jaxkv.serve.http.body import parse
 from jaxkv.serve.http.checks import invalid, is_ids
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.fields import GrammarField, template_variables, validate
+from jaxkv.serve.http.fields import ignored, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
 from jaxkv.serve.http.response_template import TemplateParser
 from jaxkv.serve.http.responses import CHAT, Delta, ResponseFormat
 from jaxkv.serve.http.responses_api import MessagePlace, chat_body, settings_of
 from jaxkv.serve.http.server import ServerConfig
-from jaxkv.serve.http.tools import (
-    ARGUMENTS,
-    CALL_ID,
-    AnswerParser,
-    ToolForm,
-    call_grammar,
-    thought_marks,
-    tool_form,
-)
+from jaxkv.serve.http.tools import AnswerParser
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
@@ -112,15 +104,17 @@ def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: Serv
     """
     body = parse(raw)
     format = CHAT if "messages" in body else format
-    values = validate(format.kind, {k: v for k, v in body.items() if k != "return_token_strs"})
+    ignored(False)("return_token_strs", body.pop("return_token_strs", None) or False)
+    values = validate(format.kind, body)
     if values["model"] not in model.names:
         raise model.unknown(values["model"])
     prompts = values["prompt"] if not format.is_chat else [""]
-    if len(prompts) * values["n"] > 1:
-        got = body.get("prompt", f"n={values['n']}")
-        raise invalid("prompt", "one text, or a list of token ids", got)
+    if values["n"] > 1:
+        raise invalid("n", "1, as no answer is given", values["n"])
+    if len(prompts) > 1:
+        raise invalid("prompt", "one text, or a list of token ids", body["prompt"])
     if format.is_chat:
-        _tool_form(values, model.language)  # its rules hold here too
+        tool_form_of(values, model.language)  # its rules hold here too
         ((_, tokens),) = _chat(values, model)
     else:
         tokens = _ids(prompts[0], model)
@@ -163,10 +157,11 @@ def _request(
     _check_ids("logit_bias", [token for token, _ in values["logit_bias"]], model)
     _check_ids("stop_token_ids", values["stop_token_ids"], model)
     _check_answers(values, model.config)
-    form = _tool_form(values, model.language)
-    matcher = _matcher(values["structure"] or _call_field(values, form), model)
+    calls = tool_form_of(values, model.language)
     try:
         prompts = _chat(values, model) if format.is_chat else _texts(values, model, format)
+        form = answer_form(values, calls, prompts, model.language, format)
+        matcher = matcher_of(values, form, model.language)
         requests = [
             request
             for _, ids in prompts
@@ -174,10 +169,11 @@ def _request(
         ]
     except UserError as error:
         raise APIError(400, str(error)) from None
-    n = values["n"]
+    n, sampling = values["n"], requests[0].sampling
+    applied = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     return CompletionRequest(
         requests=requests,
-        settings=settings,
+        settings=settings and settings | applied,
         echoes=[text if values["echo"] else "" for text, _ in prompts for _ in range(n)],
         offsets=[len(text) for text, _ in prompts for _ in range(n)],
         n=n,
@@ -185,7 +181,7 @@ def _request(
         scored=requests[0].logprobs is not None,
         stream=values["stream"],
         usage=bool(values["stream_options"]),
-        **_parser(form, values, prompts, model.language, format),
+        **parser_of(form, values, prompts, model.language, format),
     )
 
 
@@ -199,106 +195,37 @@ RESPONSE_NAMES = {
 
 
 MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?")
+QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")  # values of the request in errors
 
 
 def renamed(error: APIError, places: Sequence[MessagePlace]) -> APIError:
     """The error of a chat with the names of the Responses API. places: of its messages."""
 
     def name(match: re.Match[str]) -> str:
-        place = places[int(match[1])]
+        place = places[int(match[1])] if int(match[1]) < len(places) else None
+        if place is None:
+            return match[0]
         return place.name if match[2] is None else place.calls[int(match[2])]
 
-    message, param = (MESSAGE.sub(name, text) for text in (str(error), error.param or ""))
-    for old, new in RESPONSE_NAMES.items():
-        message, param = message.replace(old, new), param.replace(old, new)
-    error.param = param or None
-    error.args = (message,)
+    def rename(text: str) -> str:
+        text = MESSAGE.sub(name, text)
+        for old, new in RESPONSE_NAMES.items():
+            text = text.replace(old, new)
+        return text
+
+    rule, got, value = str(error).partition(", got ")
+    parts = QUOTED.split(rule)  # every second one is quoted
+    parts[::2] = map(rename, parts[::2])
+    error.param = rename(error.param or "") or None
+    error.args = ("".join(parts) + got + value,)
     return error
-
-
-def _tool_form(values: Values, language: LanguageProtocol) -> ToolForm | None:
-    """How the model writes calls of the tools that the request has; None without tools."""
-    if not values.get("tools") or values["tool_choice"] == "none":
-        return None
-    form = tool_form(language.template) if "tools" in language.variables else None
-    divided = language.response_template is not None and values["tool_choice"] == "auto"
-    if form is None and not (divided and "tools" in language.variables):
-        message = "this model's chat template has no tools in a form that jaxkv knows; "
-        message += "leave tools out, or ask for JSON by response_format"
-        raise APIError(400, message, param="tools")
-    return form
-
-
-def _call_field(values: Values, form: ToolForm | None) -> GrammarField | None:
-    """The grammar of an answer that must call a tool."""
-    if form is None or values["tool_choice"] == "auto":
-        return None
-    choice, tools = values["tool_choice"], values["tools"]
-    if choice != "required":
-        tools = [tool for tool in tools if tool["function"]["name"] in choice]
-    several = choice == "required" and values["parallel_tool_calls"]
-    return GrammarField("tools", "grammar", call_grammar(form, tools, several))
-
-
-def _parser(
-    form: ToolForm | None,
-    values: Values,
-    prompts: Sequence[tuple[str, Sequence[int]]],
-    language: LanguageProtocol,
-    format: ResponseFormat,
-) -> dict[str, Any]:
-    """What divides an answer into thoughts, content and calls, if there are any.
-
-    A grammar begins with the first token, so an answer that obeys one has no thoughts.
-    """
-    must_call = form is not None and values["tool_choice"] != "auto"
-    obeys = must_call or values["structure"] is not None
-    names = frozenset(tool["function"]["name"] for tool in values.get("tools") or ())
-    template = language.response_template
-    if format.is_chat and template is not None and not obeys:
-        tools = (values.get("tools") or ()) if values["tool_choice"] != "none" else ()
-        (_, ids), *_ = prompts
-        names = names if tools else frozenset()
-
-        def parser() -> TemplateParser:
-            return TemplateParser(language.response_parser(ids, tools), template, names)
-
-        try:
-            parser()
-        except UserError as error:
-            raise APIError(400, str(error), param="messages") from None
-        return {"parser": parser, "marks": language.response_marks}
-    form = form if must_call or not obeys else None
-    thoughts = thought_marks(language.template) if format.is_chat and not obeys else None
-    if form is None and thoughts is None and format.kind != "responses":
-        return {}
-    thinking = thoughts is not None and _end_of_prompt(prompts, language).endswith(thoughts[0])
-    marks = [*((form.begin, form.end) if form else ()), *(thoughts or ())]
-    marks += [ARGUMENTS, CALL_ID] if form and form.named else []
-    return {"parser": partial(AnswerParser, form, thoughts, thinking, names), "marks": marks}
-
-
-def _end_of_prompt(prompts: Sequence[tuple[str, Sequence[int]]], language: LanguageProtocol) -> str:
-    """The last words of the prompt, in which the template may begin a thought."""
-    (_, ids), *_ = prompts
-    return b"".join(map(language.token_bytes, ids[-8:])).decode("utf-8", "replace").rstrip()
-
-
-def _matcher(field: GrammarField | None, model: ServedModel) -> MatcherProtocol | None:
-    """What an answer must obey; None for no grammar."""
-    if field is None:
-        return None
-    try:
-        return model.language.matcher(field.kind, field.value)
-    except UserError as error:
-        raise APIError(400, f"{field.name}: {error}", param=field.name) from None
 
 
 def _check_ids(name: str, ids: Sequence[int], model: ServedModel) -> None:
     """Raise APIError for ids that are not of the vocabulary."""
     vocab = model.engine.vocab
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
-        raise invalid(name, f"of token ids from 0 to {vocab - 1}", [*ids])
+        raise invalid(name, f"token ids from 0 to {vocab - 1}", [*ids])
 
 
 def _check_answers(values: Values, config: ServerConfig) -> None:

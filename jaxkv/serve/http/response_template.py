@@ -23,7 +23,8 @@ FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # 
 class TemplateParser:
     """Divides the text of one answer, with the interface of `AnswerParser`.
 
-    parser: a new one of this answer. template: that it reads. names: of the tools.
+    parser: a new one of this answer. template: that it reads. names: of the tools. several: it may
+    call more than one; otherwise further calls are left out.
     A call of another tool, or one that the template cannot read, is content without its marks, and
     so is all that follows the latter. A call that the limit of tokens cuts is left out.
     """
@@ -33,16 +34,30 @@ class TemplateParser:
         parser: ResponseParserProtocol,
         template: Mapping[str, Any],
         names: frozenset[str],
+        several: bool = True,
     ) -> None:
-        self._parser, self._names = parser, names
+        self._parser, self._names, self._several = parser, names, several
         fields = template["fields"].items()
         self._joins = {name: field.get("join") or "" for name, field in fields}
         self._body = ""  # of the open region, not shown yet
         self._shown: set[str] = set()  # fields that have shown a text
         self._in_call, self._begun, self._broken, self._calls = False, False, False, 0
+        self._in_thought = False
         for event in parser.initial_events:  # what the prompt wrote is not of the answer
             self._begun = bool(event.get("text", "").strip())
-            self._in_call = event["field"] == CALLS and event["type"] != "region_close"
+            is_open = event["type"] != "region_close"
+            self._in_call = event["field"] == CALLS and is_open
+            self._in_thought = SHOWN.get(event["field"]) is Thought and is_open
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer is within a thought."""
+        return self._in_thought
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the last characters may begin a mark; marks of templates are single tokens."""
+        return False
 
     @property
     def called(self) -> bool:
@@ -76,6 +91,7 @@ class TemplateParser:
 
     def _add(self, parts: list[Part], event: ParserEvent) -> None:
         kind, field = event["type"], event["field"]
+        self._in_thought = SHOWN.get(field) is Thought and kind != "region_close"
         if kind == "region_open":
             self._body, self._begun, self._in_call = "", False, field == CALLS
         elif kind == "region_chunk":
@@ -109,7 +125,7 @@ class TemplateParser:
         if not all(call is not None and call[0] in self._names for call in calls):
             parts.append(Content(self._body))
             return
-        for name, arguments in calls:
+        for name, arguments in calls if self._several else calls[: 1 - self._calls]:
             parts.append(Call(self._calls, call_id(), name, arguments))
             self._calls += 1
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from jaxkv.serve.engine.request import Outcome, ScoredToken
 from jaxkv.serve.http.metrics import Metrics, UsageRecord
 from jaxkv.serve.http.protocols import DetokenizerProtocol, LanguageProtocol
-from jaxkv.serve.http.tools import Call, Content, Part, Thought
+from jaxkv.serve.http.response_template import TemplateParser
+from jaxkv.serve.http.tools import AnswerParser, Call, Content, Part, Thought
 
 Json = dict[str, Any]
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # other reasons are failures
@@ -21,21 +22,27 @@ MIN_LOGPROB = -9999.0  # stands for -inf, which JSON lacks
 
 
 class Delta(NamedTuple):
-    """A part of an answer. prompt: `scored` are the tokens of the prompt."""
+    """A part of an answer. prompt: `scored` are the tokens of the prompt. tokens: that came since
+    the last part.
+    """
 
     index: int
     text: str
     scored: Sequence[ScoredToken] = ()
     prompt: bool = False
+    tokens: int = 0
 
 
 class Finish(NamedTuple):
-    """The end of an answer. reason: the engine's, or `slow` if the client read too slowly."""
+    """The end of an answer. reason: the engine's, or `slow` if the client read too slowly. tokens:
+    that came since the last part.
+    """
 
     index: int
     text: str
     reason: str
     outcome: Outcome
+    tokens: int = 0
 
 
 class Disconnect(NamedTuple):
@@ -87,6 +94,7 @@ class ChoiceListener:
     usage: UsageRecord
     _slow: bool = field(default=False, init=False)
     _last: float = field(default=0.0, init=False)  # when the last token came
+    _tokens: int = field(default=0, init=False)  # since the last part
 
     def prompt(self, scored: list[ScoredToken]) -> None:
         self.events.put(Delta(self.index, "", scored, prompt=True))
@@ -98,9 +106,11 @@ class ChoiceListener:
         self._last = now
         self.usage.token(self.index)
         text = self.detokenizer.push(scored.token)
+        self._tokens += 1
         if text or self.scored:
-            delta = Delta(self.index, text, [scored] if self.scored else ())
-            self._slow = not self.events.put(delta)
+            scores = [scored] if self.scored else ()
+            self._slow = not self.events.put(Delta(self.index, text, scores, tokens=self._tokens))
+            self._tokens = 0
         return self._slow or self.detokenizer.reason == "stop"
 
     def done(self, outcome: Outcome) -> None:
@@ -112,9 +122,34 @@ class ChoiceListener:
         finally:  # otherwise its client would wait forever
             finish_reason = FINISHED.get(reason, reason)
             self.usage.end(self.index, outcome, finish_reason)
-            self.events.put(Finish(self.index, text, reason, outcome))
+            self.events.put(Finish(self.index, text, reason, outcome, self._tokens))
             self.metrics.add(outcome, finish_reason)
             self.metrics.use(self.usage.api_key, outcome, self.usage.is_first(self.index))
+
+
+class AnswerDivider:
+    """Divides the events of one answer into parts. thought_tokens: tokens of its thoughts so far,
+    without the marks around them.
+    """
+
+    def __init__(self, parser: AnswerParser | TemplateParser) -> None:
+        self._parser, self.thought_tokens = parser, 0
+        self._undecided = 0  # tokens that are of the thought unless they begin the mark after it
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has called a tool."""
+        return self._parser.called
+
+    def push(self, event: Delta | Finish) -> list[Part]:
+        """The parts that are certain with one more event."""
+        thinking, last = self._parser.thinking, isinstance(event, Finish)
+        parts = self._parser.push(event.text, last, last and event.reason == "length")
+        self._undecided += event.tokens
+        if not self._parser.undecided or not self._parser.thinking:
+            self.thought_tokens += self._undecided * (thinking and self._parser.thinking)
+            self._undecided = 0
+        return parts
 
 
 class TokenText(NamedTuple):
@@ -296,8 +331,13 @@ CHAT = ResponseFormat(
 RESPONSE = dataclasses.replace(CHAT, kind="responses", prefix="resp_")
 
 
-def usage(outcomes: Sequence[Outcome], n: int, report_cached: bool) -> Json:
-    """Token counts of all answers; the n answers to a prompt count its tokens once."""
+def usage(
+    outcomes: Sequence[Outcome], n: int, report_cached: bool, thought_tokens: int | None = None
+) -> Json:
+    """Token counts of all answers; the n answers to a prompt count its tokens once.
+
+    thought_tokens: of all answers; None where they have no thoughts.
+    """
     prompts = outcomes[::n]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in prompts)
     new = sum(outcome.new_tokens for outcome in outcomes)
@@ -309,4 +349,6 @@ def usage(outcomes: Sequence[Outcome], n: int, report_cached: bool) -> Json:
     if report_cached:
         cached = sum(outcome.cached_tokens for outcome in prompts)
         counts["prompt_tokens_details"] = {"cached_tokens": cached}
+    if thought_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
     return counts

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from jaxkv.serve.http.checks import (
     check_keys,
     check_known,
+    description,
+    equal,
     invalid,
     mapping,
     one_of,
-    text_up_to,
     valid_unicode,
 )
 from jaxkv.serve.http.errors import APIError, shown
@@ -40,6 +41,14 @@ TRANSLATED = ("input", "instructions", "max_output_tokens", "text", "tools", "to
 STATELESS = ("previous_response_id", "conversation", "store", "background")
 INCLUDED = ("reasoning.encrypted_content",)  # of which these models have nothing
 
+# The members of each item of an input; `phase` and a summary change no answer.
+ITEMS = {
+    "message": {"type", "id", "status", "role", "content", "phase"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "id", "status", "call_id", "output"},
+    "reasoning": {"type", "id", "status", "summary", "content"},
+}
+
 
 class MessagePlace(NamedTuple):
     """Where a message of the chat comes from: a name in the request, and names of its calls."""
@@ -55,7 +64,10 @@ def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[MessagePlace]]:
     """
     check_known(body, {*SAME, *NOTHING, *TRANSLATED})
     for name, value in body.items():
-        if name in NOTHING and value is not None and value not in NOTHING[name]:
+        accepted = NOTHING.get(name)
+        if accepted is None or value is None:
+            continue
+        if not any(equal(value, known) for known in accepted):
             remedy = "leave it out"
             if name in STATELESS:
                 remedy = "this server stores no responses; send the whole conversation as input"
@@ -71,6 +83,9 @@ def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[MessagePlace]]:
             raise invalid("include", f"a list of {', '.join(INCLUDED)}", item)
     reasoning = _mapped("reasoning", body.get("reasoning"))
     check_keys("reasoning", reasoning, {"effort", "summary", "generate_summary"})
+    for name in ("summary", "generate_summary"):  # thoughts are sent as they are
+        if reasoning.get(name) is not None:
+            one_of("auto", "concise", "detailed")(f"reasoning.{name}", reasoning[name])
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     tools = _listed("tools", body.get("tools"))
@@ -136,7 +151,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
     messages: list[Json] = []
     places: list[MessagePlace] = []
     if body.get("instructions") is not None:
-        instructions = text_up_to(2**31)("instructions", body["instructions"])
+        instructions = description("instructions", body["instructions"])
         messages.append({"role": "system", "content": instructions})
         places.append(MessagePlace("instructions", []))
     value = body.get("input")
@@ -148,10 +163,17 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
     for number, item in enumerate(value):
         name = f"input[{number}]"
         kind = mapping(name, item).get("type", "message")
+        known = ITEMS.get(kind)
+        if known is None:
+            raise invalid(name, f"of type {', '.join(ITEMS)}", kind)
+        unknown = [key for key in item.keys() - known if item[key] not in (None, "", [], {})]
+        if unknown:
+            rule = f"an object of {', '.join(sorted(known))}, and nothing else"
+            raise invalid(name, rule, item)
         if kind == "reasoning":
             for part in _listed(f"{name}.content", item.get("content")):
                 content = mapping(f"{name}.content", part).get("text")
-                thought += text_up_to(2**31)(f"{name}.content.text", content)
+                thought += description(f"{name}.content.text", content)
             continue
         if kind == "function_call_output":
             output = _content(f"{name}.output", item.get("output"))
@@ -163,7 +185,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
             content = _content(f"{name}.content", item.get("content"))
             messages.append({"role": item.get("role"), "content": content})
             places.append(MessagePlace(name, []))
-        elif kind == "function_call":
+        else:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant" or thought:
@@ -171,9 +193,6 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
                 places.append(MessagePlace(name, []))
             messages[-1].setdefault("tool_calls", []).append(call)
             places[-1].calls.append(name)
-        else:
-            rule = "of type message, function_call, function_call_output or reasoning"
-            raise invalid(name, rule, kind)
         if thought and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thought
         thought = ""
@@ -193,22 +212,24 @@ def _content(name: str, value: Any) -> Any:
 
 
 def settings_of(body: Mapping[str, Any]) -> Json:
-    """What a response says of its request."""
+    """What a response says of its request, but for the sampling that applied."""
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
+        "reasoning": {"effort": None, "summary": None} | _present(body.get("reasoning")),
         "store": False,
-        "temperature": body.get("temperature"),
-        "text": body.get("text") or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}} | _present(body.get("text")),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
-        "top_p": body.get("top_p"),
         "truncation": "disabled",
     }
+
+
+def _present(members: Json | None) -> Json:
+    return {name: value for name, value in (members or {}).items() if value is not None}
 
 
 class ResponseItems:
@@ -228,8 +249,7 @@ class ResponseItems:
         """The events before the first item."""
         response = self._response("in_progress", None)
         return [
-            self._event(f"response.{name}", response=response)
-            for name in ("created", "in_progress")
+            self.event(f"response.{name}", response=response) for name in ("created", "in_progress")
         ]
 
     def add(self, parts: Sequence[Part]) -> list[Json]:
@@ -242,7 +262,7 @@ class ResponseItems:
         if not self.items:  # a response has an item, also an empty one
             events += [*self._add(Content("")), *self._close()]
         response = self.response(reason, usage)
-        return [*events, self._event(f"response.{response['status']}", response=response)]
+        return [*events, self.event(f"response.{response['status']}", response=response)]
 
     def response(self, reason: str, usage: Json) -> Json:
         """The whole response."""
@@ -256,25 +276,26 @@ class ResponseItems:
         head = self._head | {"status": status, "output": list(self.items), "usage": usage}
         return head | self._settings
 
-    def _event(self, kind: str, **fields: Any) -> Json:
+    def event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1} | fields
 
     def _add(self, part: Part) -> Iterator[Json]:
-        if type(part) is not self._open or isinstance(part, Call):
+        if type(part) is not self._open:
             yield from self._close()
             yield from self._begin_item(part)
         item, place = self.items[-1], self._place()
         if isinstance(part, Call):
             item["arguments"] = part.arguments
             name = "response.function_call_arguments"
-            yield self._event(f"{name}.delta", **place, delta=part.arguments)
-            yield self._event(f"{name}.done", **place, arguments=part.arguments, name=part.name)
+            yield self.event(f"{name}.delta", **place, delta=part.arguments)
+            yield self.event(f"{name}.done", **place, arguments=part.arguments, name=part.name)
+            yield from self._close()
             return
         item["content"][0]["text"] += part.text
         name = "response.reasoning_text" if isinstance(part, Thought) else "response.output_text"
         more = {} if isinstance(part, Thought) else {"logprobs": []}
-        yield self._event(f"{name}.delta", **place, content_index=0, delta=part.text, **more)
+        yield self.event(f"{name}.delta", **place, content_index=0, delta=part.text, **more)
 
     def _begin_item(self, part: Part) -> Iterator[Json]:
         code = secrets.token_hex(12)
@@ -288,7 +309,7 @@ class ResponseItems:
         item["status"] = "in_progress"
         self.items.append(item)
         self._open = type(part)
-        yield self._event(
+        yield self.event(
             "response.output_item.added", output_index=len(self.items) - 1, item=dict(item)
         )
         if not isinstance(part, Call):
@@ -296,7 +317,7 @@ class ResponseItems:
             if isinstance(part, Content):
                 content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"] = [content]
-            yield self._event("response.content_part.added", **self._place(), content_index=0,
+            yield self.event("response.content_part.added", **self._place(), content_index=0,
                               part=dict(content))  # fmt: skip
 
     def _close(self, status: str = "completed") -> Iterator[Json]:
@@ -309,10 +330,10 @@ class ResponseItems:
             kind = "reasoning_text" if self._open is Thought else "output_text"
             more = {} if self._open is Thought else {"logprobs": []}
             place |= {"content_index": 0}
-            yield self._event(f"response.{kind}.done", **place, text=content["text"], **more)
-            yield self._event("response.content_part.done", **place, part=dict(content))
+            yield self.event(f"response.{kind}.done", **place, text=content["text"], **more)
+            yield self.event("response.content_part.done", **place, part=dict(content))
         item["status"], self._open = status, None
-        yield self._event(
+        yield self.event(
             "response.output_item.done", output_index=len(self.items) - 1, item=dict(item)
         )
 

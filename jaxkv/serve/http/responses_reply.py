@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxkv.serve.http.completions import Reply, checked, encoded
 from jaxkv.serve.http.errors import APIError
@@ -19,44 +20,44 @@ class ResponsesReply(Reply):
 
     def error(self, error: APIError) -> bytes:
         """The event of an error in a stream."""
-        event = {"type": "error", "sequence_number": 0, "code": error.code}
-        return server_event(event | {"message": str(error), "param": error.param})
+        fields = {"code": error.code, "message": str(error), "param": error.param}
+        return server_event(self.items.event("error", **fields))
+
+    @cached_property
+    def items(self) -> ResponseItems:
+        """The output so far."""
+        return ResponseItems(self.id, self.model.language.name, self.request.settings)
 
     def _content(self, events: Sequence[Sequence[Delta | Finish]]) -> bytes:
-        (answer,) = events
-        items = self._items()
-        text, cut = "".join(event.text for event in answer), answer[-1].reason == "length"
-        items.add(self.request.parser().push(text, True, cut))
-        return encoded(items.end(answer[-1].reason, self._usage(answer[-1:]))[-1]["response"])
+        (answer,), (divider,) = events, self._dividers()
+        for event in answer:
+            self.items.add(divider.push(event))
+        counts = self._usage(answer[-1:], divider.thought_tokens)
+        return encoded(self.items.end(answer[-1].reason, counts)[-1]["response"])
 
     async def _send_events(self, first: Event | None) -> None:
-        items, parser = self._items(), self.request.parser()
-        await self._send(items.begin())
+        (divider,) = self._dividers()
+        await self._send(self.items.begin())
         event = await self._next() if first is None else checked(first)
-        while True:
-            last = isinstance(event, Finish)
-            cut = last and event.reason == "length"
-            await self._send(items.add(parser.push(event.text, last, cut)))
-            if last:
-                break
+        await self._send(self.items.add(divider.push(event)))
+        while not isinstance(event, Finish):
             event = await self._next()
-        await self._send(items.end(event.reason, self._usage([event])))
-
-    def _items(self) -> ResponseItems:
-        return ResponseItems(self.id, self.model.language.name, self.request.settings)
+            await self._send(self.items.add(divider.push(event)))
+        counts = self._usage([event], divider.thought_tokens)
+        await self._send(self.items.end(event.reason, counts))
 
     async def _send(self, events: Sequence[Json]) -> None:
         if events:
             await self.writer.write(b"".join(map(server_event, events)))
 
-    def _usage(self, finishes: Sequence[Finish]) -> Json:
+    def _usage(self, finishes: Sequence[Finish], thought_tokens: int = 0) -> Json:
         usage = super()._usage(finishes)
         details = usage.get("prompt_tokens_details", {"cached_tokens": 0})
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": details | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

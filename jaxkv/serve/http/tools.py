@@ -1,17 +1,17 @@
 """Tool calls and thoughts in the text of an answer, in the forms that chat templates teach models.
 
-`tool_form` finds the form of a template, `call_grammar` makes an answer call a tool, and an
-`AnswerParser` divides a text into thoughts, content and calls as it comes.
+`tool_form` finds the form of a template, and an `AnswerParser` divides a text into thoughts,
+content and calls as it comes.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxkv.defaults import JSON_LAYOUT
 from jaxkv.serve.engine.request import is_unicode
 
 Tool = Mapping[str, Any]
@@ -42,55 +42,22 @@ HERMES, NAMED, LISTED, BARE = FORMS = (
     ToolForm("[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
     ToolForm('"parameters":', "<|python_tag|>", arguments="parameters", bare=True),
 )
+# Marks of templates whose calls have another form between the marks of Hermes: Qwen3-Coder, GLM.
+FOREIGN = ("<function=", "<arg_key>")
 # The marks around thoughts.
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def tool_form(template: str | None) -> ToolForm | None:
-    """The form that a chat template shows; None if it shows none."""
-    return next((form for form in FORMS if template and form.mark in template), None)
+    """The form that a chat template shows; None if it shows none, or one that is not known."""
+    if template is None or any(mark in template for mark in FOREIGN):
+        return None
+    return next((form for form in FORMS if form.mark in template), None)
 
 
 def thought_marks(template: str | None) -> tuple[str, str] | None:
     """The marks around thoughts that a chat template shows; None if it shows none."""
     return next((marks for marks in THOUGHTS if template and marks[0] in template), None)
-
-
-def call_grammar(form: ToolForm, tools: Sequence[Tool], several: bool) -> str:
-    """A grammar, in Lark's form, of answers that call one of the tools, or perhaps several.
-
-    The arguments of each tool have a rule of their own, because references in a schema, such as
-    `#/$defs/unit`, begin at its root.
-    """
-    functions = [tool["function"] for tool in tools]
-    begin, end = json.dumps(form.begin), json.dumps(form.end)
-    start = f'{begin} "\\n" call "\\n" {end}'
-    start = f'{start} ("\\n" {start})*' if several else start
-    if form.bare:
-        start = "call"
-    if form.named:
-        start = f"call{'+' if several else ''}"
-    if form.listed:
-        more = '(", " call)*' if several else ""
-        start = f'{begin} "[" call {more} "]"'
-    calls = [
-        f"{json.dumps(before)} arguments{n} {json.dumps(after)}"
-        for n, (before, after) in enumerate(_around(form, f["name"]) for f in functions)
-    ]
-    rules = [f"arguments{n}: %json {_schema(f['parameters'])}" for n, f in enumerate(functions)]
-    return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
-
-
-def _around(form: ToolForm, name: str) -> tuple[str, str]:
-    """The text before and after the arguments of a call."""
-    if form.named:
-        return form.begin + name + ARGUMENTS, ""
-    return f'{{"name": {json.dumps(name)}, "{form.arguments}": ', "}"
-
-
-def _schema(schema: Mapping[str, Any]) -> str:
-    """A schema in a grammar, whose JSON has one line."""
-    return json.dumps({**schema, "x-guidance": JSON_LAYOUT})
 
 
 class Thought(NamedTuple):
@@ -117,19 +84,44 @@ class Call(NamedTuple):
 Part = Thought | Content | Call
 
 
+ID_LETTERS = string.ascii_letters + string.digits
+
+
 def call_id() -> str:
-    """The id of a new call."""
-    return f"call_{secrets.token_hex(12)}"
+    """The id of a new call: 9 letters and digits, because Mistral's templates refuse others."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(9))
+
+
+class BraceCounter:
+    """Tells when the objects of a JSON text may be complete, without parsing it again."""
+
+    def __init__(self) -> None:
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def push(self, text: str) -> bool:
+        """Whether an object may end within more of the text."""
+        ended = False
+        for character in text:
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._quoted = True
+            elif character in "{}":
+                self._depth += 1 if character == "{" else -1
+                ended = ended or self._depth <= 0
+        return ended
 
 
 class AnswerParser:
     """Divides the text of one answer into thoughts, content and calls.
 
     form: of its calls; None if it has no tools. marks: around its thoughts; None if it has none.
-    thinking: the prompt has begun a thought already. names: of the tools; empty for any.
+    thinking: the prompt has begun a thought already. names: of the tools; empty for any. several:
+    it may call more than one; otherwise further calls are left out.
     The parts do not depend on the pieces in which the text comes. White space around thoughts and
     calls belongs to neither. What is no call of a tool stays content, as the model wrote it, and a
-    call that is cut is left out.
+    call that the limit of tokens cuts is left out.
     """
 
     def __init__(
@@ -138,12 +130,26 @@ class AnswerParser:
         marks: tuple[str, str] | None = None,
         thinking: bool = False,
         names: frozenset[str] = frozenset(),
+        several: bool = True,
     ) -> None:
         self._form, self._marks, self._thinking, self._names = form, marks, thinking, names
-        self._in_call, self._begun = False, False  # after `begin`; content or a call has begun
+        self._several = several
+        self._in_call, self._begun = False, False  # content or a call has begun
+        self._marked = False  # the call has begun with its mark
         # White space: the next is dropped; held back; dropped before the last mark.
         self._trims, self._space, self._dropped = thinking, "", ""
-        self._pending, self._new, self._calls = "", "", 0  # `_new`: since a call was last read
+        self._pending, self._calls = "", 0
+        self._braces, self._counted = BraceCounter(), 0  # of the call; its characters so far
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer is within a thought."""
+        return self._thinking
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the last characters may begin a mark."""
+        return bool(self._pending)
 
     @property
     def called(self) -> bool:
@@ -153,21 +159,20 @@ class AnswerParser:
     def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
         """The parts that are certain with more of the text. last: nothing follows.
 
-        cut: the limit of tokens ended the answer; here the text alone shows that.
+        cut: the limit of tokens ended the answer.
         """
         self._pending += text
-        self._new += text
         parts: list[Part] = []
-        while self._step(parts, last):
+        while self._step(parts, last, cut):
             pass
         if last and self._space and not self._trims:
             parts.append(Content(self._space))
         return parts
 
-    def _step(self, parts: list[Part], last: bool) -> bool:
+    def _step(self, parts: list[Part], last: bool, cut: bool) -> bool:
         """Add the parts up to the next mark. Returns whether it has come."""
         if self._in_call:
-            return self._call(parts, last)
+            return self._call(parts, last, cut)
         if self._thinking:
             text, closed = self._until(self._marks[1], last)
             self._add(parts, Thought, text)
@@ -185,7 +190,7 @@ class AnswerParser:
             if not last and (not start or opening.startswith(start)):
                 return False
             if self._form is not None and self._form.bare and start.startswith("{"):
-                self._in_call = True
+                self._in_call, self._marked = True, False
                 return True
         if self._form is None:
             text, self._pending, marked = self._pending, "", False
@@ -195,7 +200,7 @@ class AnswerParser:
         self._begun = self._begun or bool(text.strip())
         if marked:
             self._mark()
-            self._in_call = True
+            self._in_call = self._marked = True
         return marked
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
@@ -221,39 +226,54 @@ class AnswerParser:
             self._space, self._trims = "", False
         self._space += text[len(body) :]
 
-    def _call(self, parts: list[Part], last: bool) -> bool:
+    def _call(self, parts: list[Part], last: bool, cut: bool) -> bool:
         """Add the calls that are complete. Returns whether the call has ended."""
         form, body = self._form, self._pending
-        if not last and (form.bare or form.listed or "}" not in self._new):
+        if not last and not self._may_end():
             return False
-        self._new = ""
         try:
             read = _calls_in if form.bare or form.listed else _first_call
             calls, self._pending = read(body, form)
             if self._names and not self._names.issuperset(name for name, _ in calls):
-                self._pending = body
                 raise _NoCall
-        except _Incomplete:
-            if not last:
+        except (_Incomplete, _NoCall) as error:
+            calls = []
+            if isinstance(error, _Incomplete) and not last:
                 return False
-            calls, self._pending = [], ""
-        except _NoCall:
-            calls, text = [], body
-            if form.end and form.end in body:
-                text, _, self._pending = body.partition(form.end)
-                text += form.end
-            else:
+            begun = self._marked or _begins_call(body)
+            if isinstance(error, _Incomplete) and cut and begun:
                 self._pending = ""
-            begins = not (form.bare and body.lstrip().startswith("{"))
-            self._trims = False
-            self._add(parts, Content, self._dropped + form.begin * begins + text)
+            else:
+                self._pending = self._add_call_as_text(parts, body)
         self._in_call, self._begun = False, True
-        for name, arguments in calls:
+        self._braces, self._counted = BraceCounter(), 0
+        for name, arguments in calls if self._several else calls[: 1 - self._calls]:
             parts.append(Call(self._calls, call_id(), name, arguments))
             self._calls += 1
         if calls:
             self._mark()
         return True
+
+    def _may_end(self) -> bool:
+        """Whether a call may be complete with what has come since it was last read."""
+        form, start = self._form, self._counted
+        if form.bare or form.listed:
+            return False
+        self._counted = len(self._pending)
+        if self._braces.push(self._pending[start:]):
+            return True
+        # Of a call whose quotes do not match.
+        return bool(form.end) and f"}}{form.end}" in self._pending[max(0, start - len(form.end)) :]
+
+    def _add_call_as_text(self, parts: list[Part], body: str) -> str:
+        """Add what is no call as content. Returns the text after it."""
+        form, text, rest = self._form, body, ""
+        if form.end and form.end in body:
+            text, _, rest = body.partition(form.end)
+            text += form.end
+        self._trims = False
+        self._add(parts, Content, self._dropped + form.begin * self._marked + text)
+        return rest
 
 
 class _NoCall(Exception):
@@ -264,13 +284,19 @@ class _Incomplete(Exception):
     """The text is the beginning of a call."""
 
 
+def _begins_call(text: str) -> bool:
+    """Whether the beginning of an object is one of a call, as its first member tells."""
+    members = text.lstrip().removeprefix("{").lstrip()
+    return '"name"'.startswith(members[: len('"name"')])
+
+
 def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
     """The first call of a text, and the text after it."""
     text, name = text.lstrip(), None
     if form.named:
-        name, found, text = text.partition(ARGUMENTS)
+        name, mark, text = text.partition(ARGUMENTS)
         name = name.partition(CALL_ID)[0].strip()
-        if not found:
+        if not mark:
             raise _Incomplete
     value, rest = _decoded(text.lstrip(), form.end)
     if form.end:
@@ -329,10 +355,16 @@ def _checked(value: Any, form: ToolForm) -> tuple[str, str]:
 
 
 def call_text(name: str, arguments: Any) -> tuple[str, str] | None:
-    """The name and the arguments as JSON; None where they are no object, or not Unicode."""
+    """The name and the arguments as JSON; None where they are no object, or cannot be sent.
+
+    JSON may have numbers beyond those of a float, and halves of characters.
+    """
     if not isinstance(arguments, dict):
         return None
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return None
     return (name, text) if is_unicode(name + text) else None
 
 

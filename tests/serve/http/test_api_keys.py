@@ -111,7 +111,7 @@ def test_the_limit_of_concurrent_requests_per_key(guarded):
     ("good\nother\ngood salt\n", ["line 3", "duplicate"]),
     ("a name=b salt more", ["line 1", "4 words"]),
     ("a name=caf\xe9", ["line 1", "name= must be"]),
-    ("a requests=0", ["line 1", "requests= must be a whole number from 1"]),
+    ("a requests=0", ["line 1", "requests= must be a whole number from 1", "got '0'"]),
     ("a tokens=1e3", ["line 1", "tokens= must be a whole number from 1"]),
     ("a requests=1 requests=2", ["line 1", "requests= must be given once"]),
     ("first\nsecond name=first", ["a name must not be a key"]),

@@ -149,6 +149,8 @@ def test_responses_are_counted_by_status():
         served.complete("|x", temperature=9)
         for path in ("/a", "/b", "/v1/models/other"):
             served.ask("GET", path)
+        served.ask("POST", "/tokenize", {"model": "bytes", "prompt": "x"})
+        served.ask("POST", "/v1/responses", {"model": "bytes", "input": "|x"})
         connection = served.send(ENDLESS)
         eventually(lambda: served.engine.handles)
         connection.close()
@@ -159,6 +161,7 @@ def test_responses_are_counted_by_status():
         assert counts == {
             ("/v1/completions", "200"): 2, ("/v1/completions", "400"): 1,
             ("/v1/completions", "499"): 1, ("other", "404"): 2, ("/v1/models", "404"): 1,
+            ("/tokenize", "200"): 1, ("/v1/responses", "200"): 1,
         }  # fmt: skip
 
 

@@ -55,6 +55,9 @@ def test_requests_beyond_a_limit_get_429():
         assert answer.error["code"] == "rate_limit_exceeded"
         assert "2 requests a minute" in answer.error["message"]
         assert 25 <= int(answer.headers["retry-after"]) <= 30
+        tokens = {"model": "bytes", "prompt": "a"}  # which no limit a minute counts
+        for path in ("/tokenize", "/v1/completions/render"):
+            assert served.ask("POST", path, tokens, **bearer("slow")).status == 200
         assert served.complete("|a", bearer("free")).status == 200
         # Prompt and answer count, and a request may go beyond what is left.
         assert served.complete("x" * 10 + "|abcdefgh", bearer("short")).status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pydantic
 import pytest
@@ -91,6 +92,35 @@ def test_an_answer_that_is_cut_is_incomplete(served):
             assert [event.type for event in stream][-1] == "response.incomplete"
 
 
+def test_a_call_is_complete_though_the_answer_is_cut(served):
+    """Its last event comes before those of what follows it."""
+    text = f"x|{ROME} and so on"
+    with served.client() as client:
+        events = list(
+            client.responses.create(input=text, max_output_tokens=len(ROME) + 3, stream=True, **ASK)
+        )
+    response = events[-1].response
+    call, message = response.output
+    assert (response.status, call.status, message.status) == (
+        "incomplete", "completed", "incomplete"
+    )  # fmt: skip
+    kinds = [event.type for event in events]
+    second = [n for n, kind in enumerate(kinds) if kind == "response.output_item.added"][1]
+    assert kinds.index("response.output_item.done") < second
+
+
+def test_a_response_says_which_settings_applied(served):
+    with served.client() as client:
+        response = client.responses.create(
+            model="bytes", input="x|y", text={"verbosity": "low"}, top_p=0.5,
+            reasoning={"summary": "auto"}, instructions="",
+        )  # fmt: skip
+    sampling = served.engine.requests[-1].sampling
+    assert (response.temperature, response.top_p) == (sampling.temperature, 0.5)
+    assert (response.text.format.type, response.text.verbosity) == ("text", "low")
+    assert response.reasoning.summary == "auto"
+
+
 def test_a_schema(served):
     class Person(pydantic.BaseModel):
         name: str
@@ -146,6 +176,15 @@ CALLED = [
          "text.format.schema", "Unimplemented"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"include": ["web_search_call.results"]}, "include", "reasoning.encrypted_content"),
+        ({"store": 0}, "store", "stores no responses"),
+        ({"top_logprobs": False}, "top_logprobs", "not supported"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "one of auto"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0]", "nothing else"),
+        # Texts of a request are not read as places of its fields.
+        ({"input": [{"role": "messages[99]", "content": "a"}]}, "input[0].role",
+         "got 'messages[99]'"),
+        ({"tools": [TOOL | {"name": "messages[3]"}]}, "tools[0].name", "got 'messages[3]'"),
+        ({"tools": [TOOL | {"name": "response_format"}] * 2}, "tools", "'response_format' twice"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(served, fields, param, words):
@@ -160,4 +199,7 @@ def test_a_failure_in_a_stream_is_an_event(served):
     answer = served.ask("POST", "/v1/responses", body)
     assert answer.status == 200
     assert b"event: error\n" in answer.raw
+    data = re.findall(rb"^data: (.*)$", answer.raw, re.MULTILINE)
+    numbers = [json.loads(event)["sequence_number"] for event in data]
+    assert len(numbers) > 3 and numbers == [*range(len(numbers))]
     assert not answer.raw.rstrip().endswith(b"[DONE]")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
-import jsonschema
 import pytest
 
-from jaxkv.models.generation.grammar import Grammar, matcher_of
+from jaxkv.errors import UserError
+from jaxkv.serve.http import tools
 from jaxkv.serve.http.tools import (
     BARE,
-    FORMS,
     HERMES,
     LISTED,
     NAMED,
@@ -21,7 +21,6 @@ from jaxkv.serve.http.tools import (
     Call,
     Content,
     Thought,
-    call_grammar,
     thought_marks,
     tool_form,
 )
@@ -77,7 +76,6 @@ def joined(parts):
         (HERMES, "<think>Hm", [Thought("Hm")]),
         (HERMES, "a <b>c</b> <tool", [Content("a <b>c</b> <tool")]),
         (HERMES, "<tool_call>{bad}</tool_call> b", [Content("<tool_call>{bad}</tool_call> b")]),
-        (HERMES, f"Hm {ROME[:-20]}", [Content("Hm")]),
         (HERMES, '<tool_call>{"name": "a", "arguments": {"x": "</tool_call>"}}</tool_call>',
          [(0, "a", {"x": "</tool_call>"})]),
         (NAMED, '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]123[ARGS]{}',
@@ -115,49 +113,47 @@ def test_an_answer_is_divided_alike_in_any_pieces(form, text, expected):
         assert parser.called == any(isinstance(part, Call) for part in parts)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("several", [False, True])
-def test_every_text_of_a_grammar_of_calls_calls_a_tool(form, several):
-    empty = {"type": "object", "properties": {}, "additionalProperties": False}
-    tools = [WEATHER, {"type": "function", "function": NOW["function"] | {"parameters": empty}}]
-    llm = language().llm
-    matcher = matcher_of(llm, Grammar("grammar", call_grammar(form, tools, several)))
-    texts = [text for seed in range(30) if (text := walk(matcher.copy(), seed)) is not None]
-    counts = set()
-    for text in texts:
-        calls = joined(AnswerParser(form).push(text, last=True))
-        counts.add(len(calls))
-        for number, (at, name, arguments) in enumerate(calls):
-            assert at == number
-            parameters = {t["function"]["name"]: t["function"]["parameters"] for t in tools}[name]
-            jsonschema.validate(arguments, parameters)
-    assert len(texts) >= 10
-    assert counts == {1} or (several and min(counts) == 1)
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f"Hm {ROME[:-20]}", [Content("Hm")]),
+        (NAMED, '[TOOL_CALLS]a[ARGS]{"x', []),
+        (BARE, '{"name": "a", "par', []),
+        (BARE, ' {"na', []),
+        (BARE, '{"answer": [1, 2', [Content('{"answer": [1, 2')]),
+        (BARE, '<|python_tag|>{"x', []),
+    ],
+)
+def test_only_the_limit_of_tokens_leaves_a_beginning_of_a_call_out(form, text, expected):
+    assert joined(AnswerParser(form).push(text, last=True, cut=True)) == expected
+    assert "".join(part.text for part in AnswerParser(form).push(text, last=True)) == text
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_references_in_a_tool_begin_at_its_own_schema(form):
-    def tool(name, unit):
-        schema = {
-            "type": "object", "properties": {"unit": {"$ref": "#/$defs/unit"}},
-            "required": ["unit"], "additionalProperties": False, "$defs": {"unit": {"const": unit}},
-        }  # fmt: skip
-        return {"type": "function", "function": {"name": name, "parameters": schema}}
+def test_one_call_alone_is_shown_without_parallel_calls():
+    parts = AnswerParser(HERMES, several=False).push(f"{ROME}\n{ROME} Hm.", last=True)
+    assert joined(parts) == [(0, "weather", {"city": "Rome"}), Content("Hm.")]
 
-    grammar = call_grammar(form, [tool("heat", "K"), tool("length", "m")], several=False)
-    matcher = matcher_of(language().llm, Grammar("grammar", grammar))
-    calls = {
-        (name, *arguments.items())
-        for seed in range(30)
-        for _, name, arguments in joined(
-            AnswerParser(form).push(walk(matcher.copy(), seed), last=True)
-        )
-    }
-    assert calls == {("heat", ("unit", "K")), ("length", ("unit", "m"))}
+
+@pytest.mark.parametrize("form", [HERMES, NAMED])
+def test_long_arguments_are_read_once(form, monkeypatch):
+    """Otherwise a call of a page with many braces would halt all streams for seconds."""
+    reads, decoder = [], tools.DECODER
+    count = lambda text, decode=decoder.raw_decode: reads.append(len(text)) or decode(text)
+    monkeypatch.setattr(tools, "DECODER", SimpleNamespace(raw_decode=count))
+    arguments = {"code": ["if (x) { y }"] * 500, "n": [{"a": {}}] * 100}
+    text = f"<tool_call>{json.dumps({'name': 'a', 'arguments': arguments})}</tool_call>"
+    if form is NAMED:
+        text = f"[TOOL_CALLS]a[ARGS]{json.dumps(arguments)}"
+    parser = AnswerParser(form)
+    parts = [part for character in text for part in parser.push(character)]
+    assert joined(parts) == [(0, "a", arguments)]
+    assert len(reads) <= 2
 
 
 def test_templates_have_forms():
     assert tool_form("... <tool_call> ...") is HERMES
+    for other in ("<function=name>", "<arg_key>key</arg_key>"):  # Qwen3-Coder, GLM
+        assert tool_form(f"... <tool_call>{other} ...") is None
     assert tool_form("[TOOL_CALLS]") is LISTED
     assert tool_form("[TOOL_CALLS] + name + [ARGS]") is NAMED
     assert thought_marks("... [THINK] ...") == ("[THINK]", "[/THINK]")
@@ -239,15 +235,108 @@ def test_a_thought_that_the_prompt_begins(served):
     assert message["content"].startswith("Yes.")
 
 
-def test_an_answer_that_obeys_a_grammar_has_no_thoughts(served):
+JSON = {"response_format": {"type": "json_object"}}
+REQUIRED = {"tools": [WEATHER], "tool_choice": "required"}
+OBJECT = '{"name": "a"}'
+
+
+@pytest.mark.parametrize("think", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "texts", "refused"),
+    [
+        (JSON, [OBJECT], [ROME, "Yes."]),
+        (JSON | {"tools": [WEATHER]}, [OBJECT, ROME], ["Yes."]),
+        (JSON | {"tools": [WEATHER], "tool_choice": "none"}, [OBJECT], [ROME]),
+        (REQUIRED, [ROME, f"{ROME}\n{ROME}"], [OBJECT]),
+        (REQUIRED | {"parallel_tool_calls": False}, [ROME], [f"{ROME}\n{ROME}"]),
+    ],
+)
+def test_a_grammar_has_all_parts_of_an_answer(served, think, fields, texts, refused):
+    """A schema, calls of tools beside it, and thoughts before both."""
+    for text in (*texts, *refused):
+        written = f"Hm.</think>\n\n{text}" if think else text
+        fields = fields | {"chat_template_kwargs": {"think": think}}
+        message = served.chat(f"x|{written}", **fields).json["choices"][0]["message"]
+        matcher = served.engine.requests[-1].matcher
+        try:
+            for byte in written.encode():
+                matcher.advance(byte)
+        except UserError:
+            assert text in refused
+            continue
+        assert matcher.complete and text in texts
+        assert message.get("reasoning_content") == ("Hm." if think else None)
+        assert len(message.get("tool_calls", ())) == text.count("<tool_call>")
+        assert (message["content"] or "").startswith(text if text == OBJECT else "")
+
+
+def test_a_grammar_of_its_own_has_no_tools_and_no_thoughts(served):
+    answer = served.chat("x|Yes.", guided_regex="Yes.", tools=[WEATHER])
+    assert (answer.status, answer.error["param"]) == (400, "guided_regex")
     fields = {"chat_template_kwargs": {"think": True}}
-    answer = served.chat('x|{"name": "a"}', response_format={"type": "json_object"}, **fields)
-    message = answer.json["choices"][0]["message"]
-    assert message["content"].startswith('{"name": "a"}')
-    assert "reasoning_content" not in message
-    answer = served.chat(f"x|{ROME}", tools=[WEATHER], tool_choice="required", **fields)
-    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
-    assert call["function"]["name"] == "weather"
+    answer = served.chat("x|Yes.", guided_regex="Yes\\.", **fields).json["choices"][0]["message"]
+    assert answer["content"].startswith("Yes.")
+
+
+def test_tokens_of_thoughts_are_counted(served):
+    text = "x|<think>\nHm.</think>Yes."
+    ask = {"model": "bytes", "messages": [{"role": "user", "content": text}]}
+    with served.client() as client:
+        whole = client.chat.completions.create(**ask)
+        *_, last = client.chat.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        response = client.responses.create(model="bytes", input=text)
+        *_, end = client.responses.create(model="bytes", input=text, stream=True)
+    for usage in (whole.usage, last.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == len("\nHm.")
+    for usage in (response.usage, end.response.usage):
+        assert usage.output_tokens_details.reasoning_tokens == len("\nHm.")
+
+
+def test_an_agent_with_two_tools_ends(served):
+    """It asks, calls both tools at once, then one, and answers."""
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    script = ["Rome now?|" + f"{ROME}\n{now}", f"later|{now}", "|17 degrees at noon."]
+    results = {"weather": "17 degrees", "now": "noon"}
+    messages, called = [{"role": "user", "content": script[0]}], []
+    with served.client() as client:
+        while True:
+            choice = client.chat.completions.create(
+                model="bytes", messages=messages, tools=[WEATHER, NOW]
+            ).choices[0]
+            if choice.finish_reason != "tool_calls":
+                break
+            messages = [{"role": "user", "content": "Rome now?"}, choice.message]
+            script = script[1:]
+            for number, call in enumerate(choice.message.tool_calls):
+                called.append((call.function.name, json.loads(call.function.arguments)))
+                last = number == len(choice.message.tool_calls) - 1
+                content = results[call.function.name] + (script[0] if last else "")
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    assert called == [("weather", {"city": "Rome"}), ("now", {}), ("now", {})]
+    assert choice.message.content == "17 degrees at noon."
+
+
+def test_helpers_of_openai(served):
+    """`parse` of a class, and the stream that gathers its parts."""
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+
+    ask = {"model": "bytes", "messages": [{"role": "user", "content": f"x|{OBJECT}"}]}
+    with served.client() as client:
+        parsed = client.chat.completions.parse(**ask, response_format=Person)
+        with client.chat.completions.stream(**ask, response_format=Person) as stream:
+            streamed = stream.get_final_completion()
+        ask["messages"] = [{"role": "user", "content": f"x|{ROME}"}]
+        strict = WEATHER | {"function": WEATHER["function"] | {"strict": True}}
+        with client.chat.completions.stream(**ask, tools=[strict]) as stream:
+            (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert parsed.choices[0].message.parsed == Person(name="a")
+    assert streamed.choices[0].message.parsed == Person(name="a")
+    assert call.function.parsed_arguments == {"city": "Rome"}
 
 
 def test_a_call_of_no_tool_is_text(served):
@@ -278,6 +367,29 @@ def tool(**function):
     return {"type": "function", "function": {"name": "a"} | function}
 
 
+def test_what_frameworks_send(served):
+    """Functions without a docstring, long descriptions, and tools whose words fit no grammar."""
+    tools = [tool(name=f"t{n}", description="", parameters={
+        "properties": {"description": {"type": "null", "description": "x" * 2000}},
+    }) for n in range(40)]  # fmt: skip
+    for choice in ("auto", "required"):
+        assert served.chat("x|y", tools=tools, tool_choice=choice).status == 200
+    form = {"name": "a", "description": "x" * 5000, "schema": {"type": "object"}}
+    form = {"type": "json_schema", "json_schema": form}
+    assert served.chat("x|y", response_format=form).status == 200
+    mistral = "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}" \
+        "{{ raise_exception('no id of 9') }}{% endif %}{% endfor %}{% endfor %}"  # fmt: skip
+    with serving(FakeEngine(), language(mistral + TEMPLATE)) as served:
+        message = served.chat(f"x|{ROME}", tools=[WEATHER]).json["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["id"].isalnum()
+        history = [message, {"role": "tool", "tool_call_id": call["id"], "content": "x|y"}]
+        assert served.chat("x", messages=history, tools=[WEATHER]).status == 200
+
+
+NESTED = {"properties": {}}
+for _ in range(70):
+    NESTED = {"properties": {"x": NESTED}}
 CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 
 
@@ -288,14 +400,19 @@ CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{
         ({"tools": [tool(name="a b")]}, "tools[0].function.name", "64 letters"),
         ({"tools": [tool(), tool()]}, "tools", "'a' twice"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "an object"),
-        ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools",
-         "Unimplemented keys"),
+        ({"tools": [tool(), tool(name="b", parameters={"not": {}})], "tool_choice": "required"},
+         "tools[1].function.parameters", "Unimplemented keys"),
+        ({"tools": [tool(parameters={"maximum": 2**60 + 1})], "tool_choice": "required"},
+         "tools[0].function.parameters", "at most 2^53"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters.type",
+         "object, as arguments are one"),
+        ({"tools": [tool(parameters=NESTED)]}, "tools[0].function.parameters", "64 levels"),
         ({"tools": [tool()] * 129}, "tools", "at most 128"),
         ({"tools": [tool(extra=1)]}, "tools[0].function", "'extra'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools, got none"),
         ({"tool_choice": "always"}, "tool_choice", "one of none, auto, required"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
-         "tool_choice", "got a"),
+         "tool_choice", "'b' needs a tool of that name, got a"),
         ({"tools": [tool()], "tool_choice": "required", "guided_regex": "a"}, "tool_choice",
          "exclude each other"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "give the field tools"),
@@ -306,6 +423,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{
         ({"messages": [{"role": "assistant", "tool_calls": [
             CALL | {"function": {"name": "a", "arguments": "{"}}]}]},
          "messages[0].tool_calls[0].function.arguments", "an object as JSON"),
+        *(({"messages": [{"role": "assistant", "tool_calls": [
+            CALL | {"function": {"name": "a", "arguments": arguments}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "an object as JSON")
+         for arguments in (0, [], False, '{"x": NaN}')),
     ],
 )  # fmt: skip
 def test_bad_tools_are_refused_by_name(served, fields, param, words):
