@@ -284,7 +284,7 @@ def check_name(name: str) -> str:
 
 
 def with_usable_response(llm: Llm) -> Llm:
-    """The model without its `response_template` where that cannot be used, which is told."""
+    """The model; without its `response_template`, and with a warning, where that cannot be used."""
     from jaxkv.models.generation.response_template import response_parser
 
     if llm.chat.response is None:

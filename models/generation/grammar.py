@@ -126,6 +126,8 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = llm.eos[0], llm.tokenizer.bos
         table = llm.tokenizer.table
         self.tokens = [token if len(token) <= MAX_TOKEN else b"" for token in table]
+        self._ids = {token: id for id, token in reversed([*enumerate(self.tokens)]) if token}
+        self._longest = max(map(len, self._ids))
         self.special_token_ids = sorted(llm.tokenizer.special)
         marks = [re.escape(token.text) for token in llm.tokenizer.added if len(token.text) > 1]
         self._marks = re.compile("|".join(marks) or "(?!)")  # nothing matches (?!)
@@ -137,7 +139,21 @@ class _Tokens:
             cut = match.start() + 1  # within the mark
             ids += self._tokenizer.encode(decoded[start:cut], bos=False, start=False)
             start = cut
-        return ids + self._tokenizer.encode(decoded[start:], bos=False, start=False)
+        ids += self._tokenizer.encode(decoded[start:], bos=False, start=False)
+        spelled = b"".join(self.tokens[id] for id in ids)
+        return ids if spelled == text else self._longest_first(text)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Ids of the longest tokens, for tokenizers that change a text, as by its spaces."""
+        ids, start = [], 0
+        while start < len(text):
+            pieces = (text[start : start + size] for size in range(self._longest, 0, -1))
+            piece = next((piece for piece in pieces if piece in self._ids), b"")
+            if not piece:  # llguidance takes a beginning as well
+                break
+            ids.append(self._ids[piece])
+            start += len(piece)
+        return ids
 
 
 def _compiled(guidance: Any, grammar: Grammar) -> str:

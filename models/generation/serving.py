@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -32,7 +33,6 @@ from jaxkv.models.network.decoder import (
 from jaxkv.serve.engine import Engine, Model, PrefixConfig
 from jaxkv.serve.engine.engine import MEMORY_ADVICE
 from jaxkv.serve.engine.plan import resolve_max_len
-from jaxkv.serve.http.protocols import ResponseParserProtocol
 from jaxkv.state import memory, sharding
 from jaxkv.typing import Array, Float, Float32, Int32
 
@@ -173,9 +173,7 @@ class Language:
     def response_template(self) -> Mapping[str, object] | None:
         return self.llm.chat.response
 
-    def response_parser(
-        self, ids: Sequence[int], tools: Sequence[Mapping[str, object]]
-    ) -> ResponseParserProtocol:
+    def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, object]]) -> Any:
         """A parser of the answer to a prompt, by the model's `response_template`."""
         end = b"".join(map(self.token_bytes, ids[-PROMPT_END:])).decode("utf-8", "replace")
         return response_parser(self.llm.chat.response, end, tools)

@@ -80,6 +80,25 @@ def walk(matcher, seed, most=400):
     return bytes(ids).decode()
 
 
+@pytest.fixture(scope="module")
+def changing(llm):
+    """A model whose tokenizer drops spaces around a text and the second of two."""
+    ids_of = lambda text, *_: [*" ".join(text.split()).encode()]
+    return SimpleNamespace(**vars(llm) | {
+        "tokenizer": dataclasses.replace(llm.tokenizer, ids_of=ids_of)
+    })  # fmt: skip
+
+
+def test_a_tokenizer_that_changes_texts_spells_what_must_come(changing):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    for grammar in (
+        Grammar("json_schema", schema | {"additionalProperties": False}),
+        Grammar("choice", [" two  spaces "]),
+    ):
+        matcher = matcher_of(changing, grammar)
+        assert walk(matcher, 0) in ('{"a": true}', '{"a": false}', " two  spaces ")
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_text_obeys_its_schema(llm, name):
     schema, matcher = SCHEMAS[name], matcher_of(llm, Grammar("json_schema", SCHEMAS[name]))

@@ -30,6 +30,7 @@ OPEN = {"/health"}  # for liveness probes, which have no key
 METRICS = "/metrics"
 SCHEME = "Bearer "
 NAME, UNNAMED = re.compile(r"[A-Za-z0-9._-]{1,64}"), "unnamed"
+SETTING = re.compile(r"([a-z_]+)=[^=]+")  # no salt in base64, which may end with =
 OPTION, COUNT = re.compile(r"(name|requests|tokens)=(.*)"), re.compile(r"[1-9][0-9]{0,8}")
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@?#\s]+)(?::\d*)?")
@@ -73,6 +74,9 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
         if not words:
             continue
         options = _options(words, f"{where}, line {number}") if salts else {}
+        if salts and (match := next(filter(None, map(SETTING.fullmatch, words[1:])), None)):
+            rule = "a setting must be name, requests or tokens, all behind the salt"
+            raise UserError(f"{where}, line {number}: {rule}, got {match[1]}=; correct the line")
         if len(words) > 1 + salts or not words[0].isascii():
             rule = "an ASCII key, perhaps a salt, name=NAME, requests=N and tokens=N"
             rule = rule if salts else "one ASCII key"

@@ -75,6 +75,12 @@ def answer_form(
     return AnswerForm(calls, thoughts, thinking, bool(calls) and values["tool_choice"] != "auto")
 
 
+def grammar_field(values: Values, form: AnswerForm) -> str | None:
+    """The field that says what an answer must obey; None for none."""
+    structure = values["structure"]
+    return "tools" if structure is None and form.must_call else structure and structure.name
+
+
 def matcher_of(
     values: Values, form: AnswerForm, language: LanguageProtocol
 ) -> MatcherProtocol | None:
@@ -83,9 +89,9 @@ def matcher_of(
     Without tools it is the grammar of the request. Otherwise it is one of all parts of an answer.
     """
     structure, rules, choices = values["structure"], {}, []
-    if structure is None and not form.must_call:
+    name = grammar_field(values, form)
+    if name is None:
         return None
-    name = "tools" if structure is None else structure.name
     try:
         if structure is not None and form.calls is None and form.thoughts is None:
             return language.matcher(structure.kind, structure.value)

@@ -225,7 +225,7 @@ class Reply:
         count = len(self.request.requests)
         events: list[list[Delta | Finish]] = [self.request.opening(n) for n in range(count)]
         while count:
-            event = checked(await self.events.get())
+            event = self.checked(await self.events.get())
             events[event.index].append(event)
             count -= isinstance(event, Finish)
         content = await asyncio.to_thread(self._content, events)
@@ -255,7 +255,7 @@ class Reply:
         # An error before the first event gets its own status, if it comes soon.
         first = await self.events.get(self.model.config.comment_seconds)
         if first is not None:
-            checked(first)
+            self.checked(first)
         await self.writer.begin(STREAM)
         last = self.last
         try:
@@ -270,7 +270,7 @@ class Reply:
     async def _send_events(self, first: Event | None) -> None:
         """Send each event as a chunk. first: the first one, if it has come."""
         request, readers, dividers = self.request, self._readers(), self._dividers()
-        event = await self._next() if first is None else checked(first)
+        event = await self._next() if first is None else self.checked(first)
         head = self._head(self.format.chunk) | ({"usage": None} if request.usage else {})
         finishes: dict[int, Finish] = {}
 
@@ -317,7 +317,29 @@ class Reply:
             await self.writer.write(COMMENT)
         if self.writer.quiet_seconds > self.model.config.comment_seconds:
             await self.writer.write(COMMENT)  # a call is shown when it is complete
-        return checked(event)
+        return self.checked(event)
+
+    def checked(self, event: Event | None) -> Delta | Finish:
+        """The event if the answer continues or ended normally.
+
+        Raises ClientDisconnect or APIError otherwise.
+        """
+        if isinstance(event, Disconnect):
+            raise ClientDisconnect
+        if isinstance(event, Delta) or event.reason in FINISHED:
+            return event
+        if event.reason == "cancelled":
+            raise server_stopping()
+        if event.reason == "refused":
+            field = self.request.grammar
+            message = f"{field}: the answer cannot obey its grammar: {event.outcome.error}"
+            raise APIError(400, message, param=field)
+        if event.reason == "slow":
+            message = "the answer was read too slowly and was ended; read it faster"
+            raise APIError(408, message, "answer_read_too_slowly")
+        error = event.outcome.error
+        LOG.error("request %s: the engine failed: %s", REQUEST_ID.get(), error)
+        raise APIError(500, "the engine failed on this answer; ask again, or see the server's log")
 
     def _readers(self) -> list[ChoiceReader]:
         request, language = self.request, self.model.language
@@ -364,26 +386,6 @@ def encoded(value: Json) -> bytes:
 def server_sent(content: bytes) -> bytes:
     """One server-sent event. `content` is JSON without line ends."""
     return b"data: %b\n\n" % content
-
-
-def checked(event: Event | None) -> Delta | Finish:
-    """The event if the answer continues or ended normally.
-
-    Raises ClientDisconnect or APIError otherwise.
-    """
-    if isinstance(event, Disconnect):
-        raise ClientDisconnect
-    if isinstance(event, Delta) or event.reason in FINISHED:
-        return event
-    if event.reason == "cancelled":
-        raise server_stopping()
-    if event.reason == "refused":
-        raise APIError(400, f"the answer cannot obey its grammar: {event.outcome.error}")
-    if event.reason == "slow":
-        message = "the answer was read too slowly and was ended; read it faster"
-        raise APIError(408, message, "answer_read_too_slowly")
-    LOG.error("request %s: the engine failed: %s", REQUEST_ID.get(), event.outcome.error)
-    raise APIError(500, "the engine failed on this answer; ask again, or see the server's log")
 
 
 def server_stopping() -> APIError:

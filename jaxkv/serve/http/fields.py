@@ -2,11 +2,13 @@
 
 Unknown fields and unsupported values are refused, because ignoring them would change the answer.
 Null is accepted in every field that may be absent, and so are the values of other servers' fields
-that ask for nothing.
+without effect.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,12 +102,8 @@ def structured_outputs(name: str, value: Any) -> GrammarField | None:
 
 
 def structure(kind: str) -> Check:
-    """A field that is a grammar itself. An empty text asks for nothing."""
-
-    def check(name: str, value: Any) -> GrammarField | None:
-        return None if value == "" else GrammarField(name, kind, value)
-
-    return check
+    """A field that is a grammar itself."""
+    return lambda name, value: GrammarField(name, kind, value)
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
@@ -233,7 +231,7 @@ GRAMMARS = {
     "structured_outputs": Field(structured_outputs),
     **{f"guided_{name}": Field(structure(kind)) for name, kind in STRUCTURES.items()},  # vLLM
     "json_schema": Field(structure("json_schema")),  # llama.cpp
-    "grammar": Field(structure("grammar")),  # llama.cpp
+    "grammar": Field(unless("", None, structure("grammar"))),  # llama.cpp, whose pages send ""
 }
 SHARED = {
     "model": Field(text, remedy="give a name that /v1/models lists"),
@@ -316,12 +314,23 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         first, second = (field.name for field in grammars[:2])
         message = f"{first} and {second} exclude each other; give one"
         raise APIError(400, message, param=second)
-    if grammars and (clash := next((name for name in CLASHES if values.get(name)), None)):
-        message = f"{clash} and {grammars[0].name} exclude each other; leave {clash} out"
-        raise APIError(400, message, param=clash)
+    must_call = values.get("tool_choice", "none") not in ("none", "auto")
+    if grammars or must_call:
+        name = grammars[0].name if grammars else "a tool_choice that calls a tool"
+        if (clash := next((name for name in CLASHES if values.get(name)), None)) is not None:
+            message = f"{clash} and {name} exclude each other; leave {clash} out"
+            raise APIError(400, message, param=clash)
+    if grammars:
+        _check_unicode(grammars[0])
     if kind == "chat":
         _check_tool_choice(values, grammars)
     return values | {"structure": grammars[0] if grammars else None}
+
+
+def _check_unicode(grammar: GrammarField) -> None:
+    """Raise APIError for a grammar with lone surrogates."""
+    with contextlib.suppress(RecursionError):  # such a schema is refused when it is read
+        valid_unicode(grammar.name, json.dumps(grammar.value, ensure_ascii=False))
 
 
 def _check_tool_choice(values: dict[str, Any], grammars: Sequence[GrammarField]) -> None:

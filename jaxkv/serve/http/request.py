@@ -15,7 +15,14 @@ from jaxkv.defaults import MAX_TOKENS
 from jaxkv.errors import UserError
 from jaxkv.serve.engine.request import MatcherProtocol, Request
 from jaxkv.serve.http.access import Tenant
-from jaxkv.serve.http.answer_form import answer_form, matcher_of, parser_of, tool_form_of
+from jaxkv.serve.http.answer_form import (
+    Values,
+    answer_form,
+    grammar_field,
+    matcher_of,
+    parser_of,
+    tool_form_of,
+)
 from jaxkv.serve.http.body import parse
 from jaxkv.serve.http.checks import invalid, is_ids
 from jaxkv.serve.http.errors import APIError, shown
@@ -31,8 +38,6 @@ COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOO_LONG = "context_length_exceeded"
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class CompletionRequest(NamedTuple):
     scored: bool  # tokens are reported with log probabilities
     stream: bool  # answers are sent as they come
     usage: bool  # a stream ends with token counts
+    grammar: str | None = None  # the field that an answer must obey
     # Divides an answer; None for a plain text.
     parser: Callable[[], AnswerParser | TemplateParser] | None = None
     marks: Collection[str] = ()  # special tokens that the parser reads
@@ -181,6 +187,7 @@ def _request(
         scored=requests[0].logprobs is not None,
         stream=values["stream"],
         usage=bool(values["stream_options"]),
+        grammar=grammar_field(values, form),
         **parser_of(form, values, prompts, model.language, format),
     )
 

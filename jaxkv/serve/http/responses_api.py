@@ -29,7 +29,7 @@ SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "metad
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "seed",
         "top_k", "min_p", "repetition_penalty", "cache_salt", "chat_template_kwargs",
         "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens")  # fmt: skip
-# Fields of responses that are stored or made by a provider, with the values that ask for nothing.
+# Fields of responses that are stored or made by a provider, with the values without effect.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "store": (False,), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
     "previous_response_id": (), "conversation": (), "prompt": (), "max_tool_calls": (),
@@ -294,8 +294,8 @@ class ResponseItems:
             return
         item["content"][0]["text"] += part.text
         name = "response.reasoning_text" if isinstance(part, Thought) else "response.output_text"
-        more = {} if isinstance(part, Thought) else {"logprobs": []}
-        yield self.event(f"{name}.delta", **place, content_index=0, delta=part.text, **more)
+        scores = {} if isinstance(part, Thought) else {"logprobs": []}
+        yield self.event(f"{name}.delta", **place, content_index=0, delta=part.text, **scores)
 
     def _begin_item(self, part: Part) -> Iterator[Json]:
         code = secrets.token_hex(12)
@@ -328,9 +328,9 @@ class ResponseItems:
         if self._open is not Call:
             (content,) = item["content"]
             kind = "reasoning_text" if self._open is Thought else "output_text"
-            more = {} if self._open is Thought else {"logprobs": []}
+            scores = {} if self._open is Thought else {"logprobs": []}
             place |= {"content_index": 0}
-            yield self.event(f"response.{kind}.done", **place, text=content["text"], **more)
+            yield self.event(f"response.{kind}.done", **place, text=content["text"], **scores)
             yield self.event("response.content_part.done", **place, part=dict(content))
         item["status"], self._open = status, None
         yield self.event(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxkv.serve.http.completions import Reply, checked, encoded
+from jaxkv.serve.http.completions import Reply, encoded
 from jaxkv.serve.http.errors import APIError
 from jaxkv.serve.http.responses import Delta, Event, Finish, Json
 from jaxkv.serve.http.responses_api import ResponseItems
@@ -38,7 +38,7 @@ class ResponsesReply(Reply):
     async def _send_events(self, first: Event | None) -> None:
         (divider,) = self._dividers()
         await self._send(self.items.begin())
-        event = await self._next() if first is None else checked(first)
+        event = await self._next() if first is None else self.checked(first)
         await self._send(self.items.add(divider.push(event)))
         while not isinstance(event, Finish):
             event = await self._next()

@@ -136,14 +136,14 @@ class PrefixFolder:
         with self._guard:
             if self._lock is None or self.lost:
                 return False
-            held = os.fstat(self._lock)
+            locked = os.fstat(self._lock)
             try:
                 named = os.stat(self.path / LOCK, follow_symlinks=False)
             except FileNotFoundError:
                 named = None
             except OSError:  # a disk that fails may come back
-                named = held
-            self.lost = named is None or not os.path.samestat(named, held)
+                named = locked
+            self.lost = named is None or not os.path.samestat(named, locked)
             for file in list(self._files.values()) if self.lost else ():
                 self._remove(file)
             return self.lost

@@ -14,6 +14,7 @@ from jaxkv.errors import UserError
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.sampling import Sampling
 from jaxkv.serve.engine import PrefixConfig, Request, answer
+from jaxkv.serve.prefix.folder import PrefixFolder
 from jaxkv.state.sharding import mesh_of
 from tests.tiny import write_tiny
 
@@ -28,13 +29,14 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     return write_tiny(tmp_path_factory.mktemp("tiny"), **heads)
 
 
 def engine_of(folder, policy, mesh, **options):
     llm = models.load(folder, mesh=None if mesh is None else mesh_of(mesh))
-    prefixes = PrefixConfig(num_blocks=4, num_host_blocks=options.pop("num_host_blocks", 0))
+    host, disk = options.pop("num_host_blocks", 0), options.pop("prefix_folder", None)
+    prefixes = PrefixConfig(num_blocks=4, num_host_blocks=host, folder=disk)
     return make_engine(
         llm, policy, max_batch=4, max_len=64, chunk=16, prefix_cache=prefixes, **options
     )
@@ -45,6 +47,7 @@ def engine_of(folder, policy, mesh, **options):
     [
         ("full", "model=4", {"num_host_blocks": 4, "fixed_batch": False}),
         ("streaming:sinks=2,window=14", "model=2", {}),
+        ("streaming:sinks=2,window=14", "model=8", {}),
         pytest.param(
             "reservoir:sinks=1,window=6,sample=7,storage=int8",
             "model=2",
@@ -62,11 +65,27 @@ def test_answers_do_not_depend_on_the_mesh(folder, policy, mesh, options):
     assert again == expected[-4:]
 
 
+@pytest.mark.parametrize("mesh", ["model=2", "model=8"])
+def test_a_folder_of_prefixes_serves_the_same_mesh(folder, tmp_path, mesh):
+    """A second engine finds in it what the first one wrote; one without a mesh finds nothing."""
+    policy = "streaming:sinks=2,window=14"
+    expected = [out.tokens for out in answer(engine_of(folder, policy, None), REQUESTS)]
+    hits = []
+    for at in (mesh, mesh, None):
+        prefixes = PrefixFolder(tmp_path, 2**30)
+        engine = engine_of(folder, policy, at, prefix_folder=prefixes)
+        assert [out.tokens for out in answer(engine, REQUESTS)] == expected
+        engine.stop()
+        hits.append(engine.metrics()["disk_hits"])
+    first, again, other = hits
+    assert again > first == other
+
+
 def test_caches_are_split_and_attention_communicates_nothing(folder):
     engine = engine_of(folder, "streaming:sinks=2,window=14", "model=4")
     programs = engine._programs
     state = programs.init_prefill(np.uint32(0)).states[0]
-    assert state.k.sharding.shard_shape(state.k.shape)[1] == 1, "one KV head of four"
+    assert state.k.sharding.shard_shape(state.k.shape)[1] == 2, "two KV heads of eight"
     text = programs.by_size[4].feed.as_text()
     reduced = re.findall(r" all-reduce(?:-start)?\(", text)
     others = re.findall(r" (?:all-gather|all-to-all|reduce-scatter|collective-permute)", text)
@@ -77,8 +96,8 @@ def test_caches_are_split_and_attention_communicates_nothing(folder):
 def test_a_mesh_that_splits_sequences_is_one_line(folder):
     with pytest.raises(UserError, match="not sequences, got a mesh with data=2; give model=N"):
         engine_of(folder, "full", "data=2,model=2")
-    with pytest.raises(UserError, match="must divide the KV heads: 4 KV heads over 8 places"):
-        engine_of(folder, "full", "model=8")
+    with pytest.raises(UserError, match="must divide the KV heads: 8 KV heads over 3 places"):
+        engine_of(folder, "full", "model=3")
     assert jax.device_count() >= 8
 
 

@@ -56,6 +56,8 @@ COMPLETIONS = {
         {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"
     ),
     "a bad expression": ({"guided_regex": "(a"}, "guided_regex", "invalid regex"),
+    "surrogates": ({"guided_choice": ["\ud800"]}, "guided_choice", "without lone surrogates"),
+    "an empty expression": ({"guided_regex": ""}, "guided_regex", "regex must be a text"),
     "no choices": ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one"),
     "a megabyte of schema": (
         {"guided_json": {"enum": ["x" * 2**20]}}, "guided_json", "65536 characters, got 1048"

@@ -168,7 +168,7 @@ def served():
         yield served
 
 
-def test_a_stream_does_not_rest_while_a_call_is_written():
+def test_comments_come_while_a_call_is_written():
     message = {"role": "user", "content": f"|{ROME}"}
     ask = {"model": "bytes", "messages": [message], "tools": [WEATHER], "stream": True}
     engine = FakeEngine(pause=0.01)
@@ -415,6 +415,8 @@ CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{
          "tool_choice", "'b' needs a tool of that name, got a"),
         ({"tools": [tool()], "tool_choice": "required", "guided_regex": "a"}, "tool_choice",
          "exclude each other"),
+        *(({"tools": [tool()], "tool_choice": "required", name: value}, name, f"leave {name} out")
+          for name, value in (("ignore_eos", True), ("min_tokens", 2))),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "give the field tools"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "the id"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "a text"),
