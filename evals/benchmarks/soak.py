@@ -7,8 +7,9 @@ clients of each other. The prefix memory is so small that prefixes are evicted. 
 requests the server is started again with the same folder of prefixes. Memory and open files are
 those of the server's process, counted while it is idle; the other figures are those that the server
 reports. A quarter of the requests has a schema, and a quarter has tools, of which the answer must
-call one. All this with a fixed batch, in which answers must be equal, and with a batch that grows
-with load, where the last bits of logits, and so seldom a token, may depend on the batch.
+call one; half of the latter use the Responses API. All this with a fixed batch, in which answers
+must be equal, and with a batch that grows with load, where the last bits of logits, and so seldom a
+token, may depend on the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ GROWTH = 1.05  # bar: growth of resident memory between idle checks
 FAIR = 2.0  # bar: answers of the API key with most over those of the key with fewest
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 # The default model has no chat template; this one shows tools in the form of Hermes.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}"
@@ -122,13 +123,25 @@ def questions(llm: Llm, texts: list[list[int]]) -> list[SoakQuestion]:
             }  # fmt: skip
             if number == 3:
                 message = {"role": "user", "content": llm.tokenizer.decode(tokens)}
-                body |= {"messages": [message], "tools": TOOLS, "tool_choice": "required"}
                 body["max_tokens"] += 48  # a call that is cut is left out
+                body |= {"messages": [message], "tools": TOOLS, "tool_choice": "required"}
+                if len(asked) % 8 == 7:
+                    asked.append(SoakQuestion(RESPONSES, as_response(body)))
+                    continue
             else:
                 ends = {"structured_outputs": {"json": SCHEMA}} if number == 2 else {}
                 body |= {"prompt": tokens, "logprobs": None} | (ends or {"ignore_eos": True})
             asked.append(SoakQuestion(CHAT if number == 3 else COMPLETIONS, body))
     return asked
+
+
+def as_response(chat: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat for the Responses API."""
+    body = {name: chat[name] for name in ("model", "seed", "temperature", "tool_choice")}
+    tools = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    return body | {
+        "input": chat["messages"], "tools": tools, "max_output_tokens": chat["max_tokens"]
+    }  # fmt: skip
 
 
 async def soak(
@@ -275,8 +288,11 @@ async def ask_server(port: int, question: SoakQuestion, how: SoakRequest) -> str
 
 def text_of_answer(events: Sequence[bytes]) -> str:
     """The text of all events, and name and arguments of each call."""
-    text = ""
-    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+    text, parsed = "", [json.loads(event) for event in events]
+    for item in (parsed[-1].get("response") or parsed[-1]).get("output", ()):
+        text += "".join(part["text"] for part in item.get("content", ()))
+        text += item.get("name", "") + item.get("arguments", "")
+    for choice in (choice for event in parsed for choice in event.get("choices", ())):
         message = choice.get("message") or choice.get("delta") or {}
         text += choice.get("text") or message.get("content") or ""
         for call in message.get("tool_calls") or ():
