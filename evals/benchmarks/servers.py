@@ -83,6 +83,7 @@ START, STOP = 900.0, 30.0  # seconds in which a server must start, and end
 LEAD = 4  # chunks of a stream before prompts arrive
 LIMIT = 600.0  # seconds of one request
 LLAMA_CPP = ["--jinja", "--ctx-size", "32768", "--log-disable"]  # tokens of all sequences
+FLOAT_FILE = "float32.gguf"
 SCHEMA = object_of(numbers=array_of(integer_of(0, 999), 64, 64))
 BEGINNING = re.compile(r'\s*\{\s*"numbers"\s*:\s*\[[\d\s,]*')  # of every answer under SCHEMA
 FAILURES = (OSError, ValueError, RuntimeError)  # of a request; TimeoutError is an OSError
@@ -135,7 +136,7 @@ class RunningServer(NamedTuple):
 SERVER_FLAGS = (
     flag("--rounds", 3, "of each measurement", minimum=1),
     flag("--peer-python", type=str, required=True, about="the Python that has transformers"),
-    flag("--llama-cpp", type=str, required=True, about="the folder of llama-server"),
+    flag("--llama-cpp", type=str, about="the folder of llama-server (default: without it)"),
     flag("--clients", (1, 4, 16, 64), "that ask at once", minimum=1),
     flag("--cb-memory", 0.2, "share of the machine's memory", minimum=1e-9),
 )
@@ -153,7 +154,8 @@ def measure(run: Run) -> dict[str, Any]:
         llm = models.load(smollm2.NAME, dtype="float32")
         add_chat(llm, as_folder(llm, folder))
         del llm
-        float_file(options, folder)
+        if options.llama_cpp is not None:
+            write_float_file(options, folder / FLOAT_FILE)
         cases: dict[str, RunningServer | Failed] = {}
         for name, (command, fields) in commands(options, folder).items():
             print(f"starting {name}", file=sys.stderr, flush=True)
@@ -175,6 +177,9 @@ def peer_versions(options: argparse.Namespace) -> dict[str, str]:
     if python.returncode:
         raise UserError(f"{options.peer_python} cannot import torch and transformers, as above; "
                         "--help says how to install them")  # fmt: skip
+    named = dict(zip(("transformers", "torch"), json.loads(python.stdout), strict=True))
+    if options.llama_cpp is None:
+        return named
     try:
         server = subprocess.run(
             [llama_cpp(options, "server"), "--version"], capture_output=True, text=True
@@ -183,7 +188,6 @@ def peer_versions(options: argparse.Namespace) -> dict[str, str]:
         raise UserError(f"--llama-cpp must be a folder with llama-server, got {options.llama_cpp} "
                         f"({error.strerror}); --help says how to compile it") from None  # fmt: skip
     version = re.search(r"version: (.*)", server.stdout + server.stderr)
-    named = dict(zip(("transformers", "torch"), json.loads(python.stdout), strict=True))
     return named | {"llama.cpp": version[1] if version else "unknown"}
 
 
@@ -191,14 +195,11 @@ def llama_cpp(options: argparse.Namespace, program: str) -> str:
     return str(Path(options.llama_cpp) / f"llama-{program}")
 
 
-def float_file(options: argparse.Namespace, folder: Path) -> Path:
-    """A GGUF file of the same weights in float32, in that folder."""
-    file = folder / "float32.gguf"
-    if not file.exists():
-        quantize = [llama_cpp(options, "quantize"), "--allow-requantize"]
-        words = [*quantize, str(smollm2.fetch()), str(file), "F32"]
-        subprocess.run(words, check=True, capture_output=True)
-    return file
+def write_float_file(options: argparse.Namespace, file: Path) -> None:
+    """Write a GGUF file of the same weights in float32."""
+    quantize = [llama_cpp(options, "quantize"), "--allow-requantize"]
+    words = [*quantize, str(smollm2.fetch()), str(file), "F32"]
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def commands(
@@ -220,8 +221,8 @@ def commands(
     } | {
         name: ([llama_cpp(options, "server"), "--model", str(file), *LLAMA_CPP], jaxkv_fields)
         for name, file in {
-            "llama.cpp, float32": folder / "float32.gguf", "llama.cpp, Q4_1": smollm2.fetch(),
-        }.items()
+            "llama.cpp, float32": folder / FLOAT_FILE, "llama.cpp, Q4_1": smollm2.fetch(),
+        }.items() if options.llama_cpp is not None
     }  # fmt: skip
 
 
