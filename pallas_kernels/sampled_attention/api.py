@@ -25,7 +25,7 @@ from jaxkv.pallas_kernels.sampled_attention.reference import (
     Weight,
 )
 
-AttentionKernel = Literal["xla", "dense", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
+AttentionKernel = Literal["xla", "dense", "pallas_tpu", "pallas_gpu"]
 
 
 def sampled_attention(
@@ -48,10 +48,9 @@ def sampled_attention(
     is in float32, but matrix units convert q to the dtype of k.
 
     implementation: None chooses for the platform and shape, on a TPU `dense` where
-    `tpu.dense_is_cheaper` expects so. A name raises ValueError where it is unsupported. On an
-    NVIDIA GPU None chooses `pallas_gpu`, a kernel in Triton, and never `mosaic_gpu`, which no GPU
-    has run yet. q, k, v and log weights have gradients, computed by XLA with all M slots gathered.
-    Through `settings.weight_fn` there is no gradient.
+    `tpu.dense_is_cheaper` expects so. A name raises ValueError where it is unsupported. q, k, v and
+    log weights have gradients, computed by XLA with all M slots gathered. Through
+    `settings.weight_fn` there is no gradient.
     """
     if isinstance(weight, Angles) != (settings.weight_fn is not None):
         raise ValueError("Angles and settings.weight_fn go together: give both or neither")
@@ -77,11 +76,6 @@ def _attend(
             kernels["pallas_tpu"] = tpu.attend
         if gpu.supports(k):
             kernels["pallas_gpu"] = gpu.attend
-        if implementation not in (None, *kernels):
-            from jaxkv.pallas_kernels.sampled_attention import mosaic_gpu  # takes even longer
-
-            if mosaic_gpu.supports(k):
-                kernels["mosaic_gpu"] = mosaic_gpu.attend
     kernels = {name: partial(kernel, settings) for name, kernel in kernels.items()}
     if implementation is None:
         has_triton = triton.is_supported()

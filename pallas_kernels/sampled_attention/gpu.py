@@ -1,10 +1,8 @@
 """Sampled attention on an NVIDIA GPU in Triton.
 
 A sample is split among programs, which load slots by an array of indices; their sums are merged.
-Pallas has two languages for these GPUs. Triton loads scattered slots and supports every GPU from
-capability 8.0 on. jax 0.12 deprecates it. Once it is removed, `supports` returns False and `dense`
-is chosen. mosaic_gpu.py has the same in the other language, for capability 9.0 and later; it is
-never chosen, because no GPU has run it.
+Triton supports every GPU from capability 8.0 on. jax 0.12 deprecates it. Once it is removed,
+`supports` returns False and `dense` is chosen.
 """
 
 from __future__ import annotations

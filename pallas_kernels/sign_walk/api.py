@@ -20,7 +20,7 @@ from jaxkv.pallas_kernels import triton
 from jaxkv.pallas_kernels.sign_walk import reference
 from jaxkv.pallas_kernels.sign_walk.reference import NO_STEP
 
-WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"]
+WalkKernel = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 
 class Walk(NamedTuple):
@@ -40,8 +40,7 @@ def sign_walk(gram: Array, thresholds: Array, implementation: WalkKernel | None 
     gram [...,b,b] float32: inner products times 1/(2c). thresholds [...,b] float32: 1/2 - u for u
     uniform in [0, 1), or NO_STEP. Equal bits of both give equal signs on every platform.
     implementation: None chooses for the platform and shape; a name raises ValueError where it is
-    unsupported. On an NVIDIA GPU None chooses `pallas_gpu`, a kernel in Triton, and never
-    `mosaic_gpu`, which no GPU has run yet.
+    unsupported.
     """
     blocks, steps = thresholds.shape[:-1], thresholds.shape[-1]
     flat = gram.reshape(-1, steps, steps), thresholds.reshape(-1, steps)
@@ -88,11 +87,6 @@ def _run(
         kernels["pallas_tpu"] = partial(on_tpu, name, settings)
     if gpu.supports(next_power(steps)):
         kernels["pallas_gpu"] = partial(on_gpu, name, settings)
-    if implementation not in (None, *kernels):
-        from jaxkv.pallas_kernels.sign_walk import mosaic_gpu  # importing it takes even longer
-
-        if mosaic_gpu.supports(round_up(steps, mosaic_gpu.STEPS)):
-            kernels["mosaic_gpu"] = partial(on_mosaic_gpu, name, settings)
     if implementation is None:
         in_triton = kernels.get("pallas_gpu") if triton.is_supported() else None
         signs, inner = jax.lax.platform_dependent(
@@ -128,16 +122,6 @@ def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> 
     blocks, steps = flat[THRESHOLDS[name]].shape
     kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
     return tuple(out[:, :steps] for out in kernel(*pad(name, flat, blocks, next_power(steps))))
-
-
-def on_mosaic_gpu(name: str, settings: dict, *flat: Array, interpret: object = None) -> tuple:
-    """The kernel in Mosaic GPU on any supported number and length of walks, padded to its tiles."""
-    from jaxkv.pallas_kernels.sign_walk import mosaic_gpu
-
-    blocks, steps = flat[THRESHOLDS[name]].shape
-    kernel = partial(getattr(mosaic_gpu, name), **settings, interpret=interpret)
-    sizes = round_up(blocks, mosaic_gpu.GROUP), round_up(steps, mosaic_gpu.STEPS)
-    return tuple(out[:blocks, :steps] for out in kernel(*pad(name, flat, *sizes)))
 
 
 # The axes of each argument: M walks, b steps, d head dim, P members of a step.
