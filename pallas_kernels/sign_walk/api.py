@@ -34,19 +34,6 @@ class Walk(NamedTuple):
     inner: Array
 
 
-def sign_walk(gram: Array, thresholds: Array, implementation: WalkKernel | None = None) -> Walk:
-    """Walks over given Gram matrices.
-
-    gram [...,b,b] float32: inner products times 1/(2c). thresholds [...,b] float32: 1/2 - u for u
-    uniform in [0, 1), or NO_STEP. Equal bits of both give equal signs on every platform.
-    implementation: None chooses for the platform and shape; a name raises ValueError where it is
-    unsupported.
-    """
-    blocks, steps = thresholds.shape[:-1], thresholds.shape[-1]
-    flat = gram.reshape(-1, steps, steps), thresholds.reshape(-1, steps)
-    return _run("walk", flat, blocks, steps, implementation)
-
-
 def balance_walk(
     keys: Array,
     values: Array,
@@ -60,33 +47,23 @@ def balance_walk(
 
     keys [...,P,b,d], scaled by the root of key_scale / sqrt d, values [...,P,b,d']: a step is a
     token (P = 1) or the first of two minus the second (P = 2). The inner product of two tokens is
-    gain x exp(<k,k'> - shift) (<v,v'> + tau); shift, gain [...]. tau: balances the denominator of
-    the softmax beside its numerator. thresholds and implementation: as in `sign_walk`. Kernels may
-    round Gram matrices differently in the last bits.
+    gain x exp(<k,k'> - shift) (<v,v'> + tau); shift, gain [...]; a gain has the factor 1/(2c). tau:
+    balances the denominator of the softmax beside its numerator. thresholds [...,b]: 1/2 - u for u
+    uniform in [0, 1), or NO_STEP. implementation: None chooses for the platform and shape; a name
+    raises ValueError where it is unsupported. Kernels may round Gram matrices differently in the
+    last bits.
     """
+    from jaxkv.pallas_kernels.sign_walk import gpu, tpu  # importing Pallas takes a quarter second
+
     blocks, steps = thresholds.shape[:-1], thresholds.shape[-1]
     count = len(blocks)
     flat = tuple(a.reshape(-1, *a.shape[count:]) for a in (keys, values, thresholds, shift, gain))
-    return _run("balance", flat, blocks, steps, implementation, tau=tau)
-
-
-def _run(
-    name: str,
-    flat: tuple[Array, ...],
-    blocks: tuple[int, ...],
-    steps: int,
-    implementation: WalkKernel | None,
-    **settings: float,
-) -> Walk:
-    from jaxkv.pallas_kernels.sign_walk import gpu, tpu  # importing Pallas takes a quarter second
-
-    tokens = [array.shape for axes, array in zip(AXES[name], flat, strict=True) if "d" in axes]
-    kernels: dict[str, Callable] = {"xla": partial(getattr(reference, name), **settings)}
-    width = sum(shape[1] * shape[-1] for shape in tokens)
+    kernels: dict[str, Callable] = {"xla": partial(reference.balance, tau=tau)}
+    width = sum(array.shape[1] * array.shape[-1] for array in flat[:2])
     if tpu.supports(round_up(steps, tpu.LANES), width):
-        kernels["pallas_tpu"] = partial(on_tpu, name, settings)
+        kernels["pallas_tpu"] = partial(on_tpu, tau=tau)
     if gpu.supports(next_power(steps)):
-        kernels["pallas_gpu"] = partial(on_gpu, name, settings)
+        kernels["pallas_gpu"] = partial(on_gpu, tau=tau)
     if implementation is None:
         in_triton = kernels.get("pallas_gpu") if triton.is_supported() else None
         signs, inner = jax.lax.platform_dependent(
@@ -105,39 +82,29 @@ def _run(
     return Walk(signs.astype(jnp.int8).reshape(*blocks, steps), inner.reshape(*blocks, steps))
 
 
-def on_tpu(name: str, settings: dict, *flat: Array, interpret: object = False) -> tuple:
-    """The TPU kernel on any supported number and length of walks, padded to its tiles."""
+def on_tpu(*flat: Array, tau: float, interpret: object = False) -> tuple[Array, ...]:
+    """`tpu.balance` on any supported number and length of walks, padded to its tiles."""
     from jaxkv.pallas_kernels.sign_walk import tpu
 
-    blocks, steps = flat[THRESHOLDS[name]].shape
-    kernel = partial(getattr(tpu, name), **settings, interpret=interpret)
-    padded = pad(name, flat, round_up(blocks, tpu.GROUP), round_up(steps, tpu.LANES))
-    return tuple(out[:blocks, :steps] for out in kernel(*padded))
+    blocks, steps = flat[2].shape
+    padded = pad(flat, round_up(blocks, tpu.GROUP), round_up(steps, tpu.LANES))
+    return tuple(out[:blocks, :steps] for out in tpu.balance(*padded, tau, interpret))
 
 
-def on_gpu(name: str, settings: dict, *flat: Array, interpret: bool = False) -> tuple:
-    """The GPU kernel on any supported length of walks, padded to a power of two."""
+def on_gpu(*flat: Array, tau: float, interpret: bool = False) -> tuple[Array, ...]:
+    """`gpu.balance` on any supported length of walks, padded to a power of two."""
     from jaxkv.pallas_kernels.sign_walk import gpu
 
-    blocks, steps = flat[THRESHOLDS[name]].shape
-    kernel = partial(getattr(gpu, name), **settings, interpret=interpret)
-    return tuple(out[:, :steps] for out in kernel(*pad(name, flat, blocks, next_power(steps))))
+    blocks, steps = flat[2].shape
+    padded = pad(flat, blocks, next_power(steps))
+    return tuple(out[:, :steps] for out in gpu.balance(*padded, tau, interpret))
 
 
-# The axes of each argument: M walks, b steps, d head dim, P members of a step.
-AXES = {
-    "walk": ("Mbb", "Mb"),
-    "balance": ("MPbd", "MPbd", "Mb", "M", "M"),
-}
-THRESHOLDS = {name: axes.index("Mb") for name, axes in AXES.items()}
+# The axes of keys, values, thresholds, shift and gain: M walks, P members of a step, b steps.
+AXES = "MPbd", "MPbd", "Mb", "M", "M"
 
 
-def pad(
-    name: str,
-    flat: tuple[Array, ...],
-    blocks: int,
-    steps: int,
-) -> tuple[Array, ...]:
+def pad(flat: tuple[Array, ...], blocks: int, steps: int) -> tuple[Array, ...]:
     """The arguments padded with empty walks and steps."""
     size = {"M": blocks, "b": steps}
     return tuple(
@@ -149,7 +116,7 @@ def pad(
             ],
             constant_values=NO_STEP if axes == "Mb" else 0,
         )
-        for axes, array in zip(AXES[name], flat, strict=True)
+        for axes, array in zip(AXES, flat, strict=True)
     )
 
 

@@ -5,13 +5,13 @@ The walks are those of a prompt of 32,768 tokens with 8 KV heads. A CPU has only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import numpy as np
 
-from jaxkv.pallas_kernels.sign_walk import api, reference, shapes
+from jaxkv.pallas_kernels.sign_walk import api, shapes
 from jaxkv.pallas_kernels.timing import KERNEL, time_interleaved
 
 
@@ -21,17 +21,11 @@ def measure(rounds: int, blocks: int | None = None) -> Iterator[tuple[str, dict]
     blocks: the number of walks; None: as a prompt of 32,768 tokens has.
     """
     for name, shape in shapes.PROMPT.items():
-        shape = shape._replace(blocks=blocks or shape.blocks)
-        tokens = shapes.inputs(shape)
-        square = jax.jit(reference.gram, static_argnums=4)(*tokens[:2], *tokens[3:], 1.0)
-        yield f"{name}, walk", time_walks(api.sign_walk, (square, tokens[2]), rounds)
-        yield (
-            f"{name}, products and walk",
-            time_walks(partial(api.balance_walk, tau=1.0), tokens, rounds),
-        )
+        tokens = shapes.inputs(shape._replace(blocks=blocks or shape.blocks))
+        yield f"{name}, products and walk", time_walks(tokens, rounds)
 
 
-def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
+def time_walks(args: tuple, rounds: int) -> dict:
     """Milliseconds of the scan and the kernel, their ratio by round, and the share of other signs.
 
     A CPU has the scan only.
@@ -39,7 +33,7 @@ def time_walks(function: Callable, args: tuple, rounds: int) -> dict:
     kernel = KERNEL.get(jax.default_backend())
     names = {"xla": "xla"} | ({"kernel": kernel} if kernel else {})
     run = {
-        name: jax.jit(partial(function, implementation=implementation))
+        name: jax.jit(partial(api.balance_walk, tau=1.0, implementation=implementation))
         for name, implementation in names.items()
     }
     timings: dict = time_interleaved(run, args, rounds)

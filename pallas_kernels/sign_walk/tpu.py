@@ -21,35 +21,13 @@ LANES = 128
 VMEM = 12 * 2**20  # bytes of a core's 16 MiB that a program may use
 
 
-def supports(steps: int, width: int = 0) -> bool:
-    """Whether the kernels support walks of this many steps; M must be a multiple of GROUP.
+def supports(steps: int, width: int) -> bool:
+    """Whether the kernel supports walks of this many steps; M must be a multiple of GROUP.
 
-    width: numbers per step of the keys and values on the chip; 0 for `walk`.
+    width: numbers per step of the keys and values on the chip.
     """
     # Inputs are double-buffered: the next ones are fetched during the computation.
-    fetched = 2 * width if width else 2 * steps
-    return steps % LANES == 0 and 4 * GROUP * steps * (fetched + steps) <= VMEM
-
-
-def walk(gram: Array, thresholds: Array, interpret: object = False) -> tuple[Array, Array]:
-    """`reference.walk`."""
-    blocks, steps = thresholds.shape
-    # So step i reads one contiguous tile: row i of eight walks.
-    rows = gram.reshape(-1, GROUP, steps, steps).transpose(0, 2, 1, 3)
-    block_spec = pl.BlockSpec((GROUP, steps), lambda i: (i, 0))
-    return pl.pallas_call(
-        _walk_group,
-        grid=(blocks // GROUP,),
-        in_specs=[pl.BlockSpec((None, steps, GROUP, steps), lambda i: (i, 0, 0, 0)), block_spec],
-        out_specs=[block_spec, block_spec],
-        out_shape=[jax.ShapeDtypeStruct((blocks, steps), jnp.float32)] * 2,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=interpret,
-    )(rows, thresholds)
-
-
-def _walk_group(rows_ref, thresholds_ref, signs_ref, inner_ref) -> None:
-    _run(rows_ref, thresholds_ref[...], signs_ref, inner_ref)
+    return steps % LANES == 0 and 4 * GROUP * steps * (2 * width + steps) <= VMEM
 
 
 def _run(rows_ref, thresholds: Array, signs_ref, inner_ref) -> None:
