@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import files
 from jaxkv.contract import Policy, State
 from jaxkv.errors import UserError, check_int, check_positive
 from jaxkv.models.generation.context_scores import (
@@ -36,14 +34,12 @@ from jaxkv.models.generation.context_scores import (
 from jaxkv.models.generation.decoding import end_chunk
 from jaxkv.models.generation.kvzip import check_scored, compress, layer_policies
 from jaxkv.models.generation.streams import Stream
-from jaxkv.models.loading.hf.weights import read, read_header, read_metadata
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import layer_weights
 from jaxkv.policies import Full
 from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.typing import Float, Float32
 
-FORMAT = "jaxkv kvzap 1"  # the only metadata of a file, with the model's fingerprint
 FIT_TOKENS = 1024  # tokens that are scored together; published: texts of 750 to 1,250 tokens
 FLOOR = 1e-8  # of a score: the logarithms of smaller ones, and of 0, would decide the fit
 
@@ -175,38 +171,10 @@ def _read(
         yield scores, state
 
 
-def save_kvzap(path: str | Path, weights: KVzap) -> None:
-    """Write weights to a safetensors file."""
-    from safetensors.numpy import save  # of the extra `train`, as all that trains
-
-    tensors = {"kernel": weights.kernel, "bias": weights.bias}
-    files.write({Path(path): save(tensors, metadata={FORMAT: weights.fingerprint})})
-
-
-@files.reading()
-def load_kvzap(path: str | Path, llm: Llm) -> KVzap:
-    """Read weights that `save_kvzap` wrote.
-
-    Raises UserError for another file, and for weights of another model.
-    """
-    path = Path(path)
-    try:
-        tensors, metadata = read_header(path), read_metadata(path)
-    except UserError:
-        tensors, metadata = {}, {}
-    types = {name: tensor.type for name, tensor in tensors.items()}
-    if FORMAT not in metadata or types != {"kernel": "F32", "bias": "F32"}:
-        raise UserError(f"{path} is no file of KVzap weights; name one that `save_kvzap` wrote")
-    arrays = {name: read(tensor, np.dtype("f4")) for name, tensor in tensors.items()}
-    return _checked(llm, KVzap(**arrays, fingerprint=metadata[FORMAT]))
-
-
 def _checked(llm: Llm, weights: KVzap) -> KVzap:
     """The weights. Raises UserError for another type or model, and for infinite numbers or NaN."""
     if not isinstance(weights, KVzap):
-        raise UserError(
-            f"weights must be a KVzap, got {weights!r:.60}; fit_kvzap and load_kvzap make one"
-        )
+        raise UserError(f"weights must be a KVzap, got {weights!r:.60}; fit_kvzap makes one")
     if weights.fingerprint != llm.source_fingerprint:
         raise UserError(
             f"the KVzap weights belong to another model ({weights.fingerprint}, not "
