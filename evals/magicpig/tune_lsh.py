@@ -127,7 +127,7 @@ def by_tables(
     estimates = []
     for count, agreeing in zip(tables, agreements(scores, keys, how, tables), strict=True):
         weights = replace(how, tables=count)(cosines)
-        attended = scores.selectable & (agreeing >= how.min_tables)
+        attended = scores.selectable & (agreeing >= 2)
         estimates.append(attend(scores, jnp.where(attended, weights, -jnp.inf), layer.v))
     return estimates
 

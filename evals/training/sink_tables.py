@@ -139,11 +139,12 @@ RENAMED = {  # the present name of a recipe's field, by its older one
     "look_every": "eval_every",
     "sinks": "sink_variant",
 }
+REMOVED = "decay", "cooldown"  # of a second schedule, which no record used
 
 
 def recipe_of_record(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a record, with the present names of its fields."""
-    return {RENAMED.get(name, name): value for name, value in recipe.items()}
+    """The recipe of a record, with the present fields and their names."""
+    return {RENAMED.get(n, n): value for n, value in recipe.items() if n not in REMOVED}
 
 
 def variant_of_record(run: dict[str, Any]) -> str:

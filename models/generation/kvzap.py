@@ -12,7 +12,7 @@ keeps all tokens above a score; `Scored` keeps a number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.contract import Policy, State
-from jaxkv.errors import UserError, check_int, check_positive
+from jaxkv.errors import UserError
 from jaxkv.models.generation.context_scores import (
     TokenParts,
     around_context,
@@ -41,6 +41,7 @@ from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.typing import Float, Float32
 
 FIT_TOKENS = 1024  # tokens that are scored together; published: texts of 750 to 1,250 tokens
+ALPHA = 1.0  # the penalty of the squared weights, not of the bias
 FLOOR = 1e-8  # of a score: the logarithms of smaller ones, and of 0, would decide the fit
 
 
@@ -52,45 +53,34 @@ class KVzap(NamedTuple):
     fingerprint: str
 
 
-def fit_kvzap(
-    llm: Llm,
-    text: str,
-    size: int | None = None,
-    alpha: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
-) -> KVzap:
+def fit_kvzap(llm: Llm, text: str) -> KVzap:
     """Fit KVzap to the scores of a text.
 
-    size: tokens of a passage; each passage is a context of its own, and a shorter rest is left out.
-    None takes FIT_TOKENS, or as many as fit the trained context twice. alpha: the penalty of the
-    squared weights, not of the bias. progress: called with (passages done, all passages).
+    Passages of FIT_TOKENS, or of as many as fit the trained context twice, are contexts of their
+    own. A shorter rest is left out.
 
     Raises UserError for a text shorter than a passage, and as `context_scores` does.
     """
-    size = repeatable_tokens(llm, FIT_TOKENS) if size is None else size
-    check_int("size", size)
-    check_positive("alpha", alpha, "try alpha=1.0")
+    size = repeatable_tokens(llm, FIT_TOKENS)
     front, _ = around_context(llm)
     ids = llm.tokenizer.encode(text, bos=False, start=False)
     starts = range(0, len(ids) - size + 1, size)
     if not starts:
         raise UserError(
             f"KVzap is fitted to passages of {size} tokens, got a text of {len(ids)}; give a "
-            "longer one, or a smaller size"
+            "longer one"
         )
     layers, kv_heads, width = llm.config.layers, llm.config.kv_heads, llm.config.width
     gram = np.zeros((layers, width + 1, width + 1))
     cross = np.zeros((layers, width + 1, kv_heads))
-    for number, start in enumerate(starts, 1):
+    for start in starts:
         context = [*front, *ids[start : start + size]]
         for layer, (hidden, scores) in enumerate(scores_by_layer(llm, context, len(front))):
             inputs = np.pad(np.asarray(hidden, np.float64)[len(front) :], ((0, 0), (0, 1)))
             inputs[:, -1] = 1.0
             gram[layer] += inputs.T @ inputs
             cross[layer] += inputs.T @ np.log(np.maximum(scores[:, len(front) :], FLOOR)).T
-        if progress is not None:
-            progress(number, len(starts))
-    solved = ridge(gram, cross, alpha).transpose(0, 2, 1).astype(np.float32)
+    solved = ridge(gram, cross, ALPHA).transpose(0, 2, 1).astype(np.float32)
     kernel, bias = map(np.ascontiguousarray, (solved[..., :-1], solved[..., -1]))
     return _checked(llm, KVzap(kernel, bias, llm.source_fingerprint))
 

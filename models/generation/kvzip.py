@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,14 +15,7 @@ from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
 from jaxkv.typing import Float32
 
 
-def kvzip_stream(
-    llm: Llm,
-    ids: Sequence[int],
-    front: int,
-    policy: Scored,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> Stream:
+def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed: int = 0) -> Stream:
     """A stream that has read a context, compressed by KVzip's scores (arXiv 2505.23416).
 
     A question may come after it:
@@ -36,14 +29,14 @@ def kvzip_stream(
         stream.prefill([llm.tokenizer.encode(question, bos=False, start=False) + answer])
         tokens, ended = stream.decode(llm.sampling, 64, llm.eos)
 
-    ids, front, progress: as in `context_scores`. policy: of every layer; `budgets=global` shares
+    ids, front: as in `context_scores`. policy: of every layer; `budgets=global` shares
     `capacity` tokens a KV head among all layers, as the published code does by default. Each
     context then has caches of sizes of its own, for which programs are compiled.
 
     Raises UserError for another policy, and as `context_scores` does.
     """
     check_scored(policy)
-    scores = context_scores(llm, ids, front, progress)
+    scores = context_scores(llm, ids, front)
     stream = Stream(llm, layer_policies(policy, scores), seed=seed, tokens=len(ids))
     stream.prefill([ids])
     compress(stream, scores)

@@ -185,12 +185,11 @@ def score(
     policy: str | Policy | Sequence[Policy | str] = defaults.POLICY,
     chunk: int | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
     prompt: int = 0,
 ) -> Score:
     """All losses of a text under a policy, without those of sink tokens that no head predicts.
 
-    prompt: as for `losses`. progress: called with the predictions done so far.
+    seed: of policies that draw. prompt: as for `losses`.
     """
     ids = llm.checked_ids(tokens)
     stream = Stream(llm, policy, seed=seed, tokens=len(ids))
@@ -198,7 +197,7 @@ def score(
     # This raises before the warning.
     parts = losses(llm, ids, chunk=chunk, stream=stream, prompt=prompt)
     warn_beyond_context(llm, stream.policies, len(ids))
-    text_losses, seconds, compiling = gather(parts, progress)
+    text_losses, seconds, compiling = gather(parts)
     targets = ids[prompt + 1 :][: len(text_losses)]
     text_losses = text_losses[targets < llm.config.vocab]
     if not np.isfinite(text_losses).all():

@@ -159,16 +159,14 @@ def measure(
     full: str | None = None,
     chunk: int | None = None,
     decode: bool = False,
-    overlap: bool = True,
     after: Callable[[str, Stream], object] | None = None,
 ) -> list[Reading]:
     """The readings of policies, in their order.
 
     seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
     whether to end there. full: the policy with which predictions are compared. chunk: tokens per
-    chunk; None chooses by policy. decode: measure the time of a decoded token, too. overlap:
-    compile programs of texts with prompts in other threads. after: called with each policy and its
-    stream after the last stretch, in which one more token has room.
+    chunk; None chooses by policy. decode: measure the time of a decoded token, too. after: called
+    with each policy and its stream after the last stretch, in which one more token has room.
     Raises UserError before anything runs if any policy cannot run.
     """
     groups = grouped(llm, text, policies, full)
@@ -183,7 +181,7 @@ def measure(
     runs = {name: _Run() for name in policies}
     label = f"measuring {len(policies)} policies" if len(policies) > 1 else policies[0]
     try:
-        if overlap and llm.mesh is None and text.prompt:
+        if llm.mesh is None and text.prompt:
             _compile_ahead(llm, text, groups, chunk, full, final, ahead, decode)
         with watch(label, tokens_fed(text, groups), "tokens") as progress:
             done = 0

@@ -52,13 +52,11 @@ class Recipe:
     batch_size: int = 8
     grad_accum_steps: int = 1
     steps: int = 1000
-    # The optimizer. warmup and cooldown are shares of the steps, final_lr_ratio a share of lr.
+    # The optimizer. warmup is a share of the steps, final_lr_ratio a share of lr.
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
     final_lr_ratio: float = 0.1
     warmup: float = 0.01
-    decay: Literal["cosine", "wsd"] = "cosine"
-    cooldown: float = 0.2
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
@@ -250,9 +248,9 @@ def _with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 
 MIN_VALUES: dict[str, float] = {"final_lr_ratio": 0, "warmup": 0, "beta1": 0, "beta2": 0,
-                           "weight_decay": 0, "z_loss": 0, "cooldown": 0, "seed": 0, "window": 0,
+                           "weight_decay": 0, "z_loss": 0, "seed": 0, "window": 0,
                            "context": 4}  # fmt: skip
-MAX_VALUES: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "cooldown": 1, "beta1": 0.999999,
+MAX_VALUES: dict[str, float] = {"final_lr_ratio": 1, "warmup": 1, "beta1": 0.999999,
                           "beta2": 0.999999, "seed": 2**32 - 1}  # fmt: skip
 
 

@@ -205,16 +205,11 @@ def shardings(setting: TrainingSetting, training: Training) -> Training:
 
 
 def lr_schedule(recipe: Recipe) -> optax.Schedule:
-    """The learning-rate schedule: a warm-up, then a cosine, or constant with a cooldown (WSD)."""
-    last = recipe.lr * recipe.final_lr_ratio
+    """The learning-rate schedule: a warm-up, then a cosine."""
     warm = max(1, round(recipe.warmup * recipe.steps))
     rest = max(1, recipe.steps - warm)
     up = optax.linear_schedule(recipe.lr / warm, recipe.lr, max(1, warm - 1))
-    if recipe.decay == "cosine":
-        down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.final_lr_ratio)
-    else:
-        cooling = min(rest, max(1, round(recipe.cooldown * recipe.steps)))
-        down = optax.linear_schedule(recipe.lr, last, cooling, max(0, rest - cooling))
+    down = optax.cosine_decay_schedule(recipe.lr, rest, recipe.final_lr_ratio)
     return optax.join_schedules([up, down], [warm])
 
 

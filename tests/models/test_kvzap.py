@@ -22,7 +22,9 @@ TEXT, NEW = BOOK[:449], BOOK[449:541]
 
 @pytest.fixture(scope="module")
 def weights(llm):
-    return fit_kvzap(llm, TEXT, size=SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvzap, "FIT_TOKENS", SIZE)
+        return fit_kvzap(llm, TEXT)
 
 
 def test_ridge_is_the_closed_form_of_centred_data():
@@ -59,9 +61,10 @@ def test_the_fit_of_passages(llm, weights):
         np.testing.assert_allclose(weights.kernel[layer], kernel, rtol=1e-3, atol=1e-4)
 
 
-def test_passages_fit_the_trained_context_by_default(llm, weights):
+def test_passages_fit_the_trained_context(llm, weights, monkeypatch):
     fitted = fit_kvzap(llm, TEXT)
-    np.testing.assert_array_equal(fitted.kernel, fit_kvzap(llm, TEXT, size=236).kernel)
+    monkeypatch.setattr(kvzap, "FIT_TOKENS", 236)
+    np.testing.assert_array_equal(fitted.kernel, fit_kvzap(llm, TEXT).kernel)
     assert not np.array_equal(fitted.kernel, weights.kernel)
 
 
@@ -131,10 +134,6 @@ def test_weights_of_another_model_are_refused(weights, tmp_path):
 def test_bad_inputs(llm, weights):
     with pytest.raises(UserError, match="passages of 236 tokens, got a text of 9; give a longer"):
         fit_kvzap(llm, "Too short")
-    with pytest.raises(UserError, match="trained context of 512 tokens"):
-        fit_kvzap(llm, TEXT, size=400)
-    with pytest.raises(UserError, match="alpha must be a finite Python number above 0"):
-        fit_kvzap(llm, TEXT, size=SIZE, alpha=0.0)
     with pytest.raises(UserError, match="the prompt is empty; give at least one token"):
         kvzap_stream(llm, [], weights, Scored())
     broken = weights._replace(kernel=weights.kernel * np.nan)

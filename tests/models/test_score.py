@@ -85,11 +85,9 @@ def test_losses_do_not_depend_on_the_first_position(llm):
         np.testing.assert_allclose(actual, losses(llm, ids, "streaming:window=5", 16), atol=1e-4)
 
 
-def test_progress_and_blocks(llm):
-    seen = []
+def test_blocks(llm):
     ids = np.random.default_rng(0).integers(2, 258, 60)
-    score = models.score(llm, ids, "window:window=5", 16, progress=seen.append)
-    assert seen == [16, 32, 48, 59]
+    score = models.score(llm, ids, "window:window=5", 16)
     assert [(b["start"], b["end"]) for b in score.blocks(25)] == [(1, 26), (26, 51), (51, 60)]
     assert score.state_bytes == 2 * (5 * (2 * 2 * 8 * 4 + 4) + 4)
 

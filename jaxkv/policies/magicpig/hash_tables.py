@@ -99,9 +99,8 @@ def tally(
     kv_head: Int32[Array, ""],
     code: Int32[Array, " L"],
     places: int,
-    min_tables: int,
 ) -> UInt32[Array, " W"]:
-    """The places that are in the bucket of `code` in `min_tables` tables or more, one bit each.
+    """The places that are in the bucket of `code` in two tables or more, one bit each.
 
     kv_head: the number of sequence and KV head. 32 places per word, the first in its lowest bit.
     """
@@ -136,16 +135,16 @@ def tally(
 
     counts = jnp.zeros(WORD // fields * words, jnp.uint32)
     counts = jax.lax.fori_loop(0, -(-total // _BLOCKS), add_blocks, counts)
-    enough = _at_least(counts.reshape(-1, words), min_tables, bits)
+    enough = _at_least_two(counts.reshape(-1, words), bits)
     place = np.arange(0, WORD, fields, dtype=np.uint32)[:, None]
     return jnp.sum(enough << place, axis=0, dtype=jnp.uint32)
 
 
-def _at_least(counts: UInt32[Array, "..."], min_tables: int, bits: int) -> UInt32[Array, "..."]:
-    """Which counts of a word are at least `min_tables`, 1 or 2: one bit each, the lowest bits."""
+def _at_least_two(counts: UInt32[Array, "..."], bits: int) -> UInt32[Array, "..."]:
+    """Which counts of a word are at least two: one bit each, the lowest bits."""
     ones = sum(1 << at for at in range(0, WORD, bits))
     high, low = np.uint32(ones << bits - 1), np.uint32(~(ones << bits - 1) & 0xFFFFFFFF)
-    rest = counts & ~np.uint32(ones) if min_tables == 2 else counts
+    rest = counts & ~np.uint32(ones)
     enough = (((rest & low) + low | rest) & high) >> np.uint32(bits - 1)
     # The product gathers one bit of each field in its highest bits.
     fields = WORD // bits
@@ -158,9 +157,8 @@ def compare(
     kv_head: Array,
     code: Int32[Array, " L"],
     last: Array,
-    min_tables: int,
 ) -> UInt32[Array, " W"]:
-    """The places of the unindexed tail, up to `last`, that agree in `min_tables` codes or more."""
+    """The places of the unindexed tail, up to `last`, that agree in two codes or more."""
     tail = tail.reshape(-1, *tail.shape[2:])
     tables, size = tail.shape[1:]
     width = min(COMPARED, size)
@@ -169,7 +167,7 @@ def compare(
         first = jnp.minimum(i * width, size - width)
         codes = jax.lax.dynamic_slice(tail, (kv_head, 0, first), (1, tables, width))[0]
         num_equal = jnp.sum(codes == code.astype(codes.dtype)[:, None], axis=0, dtype=jnp.int32)
-        enough = (num_equal >= min_tables) & (first + jnp.arange(width) <= last)
+        enough = (num_equal >= 2) & (first + jnp.arange(width) <= last)
         return jax.lax.dynamic_update_slice(matches, enough, (first,))
 
     matches = jax.lax.fori_loop(0, (last + width) // width, compare_block, jnp.zeros(size, bool))

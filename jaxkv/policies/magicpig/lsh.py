@@ -2,7 +2,7 @@
 
 A SimHash is one bit: the side of a plane on which a vector lies. A key and a query agree in it with
 probability p = 1 - acos(c)/pi, where c is the cosine of their angle, and in all K bits of a table
-with P = p^K. A key is sampled if they agree in at least `min_tables` of L tables (2410.16179,
+with P = p^K. A key is sampled if they agree in at least two of L tables (2410.16179,
 section 4.3, eq. 10). The vector extension of eq. 8 is not applied: key norms do not influence u.
 All probabilities are over the draw of the planes.
 """
@@ -36,14 +36,13 @@ _RARE = 0.1  # tables that agree, on average, below which u is a power series in
 
 @dataclass(frozen=True)
 class Hashing:
-    """bits: K of a table. tables: L. min_tables: tables that must agree on a sampled key.
+    """bits: K of a table. tables: L.
 
     u_floor: added to u where a key is weighted, 1e-4 in the published code and 0 in the paper.
     """
 
     bits: int = 10
     tables: int = 150
-    min_tables: int = 2
     u_floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,8 +50,6 @@ class Hashing:
             raise UserError(f"K must be from 1 to {MOST_BITS}, got {self.bits}; try K=10")
         if not 2 <= self.tables <= MOST_TABLES:
             raise UserError(f"L must be from 2 to {MOST_TABLES}, got {self.tables}; try L=150")
-        if self.min_tables not in (1, 2):
-            raise UserError(f"min_tables must be 1 or 2, got {self.min_tables}; try min_tables=2")
         if not 0 <= self.u_floor < 1:
             raise UserError(f"u_floor must be from 0 to less than 1, got {self.u_floor}; try 1e-4")
 
@@ -63,35 +60,30 @@ class Hashing:
 
 
 def log_inclusion(cosine: Float32[Array, "..."], hashing: Hashing) -> Float32[Array, "..."]:
-    """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1); for min_tables 1 without the last term.
+    """log u, u = 1 - (1-P)^L - L P (1-P)^(L-1).
 
-    That is the regularised incomplete beta I_P(min_tables, L - min_tables + 1). Evaluated as
-    written it cancels to zero in float32 for small P. Here log u is within 5e-5 in float32 for
-    every cosine.
+    That is the regularised incomplete beta I_P(2, L - 1). Evaluated as written it cancels to zero
+    in float32 for small P. Here log u is within 5e-5 in float32 for every cosine.
     """
-    tables, min_tables = hashing.tables, hashing.min_tables
+    tables = hashing.tables
     log_p = np.float32(hashing.bits) * jnp.log(_agreement(cosine))  # of P
     p, count = jnp.exp(log_p), np.float32(tables)
     # Where fewer than _RARE tables agree on average: the power series of I_P, leading term factored
     # out.
-    a = tables - min_tables
+    a = tables - 2
     nobody = jnp.log1p(-jnp.minimum(p, np.float32(1 - 2**-24)))
-    if min_tables == 1:
-        series = (-a / 2, a * (a - 1) / 6, -a * (a - 1) * (a - 2) / 24)
-        rest = count * nobody
-    else:
-        series = (
-            -2 * a / 3,
-            a * (a - 1) / 4,
-            -a * (a - 1) * (a - 2) / 15,
-            a * (a - 1) * (a - 2) * (a - 3) / 72,
-        )
-        rest = np.float32(tables - 1) * nobody + jnp.log1p(np.float32(tables - 1) * p)
+    series = (
+        -2 * a / 3,
+        a * (a - 1) / 4,
+        -a * (a - 1) * (a - 2) / 15,
+        a * (a - 1) * (a - 2) * (a - 3) / 72,
+    )
+    rest = np.float32(tables - 1) * nobody + jnp.log1p(np.float32(tables - 1) * p)
     rare = jnp.minimum(p, np.float32(_RARE / tables))
     tail = jnp.zeros_like(rare)
     for factor in reversed(series):
         tail = rare * (np.float32(factor) + tail)
-    log_rare = np.float32(min_tables) * log_p + np.float32(math.log(math.comb(tables, min_tables)))
+    log_rare = np.float32(2) * log_p + np.float32(math.log(math.comb(tables, 2)))
     # 1 - exp(rest) by a tangent: kernels have no expm1.
     half = jnp.tanh(jnp.maximum(-rest, np.float32(1e-7)) / 2)
     often = jnp.log(2 * half / (1 + half))

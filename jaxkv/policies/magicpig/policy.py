@@ -45,7 +45,7 @@ class MagicPIG(Policy):
 
     A prompt is attended exactly. After it, a query attends exactly to the first `sinks` tokens and
     the newest `window`. Of the other keys it attends to those that share its code in at least
-    `min_tables` of `L` tables of `K` bits, each weighted by the inverse of the probability of that.
+    two of `L` tables of `K` bits, each weighted by the inverse of the probability of that.
     Every token stays cached. Each query head samples for itself, from tables that it shares with
     its KV head. A question that follows the end of prefill attends to a sample too; for exact
     attention make it part of the prompt.
@@ -78,7 +78,6 @@ class MagicPIG(Policy):
     sinks: int = 4
     window: int = 64
     center: bool = True
-    min_tables: int = 2
     budget: int = 4096
     u_floor: float = 0.0
     hash_generated: bool = True
@@ -113,7 +112,7 @@ class MagicPIG(Policy):
     @property
     def settings(self) -> IndexSettings:
         """The settings of the index."""
-        hashing = Hashing(self.K, self.L, self.min_tables, self.u_floor)
+        hashing = Hashing(self.K, self.L, self.u_floor)
         return IndexSettings(
             hashing,
             self.sinks,
@@ -354,11 +353,11 @@ def find(
 
     def find_for_head(head: Array, code: Array, draw: Array) -> SampledPlaces:
         kv_head = head // group
-        in_tables = hash_tables.tally(state.tables, kv_head, code, places, hashing.min_tables)
+        in_tables = hash_tables.tally(state.tables, kv_head, code, places)
         if not settings.hash_generated:
             return hash_tables.select(in_tables, max_places, draw)
         last = query_slots[head // heads] - settings.window - settings.sinks
-        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last, hashing.min_tables)
+        in_tail = hash_tables.compare(state.tail_codes, kv_head, code, last)
         selected = hash_tables.select(jnp.concatenate([in_tables, in_tail]), max_places, draw)
         # Words are whole, so bits of no place may stand between tables and tail.
         tables_end = in_tables.shape[0] * hash_tables.WORD
@@ -382,8 +381,7 @@ def _find_at_once(
     query_slots: Int32[Array, " B"],
 ) -> SampledPlaces:
     """`find` for all heads in a few kernels, without a loop."""
-    min_tables, places = settings.hashing.min_tables, state.indexed.positions.shape[1]
-    counts = bucket_counts(*state.tables, codes, places)
+    counts = bucket_counts(*state.tables, codes, state.indexed.positions.shape[1])
     if settings.hash_generated:
         batch, kv_heads, tables, tail = state.tail_codes.shape
         grouped = codes.reshape(batch, kv_heads, -1, tables, 1).astype(state.tail_codes.dtype)
@@ -393,7 +391,7 @@ def _find_at_once(
         left_window = jnp.arange(tail)[None] <= last[:, None]
         equal = jnp.where(left_window[:, None], equal, 0)
         counts = jnp.concatenate([counts, equal], axis=2)
-    return hash_tables.select_at_once(counts >= min_tables, max_places, draw)
+    return hash_tables.select_at_once(counts >= 2, max_places, draw)
 
 
 def _slice(leaf: Array, begin: Int32[Array, " B"], width: int) -> Array:

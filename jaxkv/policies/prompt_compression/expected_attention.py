@@ -53,8 +53,7 @@ class ExpectedAttention(CompressionPolicy):
     mean rotation of the next `future` positions. They give each key's logit a mean and a variance.
     The expected attention is the softmax of mean + variance / 2 (equations 7 and 8), averaged over
     the query heads of a KV head. The score is (expected attention + epsilon) x length of the value
-    (equation 9). covariance: add the variance. value_norm: multiply by the length of the value. A
-    softcap of the model is ignored in the score.
+    (equation 9). A softcap of the model is ignored in the score.
 
     The compressed prompt has `capacity` tokens, sinks included; generated tokens are cached
     exactly. A prompt of at most `capacity` tokens is not compressed. budgets, calibration,
@@ -65,8 +64,6 @@ class ExpectedAttention(CompressionPolicy):
     capacity: int = 1024
     sinks: int = 4
     future: int = 512
-    covariance: bool = True
-    value_norm: bool = True
     epsilon: float = 0.0
     budgets: Budgets = "equal"
     calibration: str | None = None
@@ -87,11 +84,6 @@ class ExpectedAttention(CompressionPolicy):
                 "sinks=4,epsilon=0"
             )
         check_int("future", self.future, 1, MAX_FUTURE)
-        if self.epsilon and not self.value_norm:
-            raise UserError(
-                "epsilon is added before scores are multiplied by the length of the value, got "
-                f"epsilon={self.epsilon:g},value_norm=false; leave one of them out"
-            )
         base.check_capacity(self.capacity, self.start, sinks=self.sinks)
         super().__post_init__()
 
@@ -159,20 +151,17 @@ class ExpectedAttention(CompressionPolicy):
         mean = jnp.einsum("bkmgx,bxh->bkgh", state.mean, rotation, precision=HIGHEST)
         logits = jnp.einsum("bkgh,bksh->bkgs", mean, keys, precision=HIGHEST)
         logits = jnp.float32(spec.scale) * logits
-        if self.covariance:
-            covariance = jnp.einsum(
-                "bkygx,bxh,byd->bkgdh", state.covariance, rotation, rotation, precision=HIGHEST
-            )
-            products = jnp.einsum("bkgdh,bksh->bkgsd", covariance, keys, precision=HIGHEST)
-            variance = jnp.sum(products * keys[:, :, None], axis=-1)
-            logits += jnp.float32(spec.scale**2 / 2) * variance
+        covariance = jnp.einsum(
+            "bkygx,bxh,byd->bkgdh", state.covariance, rotation, rotation, precision=HIGHEST
+        )
+        products = jnp.einsum("bkgdh,bksh->bkgsd", covariance, keys, precision=HIGHEST)
+        variance = jnp.sum(products * keys[:, :, None], axis=-1)
+        logits += jnp.float32(spec.scale**2 / 2) * variance
         penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])
         logits = logits if penalty is None else logits + penalty[:, :, :, 0]
         logits = jnp.where(scored[:, :, None], logits, -jnp.inf)
         shares = jax.nn.log_softmax(logits, axis=-1)
         score = jax.nn.logsumexp(shares, axis=2) - jnp.float32(math.log(shares.shape[2]))
-        if not self.value_norm:
-            return score
         epsilon = math.log(self.epsilon) if self.epsilon else -math.inf
         length = jnp.sqrt(
             jnp.sum(jnp.square(rows.dequantise(tokens.v).astype(jnp.float32)), axis=-1)

@@ -422,9 +422,9 @@ VARIANTS = [
          rule=sparse(sinks=2, size=3, choose=oracle.in_buckets(bits=2, tables=5)),
          capacity=5, exact=2, chunks=(1, 7), longest=60, unbiased=(17,), drawn=True, lossless=True),
     Case("magicpig-overflowing", policy=MagicPIG(K=1, L=3, sinks=1, window=3, center=False,
-         min_tables=1, budget=5, hash_generated=False, start=64),
-         rule=sparse(sinks=1, size=3, choose=oracle.in_buckets(bits=1, tables=3, min_tables=1,
-              center=False, budget=5), generated=False, theta=None),
+         budget=5, hash_generated=False, start=64),
+         rule=sparse(sinks=1, size=3, choose=oracle.in_buckets(bits=1, tables=3, center=False,
+              budget=5), generated=False, theta=None),
          capacity=4, exact=1, chunks=FEW, longest=40, encoding=ALIBI, unbiased=(17,), drawn=True,
          lossless=True),
     # Every key is found, or the rounding of a key would choose others.

@@ -126,8 +126,8 @@ def by_weight(share):
     return choose
 
 
-def in_buckets(bits, tables, min_tables=2, center=True, budget=10**9, floor=0.0):
-    """`magicpig`: the keys that share the query's bucket in at least `min_tables` tables.
+def in_buckets(bits, tables, center=True, budget=10**9, floor=0.0):
+    """`magicpig`: the keys that share the query's bucket in at least two tables.
 
     Of more keys than the budget, every total/budget-th is taken, from a random one on. The weight
     of a key is one over its probability of being selected.
@@ -139,7 +139,7 @@ def in_buckets(bits, tables, min_tables=2, center=True, budget=10**9, floor=0.0)
             query = query._replace(k=query.k - query.k[query.prompt].mean(axis=0))
         sides = lambda x: (x @ planes > 0).reshape(len(x), tables, bits)
         agree = (sides(query.k) == sides(query.q[None])).all(axis=2).sum(axis=1)
-        matches, share = [n for n in query.candidates if agree[n] >= min_tables], 1.0
+        matches, share = [n for n in query.candidates if agree[n] >= 2], 1.0
         if len(matches) > budget:
             draw = np.float32(uniform(query.at, query.rng)) * np.float32(len(matches))
             begin, share = min(int(draw), len(matches) - 1), budget / len(matches)
@@ -148,7 +148,7 @@ def in_buckets(bits, tables, min_tables=2, center=True, budget=10**9, floor=0.0)
         cosine = np.divide(query.k @ query.q, size, out=np.zeros_like(size), where=size > 1e-9)
         p = (1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi) ** bits
         u = sum(math.comb(tables, i) * p**i * (1 - p) ** (tables - i)
-                for i in range(min_tables, tables + 1))  # fmt: skip
+                for i in range(2, tables + 1))  # fmt: skip
         return {n: -math.log((u[n] + floor) * share) for n in matches}
 
     return choose
