@@ -137,9 +137,9 @@ def after_prompts(
             break
         seeded = [policies[name] for name in names]
         # Stretch number i has the seed of the first plus i.
-        readings = measurement.measure(llm, text, seeded, seed * len(text.tokens), show_progress)
-        for name, reading in zip(names, readings, strict=True):
-            means[name].append(reading.losses.mean(axis=1))
+        scores = measurement.measure(llm, text, seeded, seed * len(text.tokens), show_progress)
+        for name, score in zip(names, scores, strict=True):
+            means[name].append(score.by_stretch.mean(axis=1))
     jax.clear_caches()  # a process can map only this many compiled programs
     return {name: np.stack(by_seed) for name, by_seed in means.items()}
 

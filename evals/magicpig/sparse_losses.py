@@ -117,12 +117,10 @@ def read(
         if policy != full:
             shares[policy] = share_read(llm, stream, ids)
 
-    readings = measurement.measure(
-        llm, text, roomy, seed, show_progress, full=full, after=note_share
-    )
+    scores = measurement.measure(llm, text, roomy, seed, show_progress, full=full, after=note_share)
     return np.array([
-        [x.losses.mean(), x.kl.mean(), x.agreement.mean(), shares[x.policy], x.state_bytes]
-        for x in readings
+        [x.loss, x.kl.mean(), x.agreement.mean(), shares[x.policy], x.state_bytes]
+        for x in scores
     ])  # fmt: skip
 
 

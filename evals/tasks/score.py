@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxkv.evals.lib.record import standard_error
+from jaxkv.models.generation.score import divergence as of_logits
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights
-from jaxkv.models.tools.measurement import divergence as of_logits
 from jaxkv.typing import Array, Bool, Float, Float32
 
 # Text and right answers -> the score of the text, 0 to 1.

@@ -22,24 +22,10 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policy_spec import format_policy
-from jaxkv.typing import Array, Float, Int32
+from jaxkv.typing import Array, Bool, Float, Float32, Int32
 
 # Tokens whose logits are in memory at a time: a vocabulary is often wider than a hidden state.
 TOKENS_OF_LOGITS = 256
-
-
-@partial(jax.jit, static_argnums=0)
-def losses_of_chunk(
-    static: Static, weights: Weights, x: Float[Array, "1 T D"], targets: Int32[Array, "1 T"]
-) -> Float[Array, " T"]:
-    """The losses of the targets, from the output of the last layer."""
-    decoder, losses = Decoder(static.config, weights, static.mesh), []
-    hidden = decoder.normed(x)
-    for start in range(0, x.shape[1], TOKENS_OF_LOGITS):
-        block = slice(start, start + TOKENS_OF_LOGITS)
-        logits = decoder.logits(hidden[:, block])
-        losses.append(target_losses(logits, targets[:, block]))
-    return jnp.concatenate(losses, axis=1)[0]
 
 
 def losses(
@@ -101,7 +87,46 @@ def _losses_after(
         stream.prefill([ids[:prompt].tolist()], chunk)
         stream.finish_prefill()
     for x, targets, size in hidden_by_chunk(llm, stream, ids[prompt:], chunk):
-        yield np.asarray(losses_of_chunk(stream.static.of_model, llm.weights, x, targets))[:size]
+        compared = compare_chunk(stream.static.of_model, llm.weights, x, targets)
+        yield np.asarray(compared)[:size, 0]
+
+
+@partial(jax.jit, static_argnums=0)
+def compare_chunk(
+    static: Static,
+    weights: Weights,
+    x: Float[Array, "1 T D"],
+    targets: Int32[Array, "1 T"],
+    full: Float[Array, "1 T D"] | None = None,
+) -> Float32[Array, "T 3"]:
+    """Losses of the targets, KL from full attention and agreement (NaN where `full` is None).
+
+    x, full: the outputs of the last layer under a policy and under full attention.
+    """
+    decoder, parts = Decoder(static.config, weights, static.mesh), []
+    for start in range(0, x.shape[1], TOKENS_OF_LOGITS):
+        block = slice(start, start + TOKENS_OF_LOGITS)
+        logits = decoder.logits(decoder.normed(x[:, block]))
+        losses = target_losses(logits, targets[:, block])
+        if full is None:
+            kl, agreement = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
+        else:
+            of_full = decoder.logits(decoder.normed(full[:, block].astype(x.dtype)))
+            kl, agreement = divergence(of_full, logits)
+        parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
+    return jnp.concatenate(parts)
+
+
+def divergence(
+    full: Float32[Array, "B T V"], policy_logits: Float32[Array, "B T V"]
+) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+    """KL(full || other) of the next token in nats, and whether the likeliest token is the same.
+
+    full, policy_logits: logits under full attention and under a policy, of the same tokens.
+    """
+    p, q = jax.nn.log_softmax(full, axis=-1), jax.nn.log_softmax(policy_logits, axis=-1)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    return kl, jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
 
 
 def hidden_by_chunk(
@@ -135,25 +160,36 @@ def encode(llm: Llm, text: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The losses of tokens prompt+1, prompt+2, ... of a text, and measurements.
+    """What a policy gives on stretches of a text.
 
-    losses: means over stretches where there are several. by_stretch: losses of each stretch, NaN
-    for sink tokens that no head predicts. seconds: time without compile_seconds. chunk: tokens per
-    chunk, None where no cache was used.
+    by_stretch: losses of tokens prompt+1, prompt+2, ... of each stretch, NaN for sink tokens, which
+    no head predicts. state_bytes: bytes of the caches after the last token. seconds: time without
+    compile_seconds; a prompt that several policies share counts for the first of them. chunk:
+    tokens per chunk, None without a cache. kl: KL of the prediction from that of full attention.
+    agreement: 1 where both have the same likeliest token. Both are None or NaN where they are not
+    measured. milliseconds: time per decoded token in each round; empty where it is not measured.
+    An interrupted policy has fewer stretches, or one with fewer tokens.
     """
 
-    losses: Float[np.ndarray, " N"]
+    policy: str | Policy | Sequence[Policy | str]
+    by_stretch: Float[np.ndarray, "S C"]
     state_bytes: int
     seconds: float
     compile_seconds: float
     chunk: int | None = None
     prompt: int = 0
-    by_stretch: Float[np.ndarray, "S C"] | None = None
+    kl: Float[np.ndarray, "S C"] | None = None
+    agreement: Float[np.ndarray, "S C"] | None = None
+    milliseconds: tuple[float, ...] = ()
+
+    @property
+    def losses(self) -> Float[np.ndarray, " N"]:
+        """Means over stretches, without the tokens that are a sink token in any of them."""
+        predicted = np.isfinite(self.by_stretch).all(axis=0)
+        return np.mean(self.by_stretch[:, predicted], axis=0)
 
     @property
     def predictions(self) -> int:
-        if self.by_stretch is None:
-            return len(self.losses)
         return int(np.isfinite(self.by_stretch).sum())
 
     @property
@@ -168,12 +204,13 @@ class Score:
     def blocks(self, size: int) -> list[dict[str, int | float]]:
         """The mean loss of each `size` consecutive predictions, of tokens start to end - 1."""
         check_int("size", size)
-        total, before = len(self.losses), self.prompt + 1
+        losses, before = self.losses, self.prompt + 1
+        total = len(losses)
         return [
             {
                 "start": first + before,
                 "end": min(first + size, total) + before,
-                "loss": float(np.mean(self.losses[first : first + size], dtype=np.float64)),
+                "loss": float(np.mean(losses[first : first + size], dtype=np.float64)),
             }
             for first in range(0, total, size)
         ]
@@ -187,7 +224,7 @@ def score(
     seed: int = 0,
     prompt: int = 0,
 ) -> Score:
-    """All losses of a text under a policy, without those of sink tokens that no head predicts.
+    """The losses of a text under a policy.
 
     seed: of policies that draw. prompt: as for `losses`.
     """
@@ -199,10 +236,10 @@ def score(
     warn_beyond_context(llm, stream.policies, len(ids))
     text_losses, seconds, compiling = gather(parts)
     targets = ids[prompt + 1 :][: len(text_losses)]
-    text_losses = text_losses[targets < llm.config.vocab]
-    if not np.isfinite(text_losses).all():
+    if not np.isfinite(text_losses[targets < llm.config.vocab]).all():
         raise not_finite(llm)
-    return Score(text_losses, stream.state_bytes, seconds, compiling, chunk, prompt)
+    by_stretch = text_losses[None]
+    return Score(policy, by_stretch, stream.state_bytes, seconds, compiling, chunk, prompt)
 
 
 def gather(

@@ -21,9 +21,10 @@ import numpy as np
 
 from jaxkv.contract import Policy
 from jaxkv.errors import UserError
+from jaxkv.models.generation.score import Score
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import budgets, measurement
-from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask, is_noise, paired
+from jaxkv.models.tools.measurement import Stretches, WatchTask, is_noise, paired
 from jaxkv.policies import Full
 from jaxkv.policy_spec import format_policy, max_lookback
 from jaxkv.typing import Bool, Float, Int32
@@ -109,16 +110,16 @@ def measure(
     seed: int,
     watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
-) -> list[Reading]:
-    """The readings of full attention and of the policies that are complete.
+) -> list[Score]:
+    """The scores of full attention and of the policies that are complete.
 
     stopped: asked after every chunk and round whether to end. Raises UserError before the first
-    reading if any policy cannot run.
+    one if any policy cannot run.
     """
-    readings = measurement.measure(
+    scores = measurement.measure(
         llm, text, [FULL, *policies], seed, watch, stopped, full=FULL, decode=True
     )
-    return [reading for reading in readings if reading.is_complete(text)]
+    return [score for score in scores if text.is_complete(score)]
 
 
 def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
@@ -137,15 +138,15 @@ def repeat_distances(ids: Sequence[int]) -> Int32[np.ndarray, " N"]:
 
 
 def rank(
-    llm: Llm, text: Stretches, readings: Sequence[Reading], budget: int, block: int
+    llm: Llm, text: Stretches, scores: Sequence[Score], budget: int, block: int
 ) -> dict[str, Any]:
     """The report: full attention, then the policies within the budget by their loss, then others.
 
     budget: bytes. block: tokens per block, from which errors are computed.
     """
     predicted = text.tokens[:, text.prompt + 1 :] < llm.config.vocab  # all but sink tokens
-    by_name = {reading.policy: reading for reading in readings}
-    losses = {name: reading.losses for name, reading in by_name.items()}
+    by_name = {score.policy: score for score in scores}
+    losses = {name: score.by_stretch for name, score in by_name.items()}
     state_bytes = {name: budgets.bytes_of(llm, name, text.prompt, text.scored) for name in losses}
     by_loss = sorted(losses, key=lambda name: losses[name][predicted].mean())
     full = [name for name in losses if name == FULL]
@@ -183,28 +184,28 @@ def rank(
 
 
 def _row(
-    llm: Llm, text: Stretches, reading: Reading, predicted: Bool[np.ndarray, "S C"], block: int
+    llm: Llm, text: Stretches, score: Score, predicted: Bool[np.ndarray, "S C"], block: int
 ) -> dict[str, Any]:
     """What the report says of one policy alone."""
-    policies = llm.policies(reading.policy)
-    loss = float(reading.losses[predicted].mean())
-    times = reading.milliseconds
+    policies = llm.policies(score.policy)
+    loss = float(score.by_stretch[predicted].mean())
+    times = score.milliseconds
     return {
-        "policy": reading.policy,
+        "policy": score.policy,
         "policy_string": format_policy(policies),
         "loss": loss,
         "perplexity": float(np.exp(loss)),
-        "kl": paired(reading.kl, block, predicted),
-        "agreement": float(reading.agreement[predicted].mean()),
+        "kl": paired(score.kl, block, predicted),
+        "agreement": float(score.agreement[predicted].mean()),
         "milliseconds_per_token": None
         if not times
         else {"median": float(np.median(times)), "least": min(times), "most": max(times)},
-        "prompt_bytes": budgets.prompt_bytes_of(llm, reading.policy, text.prompt),
+        "prompt_bytes": budgets.prompt_bytes_of(llm, score.policy, text.prompt),
         "acts_on_prompt": budgets.acts_on_prompt(policies),
         # No distance exceeds the trained context, however long the text is.
         "endless": max(map(max_lookback, policies)) <= llm.config.context,
-        "seconds": reading.seconds,
-        "compile_seconds": reading.compile_seconds,
+        "seconds": score.seconds,
+        "compile_seconds": score.compile_seconds,
     }
 
 

@@ -16,7 +16,7 @@ from jaxkv.models.generation.score import Score
 from jaxkv.models.generation.text import warn_beyond_context
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement, palette, pictures, recompute
-from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask, paired, show
+from jaxkv.models.tools.measurement import Stretches, WatchTask, paired, show
 from jaxkv.policy_spec import format_policy
 from jaxkv.state import memory
 
@@ -64,29 +64,14 @@ def compare(
         recompute.check(llm)
     for policy in cached:
         warn_beyond_context(llm, llm.policies(policy), text.fed)
-    readings = []
+    measured = []
     if cached:
-        readings = measurement.measure(llm, text, cached, seed, watch, stopped, chunk=chunk)
+        measured = measurement.measure(llm, text, cached, seed, watch, stopped, chunk=chunk)
     for policy, window in windows.items():
-        if window is not None and not (readings and stopped()):
-            readings.append(recompute.measure(llm, text, policy, window, watch, stopped))
-    scores = {reading.policy: _score(llm, text, reading) for reading in readings}
+        if window is not None and not (measured and stopped()):
+            measured.append(recompute.measure(llm, text, policy, window, watch, stopped))
+    scores = {score.policy: score for score in measured}
     return {policy: scores[policy] for policy in policies if policy in scores}
-
-
-def _score(llm: Llm, text: Stretches, reading: Reading) -> Score:
-    """The score of a policy, without the losses of sink tokens."""
-    rows, columns = reading.losses.shape
-    predicted = text.tokens[:rows, text.prompt + 1 :][:, :columns] < llm.config.vocab
-    return Score(
-        np.mean(reading.losses[:, predicted.all(axis=0)], axis=0),
-        reading.state_bytes,
-        reading.seconds,
-        reading.compile_seconds,
-        reading.chunk,
-        text.prompt,
-        np.where(predicted, reading.losses, np.nan),
-    )
 
 
 def over_first(scores: Mapping[str, Score], block: int) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,17 +25,15 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.models.generation import shared_prompt
 from jaxkv.models.generation.decoding import BLOCK as DECODED
-from jaxkv.models.generation.decoding import Static, compiled_decode_block, prefill_programs
-from jaxkv.models.generation.score import TOKENS_OF_LOGITS, check_scorable, hidden_by_chunk
+from jaxkv.models.generation.decoding import compiled_decode_block, prefill_programs
+from jaxkv.models.generation.score import Score, check_scorable, compare_chunk, hidden_by_chunk
 from jaxkv.models.generation.streams import Stream, not_finite, widths
 from jaxkv.models.loading.compilation import Ahead, Stopwatch
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.cross_entropy import target_losses
-from jaxkv.models.network.decoder import Decoder, Weights
 from jaxkv.policy_spec import state_bytes
 from jaxkv.sampling import Sampling
 from jaxkv.state import memory
-from jaxkv.typing import Array, Bool, Float, Float32, Int32
+from jaxkv.typing import Bool, Float, Float32, Int32
 
 ROUNDS, ROUND = 5, 8  # decoded pieces whose times are taken, and tokens of each
 
@@ -62,6 +59,9 @@ class Stretches(NamedTuple):
     @property
     def scored(self) -> int:
         return self.fed - self.prompt
+
+    def is_complete(self, score: Score) -> bool:
+        return score.by_stretch.shape == (len(self.tokens), self.scored)
 
 
 def cut(
@@ -94,33 +94,6 @@ def cut(
     return Stretches(np.concatenate([before, parts], axis=1), prompt)
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What one policy gives on each stretch.
-
-    losses: losses of the scored tokens, NaN for sink tokens, which no head predicts. kl: KL of the
-    prediction from that of full attention. agreement: 1 where both have the same likeliest token.
-    Both are NaN where they are not measured. state_bytes: bytes of the caches after the last token.
-    seconds: time without compile_seconds; a prompt that several policies share counts for the first
-    of them. chunk: tokens per chunk, None without a cache. milliseconds: time per decoded token in
-    each round; empty where it is not measured. An interrupted policy has fewer stretches, or one
-    with fewer tokens.
-    """
-
-    policy: str
-    losses: Float[np.ndarray, "S C"]
-    kl: Float[np.ndarray, "S C"]
-    agreement: Float[np.ndarray, "S C"]
-    state_bytes: int
-    seconds: float
-    compile_seconds: float
-    chunk: int | None
-    milliseconds: tuple[float, ...] = ()
-
-    def is_complete(self, text: Stretches) -> bool:
-        return self.losses.shape == (len(text.tokens), text.scored)
-
-
 @dataclass(eq=False)
 class _Run:
     """One policy: its predictions by stretch and chunk so far, and its last stream."""
@@ -132,19 +105,20 @@ class _Run:
     watch: Stopwatch = field(default_factory=Stopwatch)
     milliseconds: tuple[float, ...] = ()
 
-    def reading(self, name: str) -> Reading:
+    def score(self, policy: str, prompt: int) -> Score:
         rows = [np.concatenate(parts) for parts in self.parts if parts]
         rows = [row for row in rows if len(row) == len(rows[0])]
         losses, kl, agreement = np.moveaxis(np.stack(rows).astype(np.float64), 2, 0)
-        return Reading(
-            name,
+        return Score(
+            policy,
             losses,
-            kl,
-            agreement,
             self.state_bytes,
             self.watch.seconds,
             self.watch.compile_seconds,
             self.chunk,
+            prompt,
+            kl,
+            agreement,
             self.milliseconds,
         )
 
@@ -160,8 +134,8 @@ def measure(
     chunk: int | None = None,
     decode: bool = False,
     after: Callable[[str, Stream], object] | None = None,
-) -> list[Reading]:
-    """The readings of policies, in their order.
+) -> list[Score]:
+    """The scores of policies, in their order.
 
     seed: the seed of the first stretch; each later one adds 1. stopped: asked after every chunk
     whether to end there. full: the policy with which predictions are compared. chunk: tokens per
@@ -197,7 +171,7 @@ def measure(
                 after(name, run.stream)
     finally:
         ahead.cancel()
-    return [run.reading(name) for name, run in runs.items() if any(run.parts)]
+    return [run.score(name, text.prompt) for name, run in runs.items() if any(run.parts)]
 
 
 class Group(NamedTuple):
@@ -320,46 +294,11 @@ def _predictions(
         if reference is not None:
             full = np.zeros(x.shape, reference.dtype)
             full[0, :size] = reference[at : at + size]
-        part = np.array(compare(stream.static.of_model, llm.weights, x, targets, full))[:size]
+        part = np.array(compare_chunk(stream.static.of_model, llm.weights, x, targets, full))[:size]
         if keep is not None:
             part[:, 1:] = 0, 1  # full attention against itself
         at += size
         yield part
-
-
-@partial(jax.jit, static_argnums=0)
-def compare(
-    static: Static,
-    weights: Weights,
-    x: Float[Array, "1 T D"],
-    targets: Int32[Array, "1 T"],
-    full: Float[Array, "1 T D"] | None,
-) -> Float32[Array, "T 3"]:
-    """Losses of the targets, KL from full attention and agreement (NaN where `full` is None)."""
-    decoder, parts = Decoder(static.config, weights, static.mesh), []
-    for start in range(0, x.shape[1], TOKENS_OF_LOGITS):
-        block = slice(start, start + TOKENS_OF_LOGITS)
-        logits = decoder.logits(decoder.normed(x[:, block]))
-        losses = target_losses(logits, targets[:, block])
-        if full is None:
-            kl, agreement = jnp.full_like(losses, jnp.nan), jnp.full_like(losses, jnp.nan)
-        else:
-            of_full = decoder.logits(decoder.normed(full[:, block].astype(x.dtype)))
-            kl, agreement = divergence(of_full, logits)
-        parts.append(jnp.stack([losses[0], kl[0], agreement[0].astype(jnp.float32)], axis=1))
-    return jnp.concatenate(parts)
-
-
-def divergence(
-    full: Float32[Array, "B T V"], policy_logits: Float32[Array, "B T V"]
-) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
-    """KL(full || other) of the next token in nats, and whether the likeliest token is the same.
-
-    full, policy_logits: logits under full attention and under a policy, of the same tokens.
-    """
-    p, q = jax.nn.log_softmax(full, axis=-1), jax.nn.log_softmax(policy_logits, axis=-1)
-    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-    return kl, jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
 
 
 def _prompt(group: Group) -> str:
@@ -402,7 +341,7 @@ def _compile_ahead(
                 targets = jax.ShapeDtypeStruct((1, width), jnp.int32)
                 of_full = None if full is None or name == full else x
                 ahead.compile(
-                    name, compare, stream.static.of_model, llm.weights, x, targets, of_full
+                    name, compare_chunk, stream.static.of_model, llm.weights, x, targets, of_full
                 )
             ended[name] = stream
     for name, stream in ended.items() if decode else ():

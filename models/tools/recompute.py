@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.models.generation.score import gather
+from jaxkv.models.generation.score import Score, gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.cross_entropy import target_losses
 from jaxkv.models.network.decoder import Weights
-from jaxkv.models.tools.measurement import Reading, Stretches, WatchTask
+from jaxkv.models.tools.measurement import Stretches, WatchTask
 from jaxkv.rotary import Alibi
 from jaxkv.typing import Array, Float32, Int32
 
@@ -60,15 +60,14 @@ def measure(
     window: int,
     watch: WatchTask,
     stopped: Callable[[], bool] = lambda: False,
-) -> Reading:
-    """The reading of this baseline, as `measurement.measure` gives those of policies."""
+) -> Score:
+    """The score of this baseline, as `measurement.measure` gives those of policies."""
     with watch(policy, text.fed, "tokens") as progress:
         runs = [gather(losses(llm, ids, window), progress, stopped) for ids in text.tokens]
     rows = [of_stretch[text.prompt :] for of_stretch, _, _ in runs]
     rows = np.stack([row for row in rows if len(row) == len(rows[0])])
     seconds, compiling = (sum(run[at] for run in runs) for at in (1, 2))
-    absent = np.full_like(rows, np.nan)
-    return Reading(policy, rows, absent, absent, 0, seconds, compiling, None)
+    return Score(policy, rows, 0, seconds, compiling, None, text.prompt)
 
 
 def losses(

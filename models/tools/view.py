@@ -25,7 +25,7 @@ import numpy as np
 from jaxkv.contract import Cached, Policy, Spec, State
 from jaxkv.errors import UserError
 from jaxkv.models.generation.decoding import Static
-from jaxkv.models.generation.score import losses_of_chunk
+from jaxkv.models.generation.score import compare_chunk
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.tokenizer import Pieces
@@ -204,8 +204,8 @@ def attention_of(
             codes_of_layers.append((layer, np.asarray(codes)[:, *lower]))
     by_layer = dict(codes_of_layers)
     static = Static(config, llm.policies("full"), llm.mesh)
-    losses = losses_of_chunk(static, llm.weights, x[:, :-1], tokens[:, 1:])
-    return np.stack([by_layer[layer] for layer in layers]), np.asarray(losses)
+    compared = compare_chunk(static, llm.weights, x[:, :-1], tokens[:, 1:])
+    return np.stack([by_layer[layer] for layer in layers]), np.asarray(compared)[:, 0]
 
 
 @partial(jax.jit, static_argnums=0)

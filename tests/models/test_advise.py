@@ -12,8 +12,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.generation.score import Score
 from jaxkv.models.tools import advise, advise_report, budgets, measurement
-from jaxkv.models.tools.measurement import Reading, Stretches, is_noise
+from jaxkv.models.tools.measurement import Stretches, is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
 
@@ -204,7 +205,7 @@ STREAMING, KEYDIFF = "streaming:sinks=4,window=28", "keydiff:capacity=12"
 
 def result(policy: str, losses: np.ndarray, *milliseconds: float):
     zeros = np.zeros(losses.shape)
-    return Reading(policy, losses, zeros, zeros, 100, 1.0, 1.0, 64, milliseconds or (1.0,))
+    return Score(policy, losses, 100, 1.0, 1.0, 64, 0, zeros, zeros, milliseconds or (1.0,))
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_measurement_compiles_while_other_policies_run(deep, compilations, mon
     results = [measure()]
     monkeypatch.setattr(measurement, "_compile_ahead", lambda *_: None)
     results.append(measure())
-    heavy = {f"jit({name})" for name in ("run_layer", "_run_recorded", "absorb", "compare",
+    heavy = {f"jit({name})" for name in ("run_layer", "_run_recorded", "absorb", "compare_chunk",
                                          "finish_prefill_layer", "decode_block")}  # fmt: skip
     assert heavy <= set(compilations["ahead"]) and not heavy & set(compilations["here"])
     for actual, expected in zip(*results, strict=True):

@@ -72,44 +72,44 @@ def test_every_policy_is_measured(llm, text):
     names = [*SETTINGS.values(), *OTHERS]
     (group, *_) = measurement.grouped(llm, text, names, "full")
     assert group.names[0] == "full" and len(group.names) == 16
-    readings = measurement.measure(llm, text, names, 5, watch, full="full")
-    assert [reading.policy for reading in readings] == names
-    for reading in readings:
-        assert reading.is_complete(text)
+    scores = measurement.measure(llm, text, names, 5, watch, full="full")
+    assert [score.policy for score in scores] == names
+    for score in scores:
+        assert text.is_complete(score)
         for number, ids in enumerate(text.tokens):
-            expected = plain(llm, reading.policy, ids, 5 + number)
+            expected = plain(llm, score.policy, ids, 5 + number)
             np.testing.assert_allclose(
-                reading.losses[number], expected, atol=2e-4, err_msg=reading.policy
+                score.by_stretch[number], expected, atol=2e-4, err_msg=score.policy
             )
-    away = {reading.policy: reading.kl.mean() for reading in readings}
+    away = {score.policy: score.kl.mean() for score in scores}
     assert away["full"] == 0 and min(away[name] for name in names[1:]) > 1e-6
 
 
 def test_full_attention_is_that_of_a_plain_forward(llm, text):
-    (reading,) = measurement.measure(llm, text, ["full"], 0, watch)
+    (score,) = measurement.measure(llm, text, ["full"], 0, watch)
     decoder, hidden, _ = uncached.forward(llm.config, llm.weights, text.tokens)
     logits = np.asarray(decoder.logits(hidden), np.float64)[:, PROMPT:-1]
     targets = text.tokens[:, PROMPT + 1 :]
     picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     expected = np.log(np.exp(logits).sum(axis=-1)) - picked
-    np.testing.assert_allclose(reading.losses, expected, atol=1e-4)
-    assert np.isnan(reading.kl).all()
+    np.testing.assert_allclose(score.by_stretch, expected, atol=1e-4)
+    assert np.isnan(score.kl).all()
 
 
 def test_a_prompt_longer_than_a_chunk_is_shared_too(llm, text, monkeypatch):
     monkeypatch.setattr("jaxkv.models.generation.shared_prompt.CHUNK", 16)
     names = ["full", SETTINGS["snapkv"], SETTINGS["expected-attention"]]
-    readings = measurement.measure(llm, text, names, 0, watch)
-    for reading in readings:
+    scores = measurement.measure(llm, text, names, 0, watch)
+    for score in scores:
         np.testing.assert_allclose(
-            reading.losses[0], plain(llm, reading.policy, text.tokens[0], 0), atol=2e-4
+            score.by_stretch[0], plain(llm, score.policy, text.tokens[0], 0), atol=2e-4
         )
 
 
 def test_without_a_prompt_all_tokens_are_scored(llm, text):
     stretches = Stretches(text.tokens, 0)
-    (reading,) = measurement.measure(llm, stretches, ["window:window=9"], 0, watch, chunk=16)
-    for ids, losses in zip(text.tokens, reading.losses, strict=True):
+    (score,) = measurement.measure(llm, stretches, ["window:window=9"], 0, watch, chunk=16)
+    for ids, losses in zip(text.tokens, score.by_stretch, strict=True):
         expected = np.concatenate(list(models.losses(llm, ids, "window:window=9", 16)))
         np.testing.assert_allclose(losses, expected, atol=1e-6)
 

@@ -94,14 +94,14 @@ def test_blocks(llm):
 
 @pytest.mark.parametrize("size, rule", [(0, "at least 1"), (-1, "at least 1"), (1.5, "a whole")])
 def test_sizes_of_blocks_that_are_refused(size, rule):
-    score = Score(np.ones(5, np.float32), 0, 0.0, 0.0)
+    score = Score("full", np.ones((1, 5), np.float32), 0, 0.0, 0.0)
     with pytest.raises(UserError, match=f"size must be {rule}.*, got {size}; use 1 or more"):
         score.blocks(size)
 
 
 def test_the_mean_of_many_losses_is_exact():
     """Millions of float32 losses must not be added in float32."""
-    score = Score(np.full(5_000_000, 1.1, np.float32), 0, 0.0, 0.0)
+    score = Score("full", np.full((1, 5_000_000), 1.1, np.float32), 0, 0.0, 0.0)
     assert math.isclose(score.loss, float(np.float32(1.1)), rel_tol=1e-9)
 
 
