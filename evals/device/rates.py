@@ -5,12 +5,14 @@ Prefill of a prompt, then decoding, alone and in a batch; every case is a part t
 run that time cuts short continues. transformers runs the same shapes, and decodes with a static
 cache. `magicpig` is read by name only: on a GPU its decoding was so slow that a run was stopped,
 and its new form has not run yet.
+
+The record `rates_gpu` has SmolLM2-135M with its weights; the commit of the record has its command.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +23,26 @@ import numpy as np
 
 from jaxkv.errors import UserError
 from jaxkv.evals.benchmarks.compiled_worker import COMMON, MODELS, config_of
-from jaxkv.evals.benchmarks.policy_rates import POLICIES, prefill
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import spread
+from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import Measure, Run, flag, run
+from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.evals.lib.timing import Variant, bar, decode_after_prompt, prompt, timed
+from jaxkv.evals.lib.verdict import Statement, below
+from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.loading.weight_names import shapes
 
 PEER = "transformers"
+POLICIES = {
+    "full": "full",
+    "window": "window:window=256",
+    "streaming": "streaming:sinks=4,window=252",
+    "reservoir": "reservoir:sinks=4,window=124,sample=128",
+    "balance-stream": "balance-stream:sinks=4,window=124,levels=3,block=64",
+    "snapkv": "snapkv:capacity=256",
+    "magicpig": "magicpig",
+}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 FASTEST = {
@@ -127,6 +140,13 @@ def seconds_of(case: DeviceCase, models: dict[str, Llm], options: Any) -> np.nda
     return seconds_of_rounds(timed(read), options.rounds)
 
 
+def prefill(llm: Llm, policy: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    stream = Stream(llm, policy, len(prompts), tokens=tokens)
+    stream.prefill(prompts)
+    stream.finish_prefill()
+    jax.block_until_ready(stream.decoding)
+
+
 def seconds_of_rounds(variant: Variant, rounds: int) -> np.ndarray:
     """The seconds of each round, after one that compiles."""
     variant()
@@ -178,6 +198,31 @@ def transformers_seconds(case: DeviceCase, options: Any) -> np.ndarray:
     return all_tokens - first
 
 
+def rates_table() -> str:
+    """Tokens a second on a GPU by policy: medians."""
+    record = read("rates_gpu")
+    results, gpu = record["results"], record["device"].partition(": ")[2]
+    single = results["batch 1"]
+    rounds = single["policies"]["full"]["decoding"]["n"]
+    lines = [
+        f"{results['model']} in {results['dtype']} on {gpu}, one sequence, a prompt of "
+        f"{single['prompt']:,} tokens, tokens a second (medians of {rounds} rounds):",
+        "",
+        *table_head("policy", "prefill", "decoding"),
+    ]
+    for name, row in single["policies"].items():
+        cells = (f"{row[phase]['median']:,.0f}" for phase in ("prefill", "decoding"))
+        lines.append(table_row(f"`{name}`", *cells))
+    return page_table(lines)
+
+
+TABLES = {"rates_gpu": rates_table}
+STATEMENTS = (
+    Statement("ACCELERATOR.md", "`balance-stream` decodes slowest", "rates_gpu",
+              [below("batch 1/policies/balance-stream/decoding",
+                     f"batch 1/policies/{name}/decoding")
+               for name in POLICIES if name not in ("balance-stream", "magicpig")]),
+)  # fmt: skip
 MEASURE = Measure("device_rates", measure, FLAGS)
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ MODULES = {  # of a record, in the order of the page: the module under jaxkv.eva
     "workarounds": "benchmarks.cpu_forms",
     "compiled": "benchmarks.compiled",
     **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},
-    **{f"rates_{platform}": "benchmarks.policy_rates" for platform in ("cpu", "gpu", "tpu")},
+    "rates_gpu": "device.rates",
     **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
     **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
     **dict.fromkeys(("needles", "needles_1024", "needles_4096", "needles_4096_quarter"), "tasks"),

@@ -13,7 +13,6 @@ from jaxkv.evals.benchmarks import (
     latency,
     neighbours,
     past_records,
-    policy_rates,
     rates,
     schemas,
     servers,
@@ -23,6 +22,7 @@ from jaxkv.evals.benchmarks import (
 )
 from jaxkv.evals.comparison import endless_losses, side_by_side_tables, which_cache
 from jaxkv.evals.correctness import agreement, known_answers
+from jaxkv.evals.device import rates as device_rates
 from jaxkv.evals.lib import figures, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
@@ -91,8 +91,8 @@ EXPERIMENTS = (
     agreement, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, rollouts, long_rollouts, report, mfu, prefix_tables,
     # Benchmarks.
-    compiled, cpu_forms, kernels, kvpress_parity, latency, neighbours, past_records, policy_rates,
-    rates, schemas, servers, serving, startup,
+    compiled, cpu_forms, kernels, kvpress_parity, latency, neighbours, past_records, rates,
+    schemas, servers, serving, startup, device_rates,
 )  # fmt: skip
 STATEMENTS: tuple[Statement, ...] = tuple(
     statement for experiment in EXPERIMENTS for statement in getattr(experiment, "STATEMENTS", ())

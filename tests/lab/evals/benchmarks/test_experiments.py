@@ -8,7 +8,6 @@ from jaxkv import models
 from jaxkv.evals.benchmarks import (
     kernels,
     latency,
-    policy_rates,
     startup,
 )
 from jaxkv.evals.lib import timing
@@ -60,12 +59,6 @@ def test_kernels_are_timed(monkeypatch):
     assert set(results["sampled_attention"]["float32, 256 slots"]) == {"dense", "xla"}
     assert results["sign_walk"]["tokens, products and walk"]["xla"]["n"] == 2
     assert results["bars"] == []
-
-
-def test_rates_of_each_policy(llm):
-    by_policy = policy_rates.rates(llm, ["streaming", "snapkv"], 2, 300, 1, new=4)["policies"]
-    assert all(row["prefill"]["median"] > 0 for row in by_policy.values())
-    assert by_policy["snapkv"]["step_milliseconds"]["n"] == 1
 
 
 def test_each_message_of_a_chat_has_its_seconds(llm, monkeypatch):

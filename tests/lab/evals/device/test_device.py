@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 
-import jax
 import pytest
 
-from jaxkv.evals.device import __main__ as device
 from jaxkv.evals.device import flash, rates
 from jaxkv.evals.lib import parts, record
 from jaxkv.evals.lib.run import run
@@ -64,24 +62,3 @@ def test_transformers_runs_the_same_shapes(trials):
     pytest.importorskip("torch", reason="no torch: pip install --group peers")
     run(rates.MEASURE, [*SMALL, "--policies", "transformers"])
     assert len(results(trials, "device_rates")["rates"]["SmolLM2-135M"]["transformers"]) == 3
-
-
-def test_the_next_run_is_the_first_without_a_record(tmp_path):
-    assert device.next_run(tmp_path) == device.RUNS[0]
-    for run_ in device.RUNS:
-        (tmp_path / f"{run_.record}.json").touch()
-    assert device.next_run(tmp_path) is None
-    assert jax.default_backend() == "cpu"
-
-
-@pytest.mark.parametrize("words, said", [
-    (["--runn"], "unrecognized arguments: --runn; did you mean --run?"),
-    (["--run"], "runs are for a GPU or a TPU, got a CPU; python -m jaxkv.evals.device.flash --q"),
-])  # fmt: skip
-def test_the_launcher_refuses_in_one_line(words, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(device, "next_run", lambda: device.RUNS[0])
-    monkeypatch.setattr("sys.argv", ["device", *words])
-    with pytest.raises(SystemExit) as error:
-        record.run_command(device.main)
-    written = capsys.readouterr().err
-    assert error.value.code == 2 and written.count("\n") == 1 and said in written
