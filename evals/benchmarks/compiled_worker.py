@@ -163,7 +163,14 @@ def lowered(case: CompiledCase, layers: int, place: Place) -> tuple[Any, int]:
         inputs = weights, x, state, positions, valid
         program = run_donated.lower(config, policy, step_on(None), *inputs)
         return program, nbytes((weights, state))
-    decoding = ahead.shapes_of_decoding(config, (state,) * layers, place=place)
+    return lowered_decode(config, policies, weights, state, place)
+
+
+def lowered_decode(
+    config: Config, policies: tuple[Policy, ...], weights: Any, state: State, place: Place
+) -> tuple[Any, int]:
+    """A decode step of one sequence, and its bytes; state: the shapes of that of each layer."""
+    decoding = ahead.shapes_of_decoding(config, (state,) * config.layers, place=place)
     sampling = Sampling()
     static = Static(config, policies, None, xla_gpu.carries_shared_once())
     step = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)

@@ -48,7 +48,10 @@ PARTS = {f"evals/{name}": experiments(name) for name in FOLDERS} | {
         ("README.md", "docs/*.md", "jaxkv/cli/*", "tests/pages.py"),
     ),
     "rehearsal": Part(("tests/lab/test_accelerator.py",), ("ACCELERATOR.md", "models/training/*")),
-    "TPU": Part(("tests/lab/test_tpu.py",), ("pallas_kernels/*", "jaxkv/platform/*")),
+    "TPU": Part(
+        ("tests/lab/test_tpu.py",),
+        ("pallas_kernels/*", "jaxkv/platform/*", "evals/benchmarks/compiled_worker.py"),
+    ),
     "adapters": Part(  # skipped here: `.ci/run` has the extras
         ("tests/lab/adapters",),
         ("jaxkv/adapters/*", "models/training/grpo.py", "evals/training/*", "colab/09_*"),

@@ -8,54 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv.contract import Chunk, Policy, State
-from jaxkv.evals.lib.ahead import reports_of, shapes_of_decoding, v5e
+from jaxkv.evals.benchmarks.compiled_worker import config_of, lowered_decode, on_device
+from jaxkv.evals.lib.ahead import reports_of, v5e
 from jaxkv.evals.lib.hlo import copies_in_loops, floats_in_loops
-from jaxkv.models.generation.decoding import Static, decode_block
-from jaxkv.models.loading.config import read_config
 from jaxkv.models.loading.weight_names import shapes
 from jaxkv.models.network import quantised
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import spec_of
 from jaxkv.policy_spec import by_layer
-from jaxkv.sampling import Sampling
 
 pytestmark = pytest.mark.tpu_check
-LLAMA_1B = {  # Llama 3.2 1B, as published
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+MODEL = "Llama-3.2-1B"
 STREAMING = "streaming:sinks=4,window=1020"
 FULL = "full:max=131072,start=1024"
 BFLOAT16, INT8 = "bfloat16", "int8"  # formats of the weights
@@ -124,10 +95,7 @@ def test_no_step_has_a_float_copy_of_a_matrix_in_int8(all_reports, reports):
 
 def main() -> None:
     """Print one line of JSON per case."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_1B))
-        config = read_config(Path(folder))
-    place = SingleDeviceSharding(v5e())
+    config, place = config_of(MODEL), SingleDeviceSharding(v5e())
     with mock.patch("jax.default_backend", lambda: "tpu"):  # forms follow the backend
         for case in [*((*case, BFLOAT16) for case in CASES), (STREAMING, 1_000, INT8)]:
             text, seen, weights = case
@@ -138,23 +106,14 @@ def report(
     config: Config, text: str, seen: int, place: SingleDeviceSharding, weight_format: str
 ) -> dict:
     """The compiler's figures of the decode step after `seen` tokens."""
-
-    def arg(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
     policies = by_layer(text, config.layers)
     shapes_after = jax.eval_shape(lambda: after(config, policies[0], seen))
-    state = jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), shapes_after)
-    decoding = shapes_of_decoding(config, (state,) * config.layers, place=place)
+    state = on_device(shapes_after, place)
     matrices = {n: shape for n, (_, shape) in shapes(config).items() if quantised.is_matrix(n)}
-    weights = {name: arg(shape, jnp.bfloat16) for name, (_, shape) in shapes(config).items()}
+    weights = {n: jax.ShapeDtypeStruct(x, jnp.bfloat16) for n, (_, x) in shapes(config).items()}
     if weight_format == INT8:
-        structs = {name: quantised.shapes(name, shape, INT8) for name, shape in matrices.items()}
-        weights |= jax.tree.map(lambda leaf: arg(leaf.shape, leaf.dtype), structs)
-    static, settings = Static(config, policies, None, shared_once=False), Sampling()
-    write = jax.jit(decode_block, static_argnums=(0, 1, 2), donate_argnums=4)
-    args = (static, settings.filters, config.eos, weights, decoding, settings.knobs, np.int32(1))
-    lowered = write.lower(*args)
+        weights |= {name: quantised.shapes(name, x, INT8) for name, x in matrices.items()}
+    lowered, _ = lowered_decode(config, policies, on_device(weights, place), state, place)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     # A copy-start prefetches to fast memory.
