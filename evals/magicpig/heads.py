@@ -1,7 +1,7 @@
-"""Captured layers: queries, keys and values of a model, and the output of policies on them.
+"""Captured layers: queries, keys and values of a model, and sparse attention to them.
 
 The last tokens of every stretch of text are the queries. A query attends exactly to both ends, and
-to a selection of the keys between. MagicPIG takes the tokens before the queries as its prompt.
+to a selection of the keys between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv import draws
 from jaxkv.attention import blend, scores
 from jaxkv.cli.progress import show_progress
-from jaxkv.contract import Chunk, Policy, Spec
+from jaxkv.contract import Spec
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.record import standard_error
 from jaxkv.evals.lib.run import Run, flag
@@ -28,10 +28,7 @@ from jaxkv.models.generation.shared_prompt import run_recorded
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import layer_weights
-from jaxkv.policies import MagicPIG, TopK
-from jaxkv.policies.magicpig import index
-from jaxkv.policies.magicpig import policy as magicpig
-from jaxkv.policies.sparse_attention.base import Candidates
+from jaxkv.policies.sparse_attention.base import Candidates, unweighted
 
 Item = TypeVar("Item")
 QUERIES, CHUNK = 64, 256  # last tokens of a stretch, tokens that are read at a time
@@ -146,49 +143,14 @@ def last_queries(
     return Candidates(logits, causal & ends, causal & ~ends, q, k, at[:, -QUERIES:], at, rng)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def estimate(
-    chosen: Policy, spec: Spec, layer: CapturedLayer, seed: jax.Array | int = 0
-) -> Estimate:
-    """The output of the last queries under MagicPIG or another policy of sparse attention."""
-    if isinstance(chosen, MagicPIG):
-        return _sampled(chosen, spec, layer, seed)
-    queries = last_queries(spec, layer, chosen.sinks, chosen.window, seed)
-    return attend(queries, chosen.select(queries), layer.v)
-
-
 def attend(queries: Candidates, weights: jax.Array, v: jax.Array) -> Estimate:
     """Attention to the ends, and to the keys between with log weights [B,K,G,Q,T]."""
     bias = jnp.where(queries.exact, np.float32(0), weights)
     read = jnp.sum((weights > -jnp.inf) & queries.selectable, axis=(1, 2, 3, 4))
-    heads = weights.shape[1] * weights.shape[2]
-    share = read.astype(jnp.float32) / _count(queries.selectable, heads)
+    heads = np.float32(weights.shape[1] * weights.shape[2])
+    between = heads * jnp.sum(queries.selectable, axis=(1, 2, 3, 4)).astype(jnp.float32)
+    share = read.astype(jnp.float32) / between
     return Estimate(blend(queries.logits + bias, v.transpose(0, 2, 1, 3)).out, share)
-
-
-def _count(between: jax.Array, heads: int) -> jax.Array:
-    return np.float32(heads) * jnp.sum(between, axis=(1, 2, 3, 4)).astype(jnp.float32)
-
-
-def _sampled(chosen: MagicPIG, spec: Spec, layer: CapturedLayer, seed: jax.Array | int) -> Estimate:
-    rows, length, heads = layer.q.shape[:3]
-    at, valid = positions_of(layer), jnp.ones((rows, length), bool)
-    first, last = slice(length - QUERIES), slice(length - QUERIES, None)
-    prompt, after = (Chunk(*(a[:, cut] for a in (*layer, at, valid))) for cut in (first, last))
-    state = chosen.init(spec, rows, jax.random.key(seed))
-    _, state = chosen.update(spec, chosen.reserve(spec, state, length), prompt)
-    state = chosen.reserve(spec, chosen.finish_prefill(spec, state), QUERIES)
-    state = index.append(spec, state, after, chosen.settings)
-    q, numbers = spec.encoding.rotate(after.q, after.positions), after.positions.astype(jnp.int32)
-    out = chosen.attend_after_prefill(spec, state, q, numbers, after.positions).out
-    by_query = (jnp.moveaxis(a, 1, 0) for a in (q, numbers, after.positions))
-    attended = jax.lax.map(
-        lambda query: magicpig.find(state, chosen.settings, chosen.budget, *query).count,
-        tuple(by_query),
-    )
-    read = jnp.sum(attended, axis=(0, 2)).astype(jnp.float32)
-    between = jnp.maximum(0, numbers + 1 - chosen.window - chosen.sinks)
-    return Estimate(out, read / (heads * jnp.sum(between, axis=1)).astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -229,9 +191,15 @@ def progress(items: Iterable[Item], title: str) -> Iterator[Item]:
             report(number)
 
 
+@partial(jax.jit, static_argnums=0)
+def _full_attention(spec: Spec, layer: CapturedLayer) -> jax.Array:
+    queries = last_queries(spec, layer, SINKS, WINDOW)
+    return attend(queries, unweighted(queries.selectable), layer.v).out
+
+
 def exact_attention(spec: Spec, layer: CapturedLayer, title: str) -> jax.Array:
     """Full attention of the last queries [B,Q,N,H]. Raises SystemExit if it is not finite."""
-    exact = estimate(TopK(share=1.0), spec, layer).out
+    exact = _full_attention(spec, layer)
     if not np.isfinite(np.asarray(exact)).all():
         raise SystemExit(f"{title}: attention to everything is not finite; nothing is compared")
     return exact

@@ -28,11 +28,6 @@ def u(cosine: np.ndarray, bits: int, tables: int) -> np.ndarray:
     return np.exp(log_u(cosine, bits, tables))
 
 
-def orthogonal(bits: int, tables: int) -> float:
-    """Equation 21: the selected share of keys at right angles to the query."""
-    return float(betainc(2, tables - 1, 0.5**bits))
-
-
 def isotropic(bits: int, tables: int, dims: int, points: int = 20_001) -> float:
     """The mean of u over keys of random direction in this many dimensions."""
     angle = np.linspace(0, math.pi, points)

@@ -33,8 +33,6 @@ SMALLER = {
                          "POLICIES": {"full": "full", "window": "window:window=8"},
                          "facts.DOCUMENTS": 4, "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
-    "magicpig.sampling": {"SIGMAS": (1.0,), "COUNTED": ((8, 75),), "SHARES": (0.1,),
-                          "BUDGETS": (0.1,) * 3, "synthetic.TABLES": ((8, 75),)},
     "training.backcopy": {
         "FLOOR": (1_000, 99), "letters.LENGTH": 2_000,
         "PRESETS": {"backcopy": dataclasses.replace(PRESETS["backcopy"], steps=2)},
@@ -62,7 +60,6 @@ WORDS = {
     "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
     "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
-    "magicpig.sampling": f"{TEXT} --tokens 300 --seeds 1",
     "magicpig.lookup": "--rounds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
@@ -77,7 +74,7 @@ WORDS = {
     "benchmarks.schemas": "valid --models {model}",
     "comparison.endless_losses": f"{TEXTS} --tokens 600 --budget 64 --every 16",
 }
-SLOW = ("magicpig.sampling", "reservoir.recall", "reservoir.sampled")  # over ten seconds
+SLOW = ("reservoir.recall", "reservoir.sampled")  # over ten seconds
 
 
 @pytest.fixture(scope="module")
