@@ -35,7 +35,6 @@ SOONER = {
     "evals.training.mfu": "--preset backcopy --rows 1 --rounds 1 --quick",
     "evals.training.sink_tables": "--tokens 1100 --quick",
     "evals.training.sinks_in_front": "--tokens 40 --windows 12 --starts 1 --quick",
-    "evals.training.default_model": "--tokens 800 --block 200 --quick",
 }
 # Programs that write down their words; the variables are those that the page leaves to the reader.
 SHELL = """
