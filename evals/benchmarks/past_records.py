@@ -14,8 +14,8 @@ from jaxkv.state.memory import show
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
     "attention_error", "cache_int8", "default_model", "emergence", "host_time", "operations",
-    "quantised_weights", "rates_gpu", "rehearsal", "remat", "sampling", "training_peers",
-    "tree_slots",
+    "quantised_weights", "questions", "rates_gpu", "rehearsal", "remat", "sampling", "stream_eval",
+    "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "known_answers": "`denominator_lost` and `epsilon`",

@@ -35,7 +35,7 @@ from jaxkv.evals.magicpig import (
 )
 from jaxkv.evals.prefix_caching import tables as prefix_tables
 from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
-from jaxkv.evals.streaming import attention_maps, endless, questions, stream_eval, tables
+from jaxkv.evals.streaming import attention_maps, endless, questions, tables
 from jaxkv.evals.tasks import endless_needle, ruler_tables, served
 from jaxkv.evals.tasks import report as task_report
 from jaxkv.evals.training import (
@@ -51,8 +51,8 @@ from jaxkv.evals.training import (
 SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
     ("## StreamingLLM (Xiao et al. 2024, arXiv 2309.17453)",
      "The novels may be part of what SmolLM2 was trained on, but every case reads the same ones.",
-     (*tables.CLAIMS, *attention_maps.CLAIMS, *endless.CLAIMS, *latency.CLAIMS, *questions.CLAIMS,
-      *stream_eval.CLAIMS)),
+     (*tables.CLAIMS, *attention_maps.CLAIMS, *endless.CLAIMS, *latency.CLAIMS,
+      *questions.CLAIMS)),
     ("### Training with sinks",
      "The variants are plain softmax (none), a zero sink, learned sink logits, one sink token and "
      "two sink tokens, trained with the same recipe. A difference below 0.02 nats per token counts "
@@ -85,7 +85,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
 )  # fmt: skip
 # What states something on pages: sentences in `STATEMENTS`, tables in `TABLES`, or both.
 EXPERIMENTS = (
-    tables, questions, stream_eval, side_by_side_tables, endless_losses, which_cache,
+    tables, questions, side_by_side_tables, endless_losses, which_cache,
     known_answers, recall, stream_losses, attention_error, sampled, single_layer, tree_slots,
     agreement, task_report, endless_needle, ruler_tables, served, sink_tables, backcopy,
     sinks_in_front, rollouts, long_rollouts, report, mfu, prefix_tables,

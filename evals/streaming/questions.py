@@ -1,117 +1,26 @@
-"""A stream of multiple-choice questions with their answers (StreamingLLM, Table 5).
+"""Questions in a stream: multiple choice (StreamingLLM, Table 5), and numbers (StreamEval).
 
-Every question is asked after all earlier questions and their right answers, in one stream under one
-cache. The answer is the choice with the largest mean log-likelihood of its tokens. The stream is
-many times longer than the cache. A question in the stream has solved ones before it, and one that
-is asked alone has none, so two controls have the same ones: full attention to the whole stream, as
-far as it fits the trained context, and full attention to the last tokens, read again for each
-question. The paper compares exact matches of a chat model of 7 billion weights.
+`questions`: every question was asked after all earlier ones and their right answers, in one stream
+under one cache. The answer is the choice with the largest mean log-likelihood of its tokens. A
+question in the stream has solved ones before it, and one that is asked alone has none, so two
+controls have the same ones: full attention to the whole stream, as far as it fits the trained
+context, and full attention to the last tokens, read again for each question. The paper compares
+exact matches of a chat model of 7 billion weights.
+
+`stream_eval`: novels were read as streams, and every 200 tokens a sentence names the secret number
+of a thing. A question names the thing a set number of tokens after the end of its sentence. An
+answer is right if greedy decoding would write it. The gate is full attention to the last 1,024
+tokens at most, read again for each sentence. The commits of the records have their commands.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxkv import models
-from jaxkv.evals.lib.record import read, standard_error
-from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import table
-from jaxkv.evals.lib.verdict import above, below, claim, within
+from jaxkv.evals.lib.verdict import Results, above, below, claim, within
 from jaxkv.evals.tasks.score import GATE
-from jaxkv.models.loading.llm import Llm
 
-CACHE = 256
-POLICIES = {
-    "4+252": f"streaming:sinks=4,window={CACHE - 4}",
-    "0+256": f"window:window={CACHE}",
-}
-WINDOW = CACHE - 4  # tokens that are read again
-MAX_TOKENS = 8_000  # tokens of the stream under full attention
-BETWEEN = "\n\n"  # questions
-Question = dict[str, Any]
-
-
-def measure(run: Run) -> dict[str, Any]:
-    """The shares of right answers to a file of questions."""
-    lines = run.options.questions.read_text("utf-8").splitlines()[: run.options.count]
-    return answered(run.llm, list(map(json.loads, lines)))
-
-
-def answered(llm: Llm, questions: Sequence[Question]) -> dict[str, Any]:
-    """The shares of right answers, and the paired differences of each stream from the controls."""
-    full = f"full:max={min(MAX_TOKENS, llm.config.context)}"
-    alone = [right_in_stream(llm, [question], POLICIES["4+252"])[0] for question in questions]
-    right, tokens = {"alone": np.concatenate(alone)}, np.zeros(0, int)
-    for name, policy in POLICIES.items():
-        right[name], tokens = right_in_stream(llm, questions, policy, progress=name)
-    fit = int((tokens <= min(MAX_TOKENS, llm.config.context)).sum())
-    right["full"], _ = right_in_stream(llm, questions[:fit], full, progress="full")
-    last = f"full:max={2 * CACHE}"  # with room for a choice
-    right["reread"], _ = right_in_stream(llm, questions, last, WINDOW, progress="reread")
-    by_stream: dict[str, Any] = {name: {"share": x.mean()} for name, x in right.items()}
-    for name in POLICIES:
-        by_stream[name]["minus"] = {
-            base: difference(right[name], right[base]) for base in ("full", "reread", "alone")
-        }
-    chance = np.mean([1 / len(question["choices"]) for question in questions])
-    return {
-        "model": llm.name, "questions": len(questions), "questions_of_full": fit,
-        "tokens": int(tokens[-1]), "reread": WINDOW, "policies": POLICIES, "chance": chance,
-        "right": by_stream,
-    }  # fmt: skip
-
-
-def difference(right: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """The mean paired difference, on the questions that both answered, and its standard error."""
-    size = min(len(right), len(base))
-    gaps = right[:size].astype(float) - base[:size]
-    return {"mean": gaps.mean(), "standard_error": standard_error(gaps)}
-
-
-def right_in_stream(
-    llm: Llm, questions: Sequence[Question], policy: str, reread: int | None = None,
-    progress: str | None = None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Whether each question is answered rightly, and the tokens up to its longest choice.
-
-    reread: before each question a new stream reads only this many last tokens, the question's
-    included. progress: a name for lines of progress.
-    """
-    stream, read = models.Stream(llm, policy), []
-    encode = lambda text: llm.tokenizer.encode(text, bos=False, start=False)
-    right, tokens, waiting = [], [], list(llm.tokenizer.front) or encode(BETWEEN)
-    for number, question in enumerate(questions, 1):
-        text = [*waiting, *encode(question["context"])]
-        read += text[:-1]
-        if reread:
-            stream = models.Stream(llm, policy)
-        stream.prefill([read[-reread + 1 :] if reread else text[:-1]])
-        choices = [encode(choice) for choice in question["choices"]]
-        means = [likelihood(llm, stream, [text[-1], *choice]) for choice in choices]
-        right.append(int(np.argmax(means)) == question["answer"])
-        tokens.append(len(read) + 1 + max(map(len, choices)))
-        # The last token of the question is read with the right answer and what follows it.
-        waiting = [text[-1], *choices[question["answer"]], *encode(BETWEEN)]
-        if progress and number % 50 == 0:
-            print(f"{progress}: {number} of {len(questions)}, {np.mean(right):.0%}", flush=True)
-    return np.array(right), np.array(tokens)
-
-
-def likelihood(llm: Llm, stream: models.Stream, ids: Sequence[int]) -> float:
-    """Mean log-likelihood of ids 1, 2, ... after a stream that has read all before id 0."""
-    decoding, lengths = stream.decoding, stream.lengths
-    # Scoring takes the states, and other choices need them too.
-    stream.decoding = jax.tree.map(jnp.copy, decoding)
-    losses = np.concatenate(list(models.losses(llm, ids, stream=stream)))
-    stream.decoding, stream.lengths = decoding, lengths
-    return -float(losses.mean())
+QUESTION = 40  # tokens of a question and of what it asks about, at most
 
 
 def answers_table() -> str:
@@ -132,14 +41,48 @@ def answers_table() -> str:
     return table(("cache", "right answers"), cells, caption)
 
 
-MEASURE = Measure(
-    "questions", measure,
-    [flag("--questions", type=Path, required=True,
-          about="JSON lines with context, choices and answer"),
-     flag("--count", 300, "questions; an interval needs two", minimum=2)],
-    model=SMOLLM2, data=lambda options: [options.questions],
-)  # fmt: skip
-TABLES = {"questions": answers_table}
+def distances_past_gate(results: Results) -> list[str]:
+    """The distances at which full attention passes the gate."""
+    return [key for key, right in results["gate"].items() if right["mean"] >= GATE]
+
+
+def within_cache(results: Results) -> dict[str, float]:
+    """Right answers of streaming minus those of full attention, within the cache."""
+    right = results["right"]["streaming"]
+    return {
+        f"{distance} tokens back": right[distance]["mean"] - results["gate"][distance]["mean"]
+        for distance in distances_past_gate(results)
+        if int(distance) + QUESTION <= results["cache"]
+    }
+
+
+def beyond_cache(results: Results) -> dict[str, float]:
+    """Right answers of streaming beyond the cache."""
+    return {
+        f"{distance} tokens back": results["right"]["streaming"][distance]["mean"]
+        for distance in distances_past_gate(results)
+        if int(distance) > results["cache"]
+    }
+
+
+def distances_table() -> str:
+    """Right answers by cache and by the tokens since the number."""
+    results = read("stream_eval")["results"]
+    rows = {f"full attention to at most {results['gate_tokens']:,} tokens": results["gate"]}
+    rows |= {f"`{name}`": results["right"][name] for name in results["policies"] if name != "full"}
+    heads = ("cache", *(f"{distance} tokens back" for distance in results["gate"]))
+    cells = (
+        (title, *(f"{row[key]['mean']:.0%}" for key in results["gate"]))
+        for title, row in rows.items()
+    )
+    caption = (
+        f"{len(results['texts'])} novels of {results['tokens']:,} tokens with a number every "
+        f"{results['every']}; caches of {results['cache']} tokens."
+    )
+    return table(heads, cells, caption)
+
+
+TABLES = {"questions": answers_table, "stream_eval": distances_table}
 CLAIMS = (
     claim("Table 5, ARC-E, Llama-2-7B-chat: 71.34 against 71.25; window 3.58",
           "Questions in a stream are answered as well as by re-computation; a window alone answers "
@@ -148,8 +91,8 @@ CLAIMS = (
                  by=0.05),
           below(lambda r: {"0+256 over full": r["right"]["0+256"]["minus"]["full"]}),
           seen=[above("right/full/share", GATE)], unit="points"),
+    claim("StreamEval, cache 2048: 85.8 % at distance 460, 0 % at 2300",
+          "Numbers within the cache are answered as by full attention, within 10 points; beyond it "
+          "under 10 %", "stream_eval", above(within_cache, by=-0.1), below(beyond_cache, 0.1),
+          seen=[above(beyond_cache, -1)], unit="share"),
 )  # fmt: skip
-
-
-if __name__ == "__main__":
-    run(MEASURE)

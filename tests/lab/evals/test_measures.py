@@ -43,7 +43,6 @@ SMALLER = {
     "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
                                "saturated": lambda *_: 0.5},
     "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
-    "streaming.stream_eval": {"POLICIES": {"window": "window:window=64"}, "GATE_EVERY": 9},
 }  # fmt: skip
 # Words that each experiment runs with, besides --quick. {text} and {more} are files, {model} is
 # a model with a chat template.
@@ -53,8 +52,6 @@ TEXT = f"{MODEL} --text {{text}} --stretches 2 --layers 0"
 WORDS = {
     "streaming.attention_maps": f"{TEXTS} --stretches 1",
     "streaming.endless": f"{MODEL} --texts {{text}} --tokens 80 --block 40 --chunk 20",
-    "streaming.questions": f"{MODEL} --questions {{questions}}",
-    "streaming.stream_eval": f"{TEXTS} --tokens 1800",
     "streaming.tables": f"{TEXTS} --tokens 4000",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
     "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
@@ -83,8 +80,6 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measures")
     model = write_tiny(folder / "model", max_position_embeddings=CONTEXT)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    question = {"context": "the cat", "choices": [" sat", " ran"], "answer": 0}
-    (folder / "questions").write_text(f"{json.dumps(question)}\n" * 3)
     turns = [{"role": role, "content": role * 600} for role in ("user", "assistant") * 2]
     (folder / "turns").write_text(json.dumps({"messages": turns}))
     random = np.random.default_rng(0)
@@ -109,7 +104,7 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
     "name, words, message",
     [
         ("streaming.tables", "--texts {text} other/text.md", "names of their own, got text, text"),
-        ("streaming.stream_eval", "--texts {text}", "at least 2 files"),
+        ("magicpig.sparse_losses", "--texts {text}", "at least 2 files"),
         ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 300 --block 100 --chunk 30",
          "--block must be a multiple of --chunk"),
         ("streaming.endless", f"{MODEL} --texts {{text}} --tokens 200 --block 200 "
