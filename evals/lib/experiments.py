@@ -26,7 +26,6 @@ from jaxkv.evals.device import rates as device_rates
 from jaxkv.evals.lib import figures, policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
-    lookup,
     report,
     sampling,
     sparse_losses,
@@ -76,8 +75,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
      "scored by teacher forcing.", tuple(kvpress_parity.CLAIMS)),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
-     (*sampling.CLAIMS, *tune_lsh.CLAIMS, *lookup.CLAIMS, *sparse_losses.CLAIMS,
-      *sparse_tokens.CLAIMS)),
+     (*sampling.CLAIMS, *tune_lsh.CLAIMS, *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "
      "its protocol. Records of jaxkv's engine use the default model.",

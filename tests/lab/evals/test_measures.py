@@ -57,7 +57,6 @@ WORDS = {
     "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
     "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
-    "magicpig.lookup": "--rounds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
     "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
