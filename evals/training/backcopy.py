@@ -2,141 +2,19 @@
 
 Letters follow a Markov chain, except for a few triggers: the letter after a trigger copies the one
 before it. A copying head is idle at every other letter, and then attends to a token without
-information, if there is one: a sink. Every variant is trained by `jaxkv pretrain` and reads
-held-out letters under caches of one size, with and without its first tokens. Plain softmax is also
-tried with more layers, another learning rate and more steps, because it might then grow a sink.
+information, if there is one: a sink. Every variant was trained by `jaxkv pretrain` and read
+held-out letters under caches of one size, with and without its first tokens. Plain softmax was also
+tried with more layers, another learning rate and more steps, because it might then grow a sink. The
+commit of the record has its command; notebook 04 trains the same recipe.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-from jaxkv import models
-from jaxkv.evals.lib.record import read, spread
-from jaxkv.evals.lib.run import Measure, Run, flag, run
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.verdict import Derived, Statement, above, below, claim, within
 from jaxkv.evals.streaming.tables import SAME
-from jaxkv.evals.training.sink_tables import KINDS, logged, samples, table_3
-from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network import uncached
-from jaxkv.models.training import letters
-from jaxkv.models.training.data import DataFolder
-from jaxkv.models.training.letters import LetterChain
-from jaxkv.models.training.pretrain import pretrain
-from jaxkv.models.training.recipes import PRESETS, Recipe
-from jaxkv.typing import Float
-
-FLOOR = 10**6, 99  # letters whose lowest loss is the floor, and their seed
-VARIANTS = ("none", "zero", "logit", "token", "two_tokens")
-TRIES = {  # of plain softmax
-    "two layers": {"layers": 2},
-    "three layers": {"layers": 3},
-    "4 x lr": {"lr": 2e-2},
-    "3 x the steps": {"steps": 2400},
-}
-
-
-FLAGS = (
-    flag("--seeds", (0, 1, 2)),
-    flag("--variants", VARIANTS, choices=VARIANTS),
-    flag("--tries", tuple(TRIES), nargs="*", choices=TRIES),
-    flag("--tokens", 100_000, "held-out letters to score", minimum=1),
-    flag("--runs", type=Path, about="folder for data and runs (default: temporary)"),
-)
-
-
-def measure(run: Run) -> dict[str, Any]:
-    """Train and score every variant with every seed, and the other recipes of plain softmax."""
-    options, chain = run.options, LetterChain(0)
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = options.runs or Path(scratch)
-        tokens = letters.write(chain, runs / "data")
-        ids = tokens.run("valid", 0, options.tokens).tolist()
-        variants: dict[str, Any] = {}
-        for variant in options.variants:
-            by_seed = [
-                train(recipe_of(variant, seed), chain, tokens, ids, runs / f"{variant}-{seed}")
-                for seed in options.seeds
-            ]
-            variants[variant] = {"seeds": by_seed, "summary": summary(by_seed)}
-        tries = {}
-        for name in options.tries:
-            recipe = dataclasses.replace(recipe_of("none", options.seeds[0]), **TRIES[name])
-            trial = train(recipe, chain, tokens, ids, runs / name.replace(" ", "-"), name)
-            tries[name] = {"changed": TRIES[name], **trial}
-    return {
-        "recipe": dataclasses.asdict(PRESETS["backcopy"]),
-        "floor": chain.floor(chain.letters(*FLOOR)),
-        "variants": variants,
-        "tries": tries,
-    }
-
-
-def recipe_of(variant: str, seed: int) -> Recipe:
-    return dataclasses.replace(PRESETS["backcopy"], sink_variant=variant, seed=seed)
-
-
-def train(
-    recipe: Recipe,
-    chain: LetterChain,
-    tokens: DataFolder,
-    ids: Sequence[int],
-    out: Path,
-    name: str = "",
-) -> dict[str, Any]:
-    """Train one model and score the held-out letters."""
-    llm = models.load(pretrain(recipe, tokens, out, tell=lambda text: None))
-    log = logged(out)
-    cache = llm.config.context // 2
-    lines = table_3(llm, ids, cache)
-    mass = dormant(llm, chain, ids, cache)
-    shown = ", ".join(f"{name} {line['loss']:.4f}" for name, line in lines.items())
-    print(
-        f"{recipe.sink_variant}{', ' * bool(name)}{name}, seed {recipe.seed}: first token "
-        f"{mass.mean():.2f}, {mass.max():.2f}; {shown}",
-        flush=True,
-    )
-    return {
-        "seed": recipe.seed,
-        "seconds": log[-1]["seconds"],
-        "curve": [[x["step"], x["valid_loss"], x["first_token"]] for x in log if "text" in x],
-        "loss": lines,
-        "first_token": float(mass.mean()),
-        "first_token_most": float(mass.max()),
-        "sink_letters": float(np.mean(mass > uncached.SINK_HEAD)),
-    }
-
-
-def dormant(llm: Llm, chain: LetterChain, ids: Sequence[int], skip: int) -> Float[np.ndarray, " V"]:
-    """Mean attention of each idle letter to the first token, in the layer with the largest mean."""
-    runs = samples(llm, {"valid": np.array(ids)}, llm.config.context)
-    seen = uncached.forward(llm.config, llm.weights, runs, uncached.attend_with_probabilities)[2]
-    letters = runs[:, skip:]
-    idle = np.setdiff1d(letters, chain.triggers)
-    layers = [np.asarray(layer)[:, 0, skip:, 0] for layer in seen]
-    by_layer = [[mass[letters == letter].mean() for letter in idle] for mass in layers]
-    return max(np.array(by_layer), key=np.mean)
-
-
-def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and ranges over the seeds."""
-    return {
-        name: spread([seed[name] for seed in seeds])
-        for name in ("first_token", "first_token_most", "sink_letters")
-    } | {
-        measure: {
-            cache: spread([seed["loss"][cache][measure] for seed in seeds])
-            for cache in seeds[0]["loss"]
-        }
-        for measure in ("loss", "loss_over_base")
-    }
+from jaxkv.evals.training.sink_tables import KINDS
 
 
 def over_four(kind: str, *sizes: str) -> Derived:
@@ -147,7 +25,6 @@ def over_four(kind: str, *sizes: str) -> Derived:
     }
 
 
-MEASURE = Measure("backcopy", measure, FLAGS)
 CLAIMS = (
     claim("Table 3; stream of Guo et al. 2024 (arXiv 2410.13835)",
           "With a mostly idle head, a trained sink token is needed and enough; plain softmax needs "
@@ -204,7 +81,3 @@ STATEMENTS = (
     Statement(PAGE, "Other recipes of plain softmax learn no sink either", "backcopy",
               [below("tries/{name}/first_token", 0.01)]),
 )  # fmt: skip
-
-
-if __name__ == "__main__":
-    run(MEASURE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 
@@ -11,7 +10,6 @@ import pytest
 
 from jaxkv.evals.lib.run import run
 from jaxkv.evals.streaming import tables
-from jaxkv.models.training.recipes import PRESETS
 from jaxkv.policies import POLICIES
 from tests.seldom import seldom
 from tests.tiny import write_tiny
@@ -33,10 +31,6 @@ SMALLER = {
                          "POLICIES": {"full": "full", "window": "window:window=8"},
                          "facts.DOCUMENTS": 4, "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
-    "training.backcopy": {
-        "FLOOR": (1_000, 99), "letters.LENGTH": 2_000,
-        "PRESETS": {"backcopy": dataclasses.replace(PRESETS["backcopy"], steps=2)},
-    },
     "comparison.side_by_side": {
         "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
     },
@@ -61,7 +55,6 @@ WORDS = {
     "magicpig.sparse_losses": f"{TEXTS} --prompt 64 --scored 32 --shares 0.5",
     "magicpig.sparse_tokens": "--sizes 256 --written 2 --rounds 1",
     "prefix_caching.agents": f"{MODEL} --trace {{turns}}",
-    "training.backcopy": "--seeds 0 --variants token --tokens 500 --tries",
     "training.sinks_in_front": f"{TEXTS} --variants zero --tokens 40 --windows 12 --starts 1",
     "training.mfu": "--preset backcopy --rows 1 --rounds 1",
     "tasks.__main__": f"{MODEL} --tasks passkey --lengths 512 --samples 2 --policies streaming",

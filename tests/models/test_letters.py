@@ -1,4 +1,4 @@
-"""Bigram-backcopy streams: the data, and the loss without a trained sink token."""
+"""Bigram-backcopy streams: the data on which a head is mostly idle."""
 
 from __future__ import annotations
 
