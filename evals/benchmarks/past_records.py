@@ -14,8 +14,8 @@ from jaxkv.state.memory import show
 COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
     "attention_error", "backcopy", "cache_int8", "default_model", "emergence", "host_time",
-    "lookup", "operations", "quantised_weights", "questions", "rates_gpu", "rehearsal", "remat",
-    "sampling", "stream_eval", "training_peers", "tree_slots",
+    "learned_memory", "lookup", "operations", "quantised_weights", "questions", "rates_gpu",
+    "rehearsal", "remat", "sampling", "stream_eval", "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "known_answers": "`denominator_lost` and `epsilon`",
@@ -26,8 +26,20 @@ PAST = {  # what the commit measures and the present code does not, by record
     "task_gates": "`variable-tracking`, `common-words` and `frequent-words`",
     "workarounds": "row `tally`",
 }
-# Words that a module no longer takes: it always writes a record, and scores no tasks.
-FORMER_WORDS = {"prefix_replay": " --record", "sink_tables": " --rows 1000"}
+# Former words of commands, and the present ones, replaced in this order.
+FORMER_WORDS = {
+    "jaxkv.evals.peers.compare": "jaxkv.evals.benchmarks.kvpress_parity",
+    "jaxkv.evals.peers.llama_cpp": "jaxkv.evals.benchmarks.rates llama.cpp",
+    "jaxkv.evals.peers.servers": "jaxkv.evals.benchmarks.servers",
+    "jaxkv.evals.peers.transformers_rates": "jaxkv.evals.benchmarks.rates transformers",
+    "jaxkv.evals.speed.chat": "jaxkv.evals.benchmarks.startup chat",
+    "jaxkv.evals.speed.startup": "jaxkv.evals.benchmarks.startup starts",
+    "jaxkv.evals.speed.workarounds": "jaxkv.evals.benchmarks.cpu_forms",
+    "jaxkv.evals.speed": "jaxkv.evals.benchmarks",
+    "-m evals.endless": "-m jaxkv.evals.streaming.endless",
+    "-m evals.prefix_engine": "-m jaxkv.evals.prefix_caching.engine",
+    " --record": "", " --rows 1000": "",
+}  # fmt: skip
 
 PRODUCTS = ("q, k, v", "attention output", "gate, up", "down")
 ALL_PRODUCTS = (*PRODUCTS, "head")
@@ -37,17 +49,17 @@ POLICIES = ("streaming", "reservoir", "balance-stream", "snapkv")
 CACHED = {name: 512 if name == "snapkv" else 1024 for name in POLICIES}  # tokens
 
 
-def command(name: str, module: str, words: str) -> str:
-    """The command of a record, and the commit that has what is gone.
+def command(name: str, words: str) -> str:
+    """The present command of a record, and the commit that has what is gone.
 
-    module: its present name, with its arguments. words: the command as it was given.
+    words: the command as it was given.
     """
     if name in GONE:
-        module = words.removeprefix("python -m ")  # which is no module now
-        return f"`{module}` at its commit"
-    module = module.replace(FORMER_WORDS.get(name, ""), "")
+        return f"`{words.removeprefix('python -m ')}` at its commit"
+    for former, present in FORMER_WORDS.items():
+        words = words.replace(former, present)
     gone = f", and commit {COMMIT} for {PAST[name]}" if name in PAST else ""
-    return f"`python -m {module}`{gone}"
+    return f"`{words}`{gone}"
 
 
 def operations_table() -> str:

@@ -18,64 +18,7 @@ from jaxkv.evals.lib.verdict import OPEN, Claim, decide, summary
 
 CLAIMS, BARS = ROOT / "evals" / "CLAIMS.md", ROOT / "evals" / "BARS.md"
 RECORDS = RESULTS / "README.md"
-MODULES = {  # of a record, in the order of the page: the module under jaxkv.evals that makes it
-    "agreement": "correctness.agreement",
-    **{name: "streaming.endless" for name in ("endless_135m", "endless")},
-    "streaming_tables": "streaming.tables",
-    **{name: f"streaming.{name}" for name in ("attention_maps", "questions", "stream_eval")},
-    "latency": "benchmarks.latency",
-    "startup": "benchmarks.startup starts",
-    "chat": "benchmarks.startup chat",
-    "cache_int8": "benchmarks.quantisation caches",
-    "quantised_weights": "benchmarks.quantisation weights",
-    **{name: f"speed.{name}" for name in ("host_time", "operations")},  # at past_records.COMMIT
-    **{name: "training.mfu" for name in ("mfu", "mfu_gpu", "mfu_tpu")},
-    "remat": "training.remat",
-    "rehearsal": "training.rehearsal",
-    "backcopy": "training.backcopy",
-    **{name: f"training.{name}" for name in ("rollouts", "long_rollouts")},
-    "sink_tables": "training.sink_tables",
-    **dict.fromkeys(("sinks_in_front", "sinks_distilled"), "training.sinks_in_front"),
-    **{name: f"training.{name}" for name in ("emergence", "default_model")},
-    "known_answers": "correctness.known_answers",
-    **{name: f"reservoir.{name}" for name in ("recall", "sampled", "stream_losses")},
-    "attention_error": "reservoir.attention_error",
-    **{name: "balancekv.single_layer" for name in ("single_layer", "single_layer_135m")},
-    "tree_slots": "balancekv.tree_slots",
-    "peers": "benchmarks.kvpress_parity",
-    "llama_cpp": "benchmarks.rates llama.cpp",
-    "openvino": "benchmarks.rates openvino",
-    "transformers_rates": "benchmarks.rates transformers",
-    "servers": "benchmarks.servers",
-    "training_peers": "benchmarks.training",
-    **{name: f"magicpig.{name}" for name in ("lookup", "sampling", "sparse_tokens", "tune_lsh")},
-    **dict.fromkeys(
-        ("sparse_135m", "sparse_135m_4096", "sparse_135m_7680"), "magicpig.sparse_losses"
-    ),
-    "prefix_replay": "prefix_caching.replay",
-    "prefix_engine": "prefix_caching.engine",
-    "agents": "prefix_caching.agents",
-    **{name: f"benchmarks.{name}" for name in ("serving", "soak")},
-    **dict.fromkeys(("schemas_valid", "schemas_speed"), "benchmarks.schemas"),
-    "neighbours": "benchmarks.neighbours",
-    "workarounds": "benchmarks.cpu_forms",
-    "compiled": "benchmarks.compiled",
-    **{f"kernels_{platform}": "benchmarks.kernels" for platform in ("gpu", "tpu")},
-    "rates_gpu": "device.rates",
-    **dict.fromkeys(("task_gates", "task_gates_4096"), "tasks"),
-    **dict.fromkeys(("tasks", "tasks_2048", "tasks_4096", "tasks_query_aware"), "tasks"),
-    **dict.fromkeys(("needles", "needles_1024", "needles_4096", "needles_4096_quarter"), "tasks"),
-    "needles_calibrated": "tasks",
-    **dict.fromkeys(("ruler", "ruler_query_aware"), "tasks"),
-    "ruler_served": "tasks.served",
-    **dict.fromkeys(
-        ("endless_needle", "endless_needle_half_window", "endless_needle_eighth"),
-        "tasks.endless_needle",
-    ),
-    **{name: f"comparison.{name}" for name in ("side_by_side", "endless_losses")},
-}
 MISCOMPILES = "0.10.2"  # the version of jax
-BY_GPU = {"sink_tables": "[ACCELERATOR.md](../ACCELERATOR.md)"}  # where their commands are
 
 HEAD = """\
 # Claims
@@ -109,7 +52,7 @@ RECORDS_HEAD = """\
 # Records
 
 Each record contains commit, machine, versions, command, data and spread. The commands have the
-current name of their module; a command "at its commit" has no module in the present code.
+current name of their module; a command "at its commit" has no program in the present code.
 `python -m jaxkv.evals.lib.claims` writes this page.
 
 """
@@ -125,16 +68,10 @@ def table(
     yield ""
 
 
-def measured(claims: Sequence[Claim], records: dict[str, Any]) -> bool:
-    """Whether a section has any record; one without is left out."""
-    return any(claim.record in records for claim in claims)
-
-
-def pages(folder: Path = RESULTS) -> dict[Path, str]:
+def pages() -> dict[Path, str]:
     """The text of each page from the current records, by its file."""
-    names = [name for name in MODULES if (folder / f"{name}.json").exists()]
-    records = {name: read(name, folder) for name in names}
-    sections = [table(*section, records) for section in SECTIONS if measured(section[2], records)]
+    records = {path.stem: read(path.stem) for path in sorted(RESULTS.glob("*.json"))}
+    sections = [table(*section, records) for section in SECTIONS]
     runs = [*miscompiled(records)]
     runs += [f"- [{name}]({name}.json): {provenance(name, x)}" for name, x in records.items()]
     return {
@@ -144,7 +81,7 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
         + page_table(
             [
                 *table_head("bar", "model", "measured", "asked", "met", "record"),
-                *(line for name in names for line in bars(name, records[name])),
+                *(line for name, record in records.items() for line in bars(name, record)),
             ]
         ),
         RECORDS: RECORDS_HEAD + "".join(f"{line}\n" for line in runs),
@@ -156,9 +93,6 @@ def row(claim: Claim, records: dict[str, Any]) -> str:
     model = measured = where = ""
     if claim.needs:
         verdict = f"{OPEN}: needs {claim.needs}"
-    elif not set(names) <= set(records):
-        verdict = f"{OPEN}: needs a run"
-        where = BY_GPU.get(claim.record, f"`python -m jaxkv.evals.{MODULES[claim.record]}`")
     else:
         results = records[claim.record]["results"]
         if claim.beside:
@@ -189,7 +123,6 @@ def bars(name: str, record: dict[str, Any]) -> list[str]:
 
 def provenance(name: str, record: dict[str, Any]) -> str:
     """The command of a record, with the current module name, and where and when it ran."""
-    arguments = "".join(f" {word}" for word in record["command"].split()[3:])
     cpu, device = record["cpu"], record["device"]
     changed = " with changes" if record["dirty"] else ""
     by_text = record["results"].get("by_text", {})  # a record that grows: its parts have commits
@@ -200,10 +133,8 @@ def provenance(name: str, record: dict[str, Any]) -> str:
     changed += f" ({record['incomplete']})" if "incomplete" in record else ""
     if device.startswith("cpu"):
         device = f"{cpu['cores']} cores of {cpu['model']}, load {cpu['load']:.1f} at the start"
-    module = f"jaxkv.evals.{MODULES[name]}{arguments}"
-    command = past_records.command(name, module, record["command"])
     return (
-        f"{command}; "
+        f"{past_records.command(name, record['command'])}; "
         f"{record['date'][:10]}, commit {record['commit'][:7]}{changed}, "
         f"jax {record['versions']['jax']}, {device}"
     )
