@@ -23,7 +23,7 @@ from jaxkv.evals.benchmarks import (
 from jaxkv.evals.comparison import endless_losses, side_by_side_tables, which_cache
 from jaxkv.evals.correctness import agreement, known_answers
 from jaxkv.evals.device import rates as device_rates
-from jaxkv.evals.lib import figures, policy_sections
+from jaxkv.evals.lib import policy_sections
 from jaxkv.evals.lib.verdict import Claim, Statement
 from jaxkv.evals.magicpig import (
     report,
@@ -97,7 +97,6 @@ STATEMENTS: tuple[Statement, ...] = tuple(
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
     "policy_bytes": policy_sections.policy_bytes,
-    "pictures": figures.page,
 }
 for experiment in EXPERIMENTS:
     TABLES |= getattr(experiment, "TABLES", {})

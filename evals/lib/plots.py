@@ -8,45 +8,15 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evals.reservoir.facts import VALUES
-from jaxkv.evals.training.sink_tables import variant_of_record
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import (
     COLOURS,
-    COMPRESSION,
     LINES,
     OTHERS,
     ROLLOUTS,
     VARIANTS,
     styles,
 )
-
-
-def latency(axes: Any, results: dict[str, Any]) -> None:
-    """Time per token by cache size, and the ratio of re-computation to streaming (StreamingLLM,
-    Figure 10)."""
-    table = results["recompute"]["table"]
-    caches = [row["cache"] for row in table]
-    for name, label in (("recompute", "re-computation"), ("streaming", "streaming")):
-        times = [row["milliseconds"][name]["median"] for row in table]
-        axes.plot(caches, times, "o-", color=COLOURS[name], label=label)
-    for row in table:
-        at = (row["cache"], row["milliseconds"]["recompute"]["median"])
-        axes.annotate(f"{row['times_faster']['median']:.0f}x", at, (0, 5), ha="center",
-                      fontsize=8, textcoords="offset points")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
-    axes.set_xticks(caches, caches, minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_ylim(axes.get_ylim()[0] / 4, axes.get_ylim()[1] * 2)
-
-
-def sink_tables(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of every variant during training (StreamingLLM, Figure 6)."""
-    for variant in results["variants"].values():
-        steps, losses = zip(*(look[:2] for look in variant["curve"]), strict=True)
-        million = variant["tokens"] / variant["recipe"]["steps"] / 1e6
-        sinks = variant_of_record(variant)
-        axes.plot([million * step for step in steps], losses, color=VARIANTS[sinks], label=sinks)
-    axes.set(xlabel="million tokens of training", ylabel="validation loss (nats per token)")
 
 
 def draw_spreads(axes: Any, at: Any, lines: dict[str, Any], **style: Any) -> None:
@@ -114,82 +84,6 @@ def draw_seeds(axes: Any, at: Any, by_seed: np.ndarray, **style: Any) -> None:
     axes.fill_between(at, by_seed.min(0), by_seed.max(0), color=style["color"], alpha=0.12, lw=0)
 
 
-def single_layer(axes: Any, results: dict[str, Any]) -> None:
-    """Error of attention to a compressed prompt; median, minimum and maximum of seeds (BalanceKV,
-    Figure 3)."""
-    for name, by_rounds in results["summary"].items():
-        kept = [100 / 2 ** int(number) for number in by_rounds]
-        draw_spreads(axes, kept, by_rounds, label=name, **COMPRESSION[name])
-    axes.set(xscale="log", xlabel="kept, of the tokens between the ends of the prompt (%)",
-             ylabel="relative error of attention", ylim=(0, None))  # fmt: skip
-    axes.set_xticks(kept, [f"{share:g}" for share in kept])
-    axes.set_xticks([], minor=True)
-
-
-def sampling_budgets(axes: Any, results: dict[str, Any]) -> None:
-    """Top-k and sampling by weight, in SmolLM2-135M and with synthetic logits of standard
-    deviation σ (MagicPIG, Figures 3 and 5)."""
-    (model,) = results["models"].values()
-    for name in ("topk", "oracle"):
-        by_share = model["budgets"][name]
-        draw_intervals(axes, [100 * float(share) for share in by_share], by_share.values(),
-                       color=COLOURS[name], label=f"{name}, SmolLM2-135M")  # fmt: skip
-    for sigma, line in zip(results["drawn"], LINES[1:], strict=False):
-        for name in ("topk", "oracle"):
-            by_share = results["drawn"][sigma][name]
-            axes.plot([100 * float(share) for share in by_share],
-                      [line["error"]["median"] for line in by_share.values()],
-                      color=COLOURS[name], linestyle=line, linewidth=1,
-                      label=f"{name}, drawn, σ = {sigma}")  # fmt: skip
-        tables = [line["magicpig"] for line in results["drawn"][sigma]["by_tables"]]
-        axes.plot([100 * point["share"] for point in tables],
-                  [point["error"]["median"] for point in tables], "o", linestyle=line, markersize=3,
-                  color=COLOURS["magicpig"], label=f"magicpig, drawn, σ = {sigma}")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="budget: keys chosen, or draws (% of all keys)",
-             ylabel="relative error of attention")  # fmt: skip
-
-
-def draw_intervals(axes: Any, at: Any, lines: Any, **style: Any) -> None:
-    """Means with two standard errors."""
-    errors = [line["error"] for line in lines]
-    two = [2 * error["standard_error"] for error in errors]
-    axes.errorbar(at, [error["mean"] for error in errors], two, capsize=2, **style)
-
-
-def tune_lsh(axes: Any, results: dict[str, Any]) -> None:
-    """Every K and L by share read and error, and the Pareto frontier; the line is the target
-    error."""
-    for colour, (name, model) in zip(OTHERS, results["models"].items(), strict=False):
-        at = [100 * point["share"] for point in model["points"]]
-        off = [point["error"]["mean"] for point in model["points"]]
-        axes.scatter(at, off, s=6, alpha=0.3, linewidth=0, color=colour)
-        for line, (kind, best) in zip(LINES, model["frontier"].items(), strict=False):
-            axes.plot([100 * p["share"] for p in best], [p["error"] for p in best], color=colour,
-                      linestyle=line, label=f"{name}, {kind}")  # fmt: skip
-    axes.axhline(results["target"], color=COLOURS["full"], linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="keys read, of those between sinks and window (%)",
-             ylabel="relative error of attention", xlim=(0.5, 100), ylim=(1e-3, None))  # fmt: skip
-
-
-def endless(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of blocks of a long text: one cache from position 0, one cache across position 2^32, and
-    a new cache per block. The three lines coincide."""
-    at = [block["tokens"] / 1e6 for block in results["endless"]]
-
-    def losses(stream: str) -> list[float]:
-        return [block["loss"] for block in results[stream]]
-
-    shown = (
-        ("fresh", "each block from position 0", {"color": COLOURS["full"], "lw": 4}),
-        ("endless", "one cache from position 0 on", {"color": COLOURS["streaming"], "lw": 1.5}),
-        ("wrapped", "across position 2^32", {"color": OTHERS[1], "lw": 1.5, "ls": ":"}),
-    )
-    for stream, label, style in shown:
-        axes.plot(at, losses(stream), label=label, **style)
-    axes.set(xlabel="million tokens through one cache", ylabel="loss (nats per token)")
-    axes.set_ylim(0, 1.1 * max(losses("fresh")))
-
-
 def streaming_tables(axes: Any, results: dict[str, Any]) -> None:
     """Loss by position, mean over novels. Re-computation predicts few tokens: its line is that of 4
     sinks + 252 plus the mean difference at these tokens."""
@@ -206,35 +100,6 @@ SINK_LINES = {
     "4+252": ("4 sinks + 252", {"color": COLOURS["streaming"], "lw": 4, "alpha": 0.5}),
     "re-computation": ("re-computation of 256", {"color": COLOURS["recompute"]}),
 }
-
-
-def attention_maps(axes: Any, results: dict[str, Any]) -> None:
-    """Attention of 16 queries (down) to 16 keys (across), mean over heads and stretches of text
-    (StreamingLLM, Figure 2)."""
-    maps = {layer: np.array(seen) for layer, seen in results["maps"].items()}
-    size = len(next(iter(maps.values())))
-    gap = np.full((size, 1), np.nan)
-    hidden = np.triu(np.ones((size, size), bool), 1)
-    shown = [np.hstack([np.where(hidden, np.nan, seen), gap]) for seen in maps.values()]
-    picture = axes.imshow(np.hstack(shown), vmin=0, vmax=1, cmap="viridis")
-    middles = [(size + 1) * number + size / 2 for number in range(len(maps))]
-    axes.set_xticks(middles, [f"layer {layer}" for layer in maps], fontsize=8)
-    axes.set_yticks([])
-    axes.set_ylabel("queries", fontsize=8)
-    axes.grid(visible=False)
-    axes.figure.colorbar(picture, ax=axes, shrink=0.5, label="attention")
-
-
-def first_token(axes: Any, results: dict[str, Any]) -> None:
-    """Mean attention on the first token, of queries beyond the first 64 of 512 tokens, by layer.
-    Dots: heads. Dotted: attention spread evenly."""
-    heads = np.array(results["first_token"]["by_head"])
-    layers = np.arange(len(heads))
-    for head in heads.T:
-        axes.plot(layers, head, ".", color=COLOURS["balance-stream"], markersize=4)
-    axes.plot(layers, heads.mean(1), "-", color=COLOURS["streaming"], label="mean over heads")
-    axes.axhline(results["even_attention"], color=COLOURS["full"], ls="dotted", label="even")
-    axes.set(xlabel="layer", ylabel="share of attention on first token", ylim=(0, 1))
 
 
 def recall(axes: Any, results: dict[str, Any]) -> None:
@@ -303,21 +168,6 @@ def prefix_snapshots(axes: Any, results: dict[str, Any]) -> None:
     )
 
 
-def prefix_items(axes: Any, results: dict[str, Any]) -> None:
-    """Answers per second of the engine, minimum to maximum of the rounds (the report's Figure
-    2)."""
-    shares = results["report"]["shares"]
-    at = [100 * float(p) for p in shares]
-    for name, label, colour in (("none", "no prefix caching", COLOURS["full"]),
-                                ("cached", "prefix caching", COLOURS["streaming"])):  # fmt: skip
-        rates = {end: np.array([share["items_per_second"][name][end] for share in shares.values()])
-                 for end in ("median", "min", "max")}  # fmt: skip
-        axes.plot(at, rates["median"], "o-", markersize=3, color=colour, label=label)
-        axes.fill_between(at, rates["min"], rates["max"], color=colour, alpha=0.15, lw=0)
-    axes.set(xlabel="prompts drawn from ten frequent ones (%)", ylabel="answers per second",
-             ylim=(0, None))  # fmt: skip
-
-
 def agents(panels: Any, results: dict[str, Any]) -> None:
     """Left: prompt tokens of agents' turns that need no prefill, by the number of stored states;
     the evicting policies save the same tokens. Right: memory. A full cache stores all its pages."""
@@ -362,27 +212,3 @@ def agents(panels: Any, results: dict[str, Any]) -> None:
     memory_panel.grid(visible=False)
     memory_panel.margins(x=0.2)
     memory_panel.set(xlabel=f"memory of {fewest} states (MiB)")
-
-
-SIZE = 256  # of a cache
-SHOWN = {  # variants of evals.training.sinks_in_front: label, colour, line
-    "plain": ("as published", COLOURS["full"], "solid"),
-    "constant": ("constant token", VARIANTS["none"], "dotted"),
-    "zero": ("zero sink, untrained", VARIANTS["zero"], "dotted"),
-    "frozen_logit-0": ("sink logits, weights frozen", VARIANTS["logit"], "dashed"),
-    "frozen_token-0": ("sink token, weights frozen", VARIANTS["token"], "dashed"),
-    "all_none-0": ("all weights, no sink", VARIANTS["none"], "solid"),
-    "all_logit-0": ("all weights, sink logits", VARIANTS["logit"], "solid"),
-    "all_token-0": ("all weights, sink token", VARIANTS["token"], "solid"),
-}
-
-
-def sinks_in_front(axes: Any, results: dict[str, Any]) -> None:
-    """Loss of SmolLM2-135M in a cache of 256 tokens, minus that of the published model with four
-    sinks, by the number of first tokens that stay in the cache."""
-    for name, (label, colour, line) in SHOWN.items():
-        sizes = [s for s in results["variants"][name] if sum(map(int, s.split("+"))) == SIZE]
-        gaps = [results["variants"][name][size]["loss_over_base"] for size in sizes]
-        axes.plot(range(len(sizes)), gaps, color=colour, linestyle=line, marker="o", label=label)
-    axes.set_xticks(range(len(sizes)), [size.split("+")[0] for size in sizes])
-    axes.set(xlabel="first tokens in the cache", ylabel="loss over 4 sinks (nats)")

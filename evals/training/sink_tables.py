@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import files, models
@@ -24,14 +26,15 @@ from jaxkv.evals.lib.run import Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import Derived, Results, Statement, above, below, claim, within
-from jaxkv.evals.streaming.attention_maps import maps
 from jaxkv.evals.streaming.tables import SAME
 from jaxkv.models.generation.score import gather
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network import uncached
+from jaxkv.models.network.config import Config
+from jaxkv.models.network.decoder import Weights
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.run_metadata import sha256
-from jaxkv.typing import Float32, Int32
+from jaxkv.typing import Array, Float32, Int32
 
 SINKS = (0, 1, 2, 4)
 KINDS = {  # variants of training, as tables name them
@@ -55,7 +58,7 @@ FLAGS = (
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The tables of every variant, whose runs are folders, and their attention as pictures."""
+    """The tables of every variant, whose runs are folders; draws the attention of a sink token."""
     options, record = run.options, run.record
     runs = list(map(settings, options.runs))
     names = [f"{about['recipe']['sink_variant']}-{about['recipe']['seed']}" for about in runs]
@@ -73,9 +76,10 @@ def measure(run: Run) -> dict[str, Any]:
             stored.parent.mkdir(parents=True, exist_ok=True)
             files.write({stored: dumps(plain(tables(llm, texts, variant))).encode()})
         variants[variant] = trained(folder, about, llm) | json.loads(stored.read_text("utf-8"))
-        picture = record.file.with_name(f"sink_tables_{variant}.png")
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes(draw(llm, texts, variant))
+        if about["recipe"]["sink_variant"] == "token":
+            picture = record.file.with_name(f"sink_tables_{variant}.png")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_bytes(draw(llm, texts, variant))
     record.about["seeds"] = sorted({variant["recipe"]["seed"] for variant in variants.values()})
     return {"variants": variants}
 
@@ -226,6 +230,13 @@ def first_token(llm: Llm, texts: dict) -> Float32[np.ndarray, "L N"]:
     runs, skip = samples(llm, texts, context), min(64, context // 2)
     mass = partial(uncached.mass_on_first, llm.config, llm.weights)
     return np.mean([mass(runs[a : a + 4], skip) for a in range(0, SAMPLES, 4)], axis=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def maps(config: Config, weights: Weights, ids: Int32[Array, "B T"]) -> Float32[Array, "L N T T"]:
+    """Attention of every layer and head, averaged over samples."""
+    _, _, seen = uncached.forward(config, weights, ids, uncached.attend_with_probabilities)
+    return jnp.stack([jnp.mean(layer, axis=0) for layer in seen])
 
 
 def draw(llm: Llm, texts: dict, variant: str) -> bytes:

@@ -23,7 +23,6 @@ from jaxkv import models
 from jaxkv.cli.files import read_text
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.plots import SIZE
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import table
@@ -43,6 +42,7 @@ from jaxkv.models.loading.sinks import FILE
 from jaxkv.models.training.data import sha256_of
 
 BASE = "plain"
+SIZE = 256  # of the cache that statements compare
 FOUR = 4  # sinks of the plain cache that others are compared with, as in the paper
 LIMIT = 0.002  # nats: how far one constant sink may be above the plain cache with four
 

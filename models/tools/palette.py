@@ -41,17 +41,6 @@ VARIANTS = {  # of training; plain softmax is the baseline
     "token": "#0072b2",
     "two_tokens": "#56b4e9",
 }
-COMPRESSION = {  # what is made of a prompt, in evals.balancekv.single_layer
-    "balance, walk": {"color": COLOURS["balance"]},
-    "balance, pairs": {"color": COLOURS["balance"], "linestyle": "dashed"},
-    "balance, walk at temperature 1": {"color": "#000000"},
-    "balance, near the published code": {"color": "#000000", "linestyle": "dashed"},
-    "stratified": {"color": COLOURS["stratified"]},
-    "uniform, weighted": {"color": COLOURS["uniform"]},
-    "uniform": {"color": COLOURS["uniform"], "linestyle": "dashed"},
-    "snapkv": {"color": COLOURS["snapkv"]},
-    "ends alone": {"color": "#d55e00", "linestyle": "dotted"},
-}
 ROLLOUTS = {  # variants of reinforcement learning, in evals.training.rollouts
     "full": COLOURS["full"],
     "mismatch": "#d55e00",

@@ -36,7 +36,7 @@ SMALLER = {
     },
     "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
                                "saturated": lambda *_: 0.5},
-    "streaming.attention_maps": {"LONG": 80, "MAPS": 4, "METRICS": 4},
+    "streaming.attention_maps": {"LONG": 80, "METRICS": 4},
 }  # fmt: skip
 # Words that each experiment runs with, besides --quick. {text} and {more} are files, {model} is
 # a model with a chat template.

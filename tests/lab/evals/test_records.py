@@ -20,6 +20,8 @@ MODULES = [module for module in vars(experiments).values() if inspect.ismodule(m
 RECORDS = {path.stem for path in record.RESULTS.glob("*.json")}
 WORDS = 60  # of a row of CLAIMS.md
 COMMANDS = re.findall(r"json\): `python -m (jaxkv.evals[^`]+)`", claims.RECORDS.read_text("utf-8"))
+PICTURE = re.compile(r"\]\([^\s)]*results/([^\s)]+)\.png\)")
+NOT_DOCS = *(record.ROOT / "evals").glob("*.md"), *(record.ROOT / "colab").glob("*.py")
 UPDATE = "run python -m jaxkv.evals.lib.claims and jaxkv.evals.lib.figures"
 
 
@@ -39,15 +41,12 @@ def test_tables_render_and_statements_hold(module):
         assert outcome == HOLDS, (statement.says, [case for case in cases if not case.holds])
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, x in figures.FIGURES.items()
-             if x.record in RECORDS and isinstance(x, figures.RecordPlot)]
-)  # fmt: skip
+@pytest.mark.parametrize("name", figures.FIGURES)
 def test_a_picture_is_drawn_from_its_record(name):
     picture = figures.FIGURES[name]
     _, axes = pictures.begin(6.4, picture.height, picture.columns)
     picture.draw(axes, record.read(picture.record)["results"])
-    assert picture.title and figures.caption_of(picture)
+    assert picture.title and picture.draw.__doc__  # its caption
 
 
 @pytest.mark.parametrize("page, text", claims.pages().items(), ids=lambda x: getattr(x, "name", ""))
@@ -75,8 +74,10 @@ def test_every_table_and_picture_is_on_a_page():
     texts = [page.read_text("utf-8") for page in figures.pages()]
     names = {name for text in texts for _, name, _ in figures.TABLE.findall(text)}
     assert names == set(experiments.TABLES)
-    shown = re.findall(r"\]\(\.\./evals/results/(\S+)\.png\)", figures.page())
-    assert sorted(shown) == sorted(path.stem for path in record.RESULTS.glob("*.png"))
+    files = [*record.ROOT.glob("*.md"), *(record.ROOT / "docs").rglob("*.md"), *NOT_DOCS]
+    shown = {x for file in files for x in PICTURE.findall(file.read_text("utf-8"))}
+    assert shown == {path.stem for path in record.RESULTS.glob("*.png")}
+    assert figures.FIGURES.keys() <= shown
 
 
 def test_every_policy_is_in_the_tables_of_all():
