@@ -39,6 +39,7 @@ FORMER_WORDS = {
     "-m evals.endless": "-m jaxkv.evals.streaming.endless",
     "-m evals.prefix_engine": "-m jaxkv.evals.prefix_caching.engine",
     " --record": "", " --rows 1000": "",
+    " --agents ../shared/data/traces/sweagent_trajectories.jsonl": "",
 }  # fmt: skip
 
 PRODUCTS = ("q, k, v", "attention output", "gate, up", "down")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 
 import numpy as np
 
@@ -33,32 +32,16 @@ CURVES = {
 }
 TEN_SEEDS = {8: (3.76, 3.0, 4.8), 16: (7.47, 6.5, 8.7), 32: (15.26, 13.5, 17.7),
              64: (28.40, 26.3, 29.5)}  # concurrent: mean, least, most; in percent  # fmt: skip
-# Hit rates in percent by the number of unused blocks that stay cached; p = 0.5. All use the same
-# three draws, with 49.7 % frequent prompts, so they deviate from the reference in one direction.
-POOLS = {
-    ("alias", 16): {0: 22.3, 16: 24.1, 64: 29.6, 256: 42.8, 1024: 50.2},
-    ("full", 4): {0: 20.9, 16: 22.3, 64: 23.5, 256: 27.7, 1024: 34.9},
-}
-IDENTICAL = {  # hits in percent with one prompt for all, by concurrent requests
-    ("rekey", 16): {1: 0.0, 4: 1.5, 16: 8.3, 64: 29.1, 256: 69.5},
-    ("rekey", 8): {1: 50.0, 4: 50.7, 16: 54.1, 64: 64.5, 256: 84.7},
-    ("rekey", 4): {1: 74.9, 4: 75.3, 16: 77.0, 64: 82.2, 256: 92.3},
-    ("full", 16): dict.fromkeys((1, 4, 16, 64, 256), 0.0),
-    ("full", 8): dict.fromkeys((1, 4, 16, 64, 256), 50.0),
-    ("full", 4): dict.fromkeys((1, 4, 16, 64, 256), 74.9),
-    ("alias", 16): dict.fromkeys((1, 4, 16, 64, 256), 99.9),
-    ("rekey", 1): dict.fromkeys((1, 4, 16, 64, 256), 99.9),
-}
 
 
 @dataclass(frozen=True)
 class ReplaySetting:
     """The settings of the experiment.
 
-    mode, block, capacity, hashing, cap: settings of the pool. concurrent: requests at a
-    time. p: probability of a frequent prompt, of which there are `frequent`; others are random.
-    length: tokens per prompt. outputs: range of generated tokens. greedy: generated tokens are a
-    function of the text before them; otherwise they are unique.
+    mode, block: settings of the index. concurrent: requests at a time. p: probability of a frequent
+    prompt, of which there are `frequent`; others are random. length: tokens per prompt. outputs:
+    range of generated tokens. greedy: generated tokens are a function of the text before them;
+    otherwise they are unique.
     """
 
     mode: str = "rekey"
@@ -70,9 +53,6 @@ class ReplaySetting:
     requests: int = 1000
     outputs: tuple[int, int] = (32, 192)
     greedy: bool = False
-    capacity: int | None = None
-    hashing: str = "chained"
-    cap: bool = False
 
 
 @dataclass
@@ -84,28 +64,24 @@ class Running:
 ONE_PROMPT = ReplaySetting(frequent=1)
 
 
-def simulate(setting: ReplaySetting, seed: int) -> tuple[Simulator, float]:
-    """The index after one run, with its counts, and the seconds of its look-ups."""
+@cache
+def hits(setting: ReplaySetting, seed: int) -> float:
+    """Hit rate in percent of the looked-up blocks of one run."""
     rng = np.random.default_rng(seed)
     prompts = draw_prompts(setting, rng)
     outputs = rng.integers(setting.outputs[0], setting.outputs[1] + 1, setting.requests)
-    index = Simulator(
-        setting.block, capacity=setting.capacity, mode=setting.mode,
-        hashing=setting.hashing, cap=setting.cap,
-    )  # fmt: skip
+    index = Simulator(setting.block, mode=setting.mode)
     queue = zip(prompts, outputs.tolist(), strict=True)
     name, running, fresh = root_hash(), [], VOCABULARY
-    waiting, seconds = True, 0.0
+    waiting = True
     while waiting or running:
         while waiting and len(running) < setting.concurrent:
             request = next(queue, None)
             if request is None:
                 waiting = False
                 break
-            start = perf_counter()
             table = index.admit(index.hash_prompt(request[0], name))
             index.publish(table)
-            seconds += perf_counter() - start
             running.append(Running(table, request[1]))
         for running_request in running:
             token = hash(bytes(running_request.table.data)) % 2**32 if setting.greedy else fresh
@@ -117,7 +93,7 @@ def simulate(setting: ReplaySetting, seed: int) -> tuple[Simulator, float]:
             if not running_request.remaining:
                 index.release(running_request.table)
         running = [running_request for running_request in running if running_request.remaining]
-    return index, seconds
+    return 100 * index.blocks_hit / index.blocks
 
 
 def draw_prompts(
@@ -130,13 +106,6 @@ def draw_prompts(
     which = rng.integers(0, setting.frequent, setting.requests)
     distinct = rng.integers(*ids, (setting.requests, setting.length)).tolist()
     return [frequent[which[n]] if often[n] else distinct[n] for n in range(setting.requests)]
-
-
-@cache
-def hits(setting: ReplaySetting, seed: int) -> float:
-    """Hit rate in percent of the looked-up blocks."""
-    lookups = simulate(setting, seed)[0].lookups
-    return 100 * lookups.blocks_hit / lookups.blocks
 
 
 def measure(setting: ReplaySetting, seeds: int = 3) -> dict[str, float]:

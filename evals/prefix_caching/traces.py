@@ -6,11 +6,9 @@ replay measures the fraction of their blocks that an index finds.
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,31 +44,8 @@ class Trace(NamedTuple):
     requests: list[RecordedRequest]
 
 
-class ReplayResult(NamedTuple):
-    """Counts of hits, blocks and requests; seconds: spent in the index."""
-
-    blocks: int
-    blocks_hit: int
-    tokens: int
-    tokens_hit: int
-    requests: int
-    requests_hit: int
-    evictions: int
-    missed: dict[str, int]
-    seconds: float
-
-    def rates(self) -> dict[str, Any]:
-        """Hit rates of a replay."""
-        return {
-            "hit_rate_blocks": self.blocks_hit / self.blocks,
-            "hit_rate_tokens": self.tokens_hit / self.tokens,
-            "hit_rate_requests": self.requests_hit / self.requests,
-            "evictions": self.evictions,
-        }
-
-
 def read(path: Path) -> Trace:
-    """A trace of Mooncake, of recorded agents, or of Azure.
+    """A trace of Mooncake, or of recorded agents.
 
     Raises UserError for a file that cannot be read or has another format.
     """
@@ -78,8 +53,6 @@ def read(path: Path) -> Trace:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
             file.seek(0)
-            if first.startswith("TIMESTAMP,ContextTokens"):
-                return _nonempty("azure", _azure(file))
             for field, kind, parse in (("hash_ids", "mooncake", _mooncake),
                                        ("messages", "trajectories", _trajectories)):  # fmt: skip
                 if f'"{field}"' in first:
@@ -90,9 +63,7 @@ def read(path: Path) -> Trace:
         raise UserError(
             f"{path} is broken: {type(error).__name__} {error}; download it again"
         ) from None
-    raise UserError(
-        f"a trace must have hash_ids, messages or ContextTokens, got {path}; give one that has"
-    )
+    raise UserError(f"a trace must have hash_ids or messages, got {path}; give one that has")
 
 
 def _nonempty(kind: str, requests: Iterable[RecordedRequest]) -> Trace:
@@ -111,16 +82,6 @@ def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
                 f"{tokens!r:.60} with {len(ids)}"
             )
         yield RecordedRequest(ids, tokens, MOONCAKE_BLOCK)
-
-
-def _azure(file: Iterator[str]) -> Iterator[RecordedRequest]:
-    """Only lengths are known, so all tokens are distinct."""
-    first = 0
-    for row in csv.DictReader(file):
-        tokens = int(row["ContextTokens"])
-        if tokens:
-            yield RecordedRequest(np.arange(first, first + tokens), tokens)
-            first += tokens
 
 
 def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
@@ -148,46 +109,19 @@ def _trajectories(rows: Iterable[dict[str, Any]]) -> Iterator[RecordedRequest]:
                 yield RecordedRequest(prompt[: turns[turn]], turns[turn])
 
 
-def unchanged(request: RecordedRequest) -> RecordedRequest:
-    """The request itself."""
-    return request
-
-
-def expand_ids(request: RecordedRequest) -> RecordedRequest:
-    """A request of Mooncake with tokens derived from its ids."""
-    ids = np.asarray(request.keys, np.int64)
-    tokens = (ids[:, None] * MOONCAKE_BLOCK + np.arange(MOONCAKE_BLOCK)).ravel()
-    return RecordedRequest(tokens[: request.tokens], request.tokens)
-
-
-def replay(
-    trace: Trace,
-    capacity: int | None,
-    block: int = 1,
-    mode: str = "full",
-    cap: bool = False,
-    prepare: Callable[[RecordedRequest], RecordedRequest] = unchanged,
-) -> ReplayResult:
-    """The hits of an index with this capacity in blocks (None: unlimited).
-
-    block: keys per block. prepare: applied to each request before its look-up, not timed.
-    """
-    index = Simulator(block, capacity, mode, cap=cap)
-    name, seconds, hit_tokens = root_hash(), 0.0, 0
+def replay(trace: Trace, capacity: int | None) -> dict[str, float]:
+    """The hit rates of an index with this capacity in blocks (None: unlimited), a key per block."""
+    index = Simulator(1, capacity, "full")
+    name, hit_tokens = root_hash(), 0
     for request in trace.requests:
-        request = prepare(request)
-        start = perf_counter()
         table = index.admit(index.hash_prompt(request.keys, name))
         index.publish(table)
         index.release(table)
-        seconds += perf_counter() - start
         hit_tokens += min(table.cached * request.piece, request.tokens)
-    lookups = index.lookups
-    return ReplayResult(
-        lookups.blocks, lookups.blocks_hit, sum(request.tokens for request in trace.requests),
-        hit_tokens, lookups.requests, lookups.requests_hit, index.evictions,
-        {reason: count for reason, count in lookups.missed.items() if count}, seconds,
-    )  # fmt: skip
+    return {
+        "hit_rate_blocks": index.blocks_hit / index.blocks,
+        "hit_rate_tokens": hit_tokens / sum(request.tokens for request in trace.requests),
+    }
 
 
 def replay_snapshots(trace: Trace, where: str, entries: int | None) -> float:

@@ -39,39 +39,19 @@ def test_equal_answers_do_not_help():
     assert 5 < hits(replace(ONE_PROMPT, greedy=True), 0) < 11
 
 
-def test_answers_of_equal_length_admit_requests_together():
-    assert abs(hits(replace(ONE_PROMPT, outputs=(112, 112)), 0) - 93.7) < 0.1
-
-
 @pytest.fixture(scope="module")
 def mooncake(shared):
     return traces.read(shared / "traces" / "mooncake_conversation_trace.jsonl")
 
 
-@pytest.mark.parametrize(
-    "capacity, reference",
-    traces.MOONCAKE.items(),
-)
-def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, reference):
-    result = traces.replay(mooncake, capacity)
-    assert abs(result.rates()["hit_rate_blocks"] - reference) < 0.0005
-    assert (
-        result.blocks_hit
-        == {1_000: 12_847, 10_000: 61_046, 30_000: 93_978, None: 105_710}[capacity]
-    )
-    assert (result.blocks, result.requests) == (288_500, 12_031)
-    assert sum(result.missed.values()) + result.blocks_hit == result.blocks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capacity, reference", [(4_000, 0.0882), (None, 0.3736)])
-def test_mooncake_hits_are_equal_by_ids_and_by_tokens(mooncake, capacity, reference):
-    """Looking up ids or the tokens derived from them gives equal hits."""
-    by_ids = traces.replay(mooncake, capacity)
-    result = traces.replay(mooncake, capacity, 512, "alias", prepare=traces.expand_ids)
-    assert result.blocks_hit == by_ids.blocks_hit and result.tokens_hit == by_ids.tokens_hit
-    assert abs(result.rates()["hit_rate_tokens"] - reference) < 0.0001
-    assert result.evictions == by_ids.evictions
+@pytest.mark.parametrize("capacity, blocks", [(1_000, 12_847), (10_000, 61_046), (30_000, 93_978),
+                                              (None, 105_710)])  # fmt: skip
+def test_mooncake_hit_rates_match_the_reference(mooncake, capacity, blocks):
+    rates = traces.replay(mooncake, capacity)
+    assert abs(rates["hit_rate_blocks"] - traces.MOONCAKE[capacity]) < 0.0005
+    assert rates["hit_rate_blocks"] == blocks / 288_500
+    if capacity is None:
+        assert abs(rates["hit_rate_tokens"] - 0.3736) < 0.0001
 
 
 @pytest.mark.parametrize(
@@ -97,9 +77,8 @@ def test_turns_of_agents_repeat_all_earlier_turns(tmp_path):
                         for n, role in enumerate(roles)]}  # fmt: skip
     (tmp_path / "agents.jsonl").write_text(json.dumps(row) + "\n")
     trace = traces.read(tmp_path / "agents.jsonl")
-    result = traces.replay(trace, None, 4, "full")
-    assert (result.requests, result.requests_hit) == (2, 1)
-    assert result.tokens_hit == len(trace.requests[0].keys) // 4 * 4
+    first, second = (request.keys.tolist() for request in trace.requests)
+    assert second[: len(first)] == first and len(second) > len(first)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +86,7 @@ def test_turns_of_agents_repeat_all_earlier_turns(tmp_path):
     [
         ('{"hash_ids": [1], "input_length": 513}', "513 with 1"),
         ('{"messages": []}', "holds no prompt"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nx", "is broken"),
+        ('{"hash_ids": [1]}', "input_length"),
     ],
 )
 def test_broken_traces_are_refused_in_one_line(tmp_path, content, said):
