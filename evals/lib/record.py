@@ -149,12 +149,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return float(f"{value:.7g}")
     return int(value) if isinstance(value, np.integer) else value
-
-
-def resident() -> int:
-    """Resident memory of this process in bytes; 0 where /proc is absent."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024

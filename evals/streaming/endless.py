@@ -10,19 +10,16 @@ continues.
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts
-from jaxkv.evals.lib.record import plain, resident
+from jaxkv.evals.lib.record import plain
 from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
 from jaxkv.evals.lib.text import tokens_of
 from jaxkv.evals.lib.verdict import below, claim, within
@@ -68,9 +65,7 @@ def losses(
     llm: Llm, ids: Sequence[int], policy: str, chunk: int, block: int, parts: Parts | None = None
 ) -> dict[str, Any]:
     """Score one text three times: endless, across the wrap, and with a new cache per block."""
-    compiled = compilations()
     endless = read(llm, ids, policy, chunk, block, 0, "from 0", parts)
-    after_one = Counter(compiled)
     wrapped = read(llm, ids, policy, chunk, block, BEFORE_WRAP, "across 2^32", parts)
     bos = ids[:1] if llm.tokenizer.adds_bos else ()
     fresh = [
@@ -89,8 +84,6 @@ def losses(
         "block": block,
         "chunk": chunk,
         "start_before_wrap": BEFORE_WRAP,
-        "compilations": dict(after_one),
-        "compilations_later": dict(compiled - after_one),
         "commits_of_parts": parts.commits if parts else {},
         "summary": summary(endless, wrapped, fresh),
         "endless": endless,
@@ -99,7 +92,7 @@ def losses(
     }
 
 
-FIELDS = ("loss", "standard_error", "not_finite", "seconds", "state_bytes", "resident_bytes")
+FIELDS = ("loss", "standard_error", "not_finite", "state_bytes")
 
 
 def read(
@@ -118,12 +111,10 @@ def read(
     done, lines = int(stream.decoding.position[0] - np.uint32(start)), []
 
     def score(at: int) -> np.ndarray:
-        start = time.perf_counter()
         part = models.losses(llm, ids[at : at + block + 1], chunk=chunk, stream=stream)
         loss = np.concatenate(list(part)).astype(np.float64)
-        not_finite, seconds = np.sum(~np.isfinite(loss)), time.perf_counter() - start
         spread = loss.std() / len(loss) ** 0.5
-        return np.array([loss.mean(), spread, not_finite, seconds, stream.state_bytes, resident()])
+        return np.array([loss.mean(), spread, np.sum(~np.isfinite(loss)), stream.state_bytes])
 
     several = len(ids) - 1 > block
     for at in range(0, len(ids) - 1, block):
@@ -136,43 +127,23 @@ def read(
         if saved and later:
             batch.save(saved, stream.decoding, key)
         line: dict[str, Any] = dict(zip(FIELDS, fields.tolist(), strict=True))
-        line |= {name: int(line[name]) for name in FIELDS[2:] if name != "seconds"}
+        line |= {name: int(line[name]) for name in FIELDS[2:]}
         position = (start + tokens) % 2**32
         lines.append({"tokens": tokens, "position": position, **line})
-        print(f"{name}: {tokens:,} tokens, loss {line['loss']:.4f}, "
-              f"{line['resident_bytes'] / 2**20:.0f} MiB", flush=True)  # fmt: skip
+        print(f"{name}: {tokens:,} tokens, loss {line['loss']:.4f}", flush=True)
     return lines
 
 
 def summary(endless: list[dict], wrapped: list[dict], fresh: list[dict]) -> dict[str, Any]:
     """The numbers that decide the claim."""
     loss, wrap, control = (np.array([b["loss"] for b in s]) for s in (endless, wrapped, fresh))
-    # The first block fills caches and compiles, so memory is compared after it.
-    later = [b["resident_bytes"] for b in endless[1:]] or [endless[0]["resident_bytes"]]
     blocks = [*endless, *wrapped, *fresh]
     return {
         "worst_change": np.max(np.abs(loss / control - 1)),
         "worst_change_wrapped": np.max(np.abs(wrap / control - 1)),
-        "worst_change_wrapped_to_endless": np.max(np.abs(wrap / loss - 1)),
-        "loss_first_block": loss[0],
-        "loss_last_block": loss[-1],
         "not_finite": sum(b["not_finite"] for b in blocks),
         "state_bytes": sorted({b["state_bytes"] for b in blocks}),
-        "resident_bytes": {"min": min(later), "max": max(later), "growth": later[-1] - later[0]},
-        "tokens_per_second": endless[-1]["tokens"] / sum(b["seconds"] for b in endless),
     }
-
-
-def compilations() -> Counter:
-    """A counter of compilations by function name, from now on."""
-    counts: Counter = Counter()
-
-    def listen(event: str, _: float, fun_name: str = "?", **__: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            counts[fun_name] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return counts
 
 
 MEASURE = Measure("endless", measure, FLAGS, model=DEFAULT)

@@ -8,12 +8,8 @@ without a reduction for the causal mask.
 from __future__ import annotations
 
 import dataclasses
-import re
-import tempfile
 from argparse import Namespace
-from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,23 +35,18 @@ FLAGS = (
     flag("--rows", type=int, about="samples a step (default: the preset's)", minimum=1),
     flag("--vocab", 4096, minimum=4),
     flag("--rounds", 15, minimum=1),
-    flag("--trace", False, "add the time of a step by GPU kernel, with sink_variant=token"),
 )
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The shares of the peak; with --trace also the times of kernels."""
+    """The shares of the peak."""
     options = run.options
     preset, share = ASKED.get(jax.default_backend(), ASKED["gpu"])
     recipe = PRESETS[options.preset or preset]
     if options.rows:
         recipe = dataclasses.replace(recipe, batch_size=options.rows, grad_accum_steps=1)
     results = {"preset": options.preset or preset, "vocab": options.vocab}
-    results |= shares_of_peak(recipe, options.vocab, options.rounds, share)
-    if options.trace:
-        with_token = dataclasses.replace(recipe, sink_variant="token")
-        results["kernels"] = traced(with_token, options.vocab)
-    return results
+    return results | shares_of_peak(recipe, options.vocab, options.rounds, share)
 
 
 def record_name(_: Namespace) -> str:
@@ -92,25 +83,6 @@ def shares_of_peak(recipe: Recipe, vocab: int, count: int, share: float) -> dict
         "bars": [bar(f"training, share of the peak, sinks={s}", shares[s], ">=", share)
                  for s in SINKS],
     }  # fmt: skip
-
-
-def traced(recipe: Recipe, vocab: int, steps: int = 3) -> dict[str, float]:
-    """Milliseconds of a training step by kernel of the accelerator, the longest first."""
-    step, total = stepping(recipe, vocab), Counter[str]()
-    step()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                step()
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(file)).planes
-    for plane in planes:
-        for line in plane.lines if "/device:" in plane.name else ():
-            for event in line.events if "Stream" in line.name else ():
-                total[re.sub(r"[.\d]+$", "", event.name)] += event.duration_ns / 1e6 / steps
-    for name, milliseconds in total.most_common(20):
-        print(f"{milliseconds:8.2f} ms {name:.100}")
-    return dict(total.most_common())
 
 
 def stepping(recipe: Recipe, vocab: int) -> Variant:
