@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxkv import defaults, models
 from jaxkv.evals.benchmarks.serving import BOOKS, books_of, passages
-from jaxkv.evals.lib.record import RESULTS, read, spread
+from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import UNMEASURED, ranged, table
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.timing import bar, ratio, time_rounds
 from jaxkv.models.generation.serving import make_engine
 from jaxkv.serve.engine import (
@@ -241,18 +241,11 @@ def bars(policies: dict[str, Any]) -> list[dict[str, object]]:
     return rows
 
 
-def results_of_record() -> dict[str, Any] | None:
-    """The results of the record; None where it was not measured."""
-    return read("neighbours")["results"] if (RESULTS / "neighbours.json").exists() else None
-
-
 def stalls_table() -> str:
     """A row per policy and way to prefill: milliseconds that an answer waits."""
-    results = results_of_record()
+    results = read("neighbours")["results"]
     heads = ("policy", "prefill", "median (ms)", "99 of 100 below (ms)", "largest (ms)",
              "first token of the prompt (s)")  # fmt: skip
-    if results is None:
-        return table(heads, [("all", *[UNMEASURED] * 5)])
     rows = []
     for policy, parts in results["policies"].items():
         for name, stall in parts["stalls"].items():
@@ -268,11 +261,9 @@ def stalls_table() -> str:
 
 def clients_table() -> str:
     """A row per policy: tokens per second of one client and of several, and hits in steps."""
-    results = results_of_record()
+    results = read("neighbours")["results"]
     heads = ("policy", "one client, tokens per second", f"{CLIENTS} clients", "times",
              "steps to the first token of a hit, 1 new token", "64 new tokens")  # fmt: skip
-    if results is None:
-        return table(heads, [("all", *[UNMEASURED] * 5)])
     rows = []
     for policy, parts in results["policies"].items():
         rates = parts["clients"]["tokens_per_second"]

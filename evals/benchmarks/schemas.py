@@ -26,9 +26,9 @@ import numpy as np
 
 from jaxkv import models
 from jaxkv.evals.lib.measured_on import DEFAULT, REAL
-from jaxkv.evals.lib.record import RESULTS, read, spread
+from jaxkv.evals.lib.record import read, spread
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
-from jaxkv.evals.lib.table import UNMEASURED, ranged, table
+from jaxkv.evals.lib.table import ranged, table
 from jaxkv.evals.lib.timing import bar, rate, ratio, time_rounds
 from jaxkv.evals.lib.verdict import Statement, within
 from jaxkv.models import Grammar, Llm
@@ -378,17 +378,9 @@ def schema_times(
     return {"compile_milliseconds": spread(compiled), "mask_milliseconds": spread(masks)}
 
 
-def results_of(subject: str) -> dict[str, Any] | None:
-    """The results of a record; None where it was not measured."""
-    name = RECORDS[subject]
-    return read(name)["results"] if (RESULTS / f"{name}.json").exists() else None
-
-
 def valid_table() -> str:
     """A row per schema: valid answers and tokens of each model."""
-    results = results_of("valid")
-    if results is None:
-        return table(("schema", "valid"), [("all", UNMEASURED)])
+    results = read(RECORDS["valid"])["results"]
     by_model = results["models"]
     heads = [f"{part}, {name}" for name in by_model for part in ("valid", "tokens")]
     rows = []
@@ -406,10 +398,8 @@ def valid_table() -> str:
 
 def speed_table() -> str:
     """Times with a schema and without, of one request and of other clients."""
-    results = results_of("speed")
+    results = read(RECORDS["speed"])["results"]
     heads = ("measured", "without a schema", "with a schema", "time, with over without")
-    if results is None:
-        return table(heads, [("all", *[UNMEASURED] * 3)])
     first, token = results["alone"]["first_token"], results["alone"]["token"]
     clients = results["clients"]
     rates = clients["tokens_per_second"]
@@ -437,10 +427,8 @@ def speed_table() -> str:
 
 def schemas_table() -> str:
     """A row per schema: milliseconds to compile it, and of a mask."""
-    results = results_of("speed")
+    results = read(RECORDS["speed"])["results"]
     heads = ("schema", "compilation (ms)", "mask (ms)")
-    if results is None:
-        return table(heads, [("all", *[UNMEASURED] * 2)])
     names = ("compile_milliseconds", "mask_milliseconds")
     rows = (
         (title, *(ranged(times[name], "median", ".2f") for name in names))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from statistics import mean
 
-from jaxkv.evals.lib.record import RESULTS, read
+from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, table
 from jaxkv.evals.lib.verdict import Results
 from jaxkv.evals.tasks.budgets import NAMES, RATIOS
@@ -18,10 +18,8 @@ QUARTER = "0.25"  # cached
 
 
 def tasks_of(record: str) -> dict[str, dict[str, Results]]:
-    """The cases of a record by task and length; none where there is no record."""
-    if not (RESULTS / f"{record}.json").exists():
-        return {}
-    return read(record, RESULTS)["results"]["tasks"]
+    """The cases of a record by task and length."""
+    return read(record)["results"]["tasks"]
 
 
 def gates() -> str:
@@ -29,7 +27,7 @@ def gates() -> str:
     rows = [
         (task, *(full_score(by_length.get(length)) for length in LENGTHS))
         for task, by_length in tasks_of(RECORD).items()
-    ] or [("all", *[UNMEASURED] * len(LENGTHS))]
+    ]
     heads = ("task", *(f"{int(length):,} tokens" for length in LENGTHS))
     caption = (
         "Score of full attention; in parentheses, the samples: fewer where the first ones show "
@@ -82,8 +80,6 @@ def by_task(record: str) -> str:
 
 def policies(columns: dict[str, list[Results]], caption: str) -> str:
     """A row per measured policy. columns: by head, the rows of all policies in each task."""
-    if not columns:
-        return table(("policy", "score / KL"), [("all", UNMEASURED)], caption)
     cells = {
         policy: [score_and_kl([row.get(policy) for row in rows]) for rows in columns.values()]
         for policy in NAMES

@@ -78,9 +78,9 @@ def test_the_record_of_the_speed(trials, tmp_path, monkeypatch):
     results = json.loads(file.read_text())["results"]
     assert results["schemas"].keys() == {*names}
     assert results["clients"]["changed"] == 0 and len(results["bars"]) == 4
-    monkeypatch.setattr(schemas, "results_of", lambda subject: results)
+    monkeypatch.setattr(schemas, "read", lambda name: {"results": results})
     for make in (schemas.speed_table, schemas.schemas_table):
-        assert "not measured" not in make()
+        assert make().count("\n|") > 2
 
 
 def test_an_answer_that_ends_early_is_refused():
