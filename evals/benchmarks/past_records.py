@@ -38,7 +38,7 @@ FORMER_WORDS = {
     "jaxkv.evals.speed": "jaxkv.evals.benchmarks",
     "-m evals.endless": "-m jaxkv.evals.streaming.endless",
     "-m evals.prefix_engine": "-m jaxkv.evals.prefix_caching.engine",
-    " --record": "", " --rows 1000": "", "training.mfu --trace": "training.mfu",
+    " --record": "", " --rows 1000": "", " --vocab 16384 --trace": " --vocab 16384",
     " --agents ../shared/data/traces/sweagent_trajectories.jsonl": "",
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ from jaxkv.evals.magicpig import (
     sampling,
     sparse_losses,
     sparse_tokens,
-    tune_lsh,
 )
 from jaxkv.evals.prefix_caching import tables as prefix_tables
 from jaxkv.evals.reservoir import attention_error, recall, sampled, stream_losses
@@ -75,7 +74,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Claim, ...]], ...] = (
      "per KV head. A prompt is compressed without what follows it; then the following tokens are "
      "scored by teacher forcing.", tuple(kvpress_parity.CLAIMS)),
     ("## MagicPIG (Chen et al. 2024, arXiv 2410.16179)", "",
-     (*sampling.CLAIMS, *tune_lsh.CLAIMS, *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
+     (*sampling.CLAIMS, *sparse_losses.CLAIMS, *sparse_tokens.CLAIMS)),
     ("## Hash-table prefix caching (Lin 2024)",
      "The report does not state its engine, model and block size. Its experiment is repeated with "
      "its protocol. Records of jaxkv's engine use the default model.",

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import exp, inf, log
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ import numpy as np
 
 from jaxkv.contract import Spec
 from jaxkv.evals.lib.run import DEFAULT, Measure, Run, flag, run
-from jaxkv.evals.lib.verdict import Results, below, claim
 from jaxkv.evals.magicpig import heads
 from jaxkv.evals.magicpig.heads import (
     QUERIES,
@@ -104,7 +102,7 @@ def of_model(
         for i, tables in enumerate(options.tables):
             size = hash_tables.nbytes(keys, bits, tables)
             points.append({
-                "hash": SIMHASH, "K": bits, "L": tables,
+                "K": bits, "L": tables,
                 "share": np.mean([by_tables[i][1] for by_tables in estimates]),
                 "error": interval(np.array([by_tables[i][0] for by_tables in estimates])),
                 "table_bytes": size, "of_cache": size / cache,
@@ -200,51 +198,6 @@ def show(name: str, model: Mapping[str, Any], target: float) -> None:
 
 
 MEASURE = Measure("tune_lsh", measure, FLAGS, model=DEFAULT)
-# The record has a cross-polytope hash too, which commit 5679766 measured; a new record has none.
-RECORDED = (SIMHASH, "crosspolytope")
-READ, TARGETS = (0.1, 0.2, 0.4), (0.05, 0.1, 0.2)  # shares of the keys, and errors
-SHARES = (0.02, 0.05, 0.1, 0.2)
-
-
-def table_ratios(results: Results) -> dict[str, float]:
-    """The smallest tables of crosspolytope over those of simhash, by share read and error."""
-    cases = {}
-    for model in results["models"].values():
-        for share, target in product(READ, TARGETS):
-            sizes = []
-            for kind in RECORDED:
-                points = [p for p in model["points"] if p["hash"] == kind and p["share"] <= share]
-                best = smallest_tables(points, target)
-                sizes.append(best["table_bytes"] if best else inf)
-            if min(sizes) < inf:
-                cases[f"{share:.0%} read, error {target:g}"] = sizes[1] / sizes[0]
-    return cases
-
-
-def error_at(line: Sequence[Results], share: float) -> float:
-    """The error at a share of the keys, between the points of a frontier, in logarithms."""
-    shares, errors = ([log(point[name]) for point in line] for name in ("share", "error"))
-    return exp(np.interp(log(share), shares, errors))
-
-
-def error_ratios(results: Results) -> dict[str, float]:
-    """The error of crosspolytope over that of simhash at an equal share of the keys."""
-    cases = {}
-    for model in results["models"].values():
-        for share in SHARES:
-            simhash, cross = (error_at(model["frontier"][kind], share) for kind in RECORDED)
-            cases[f"{share:.0%}"] = cross / simhash
-    return cases
-
-
-CLAIMS = (
-    claim("appendix F: future work",
-          "A cross-polytope hash needs smaller tables than simhash, for an error of 0.05 to 0.2 "
-          "with 10 to 40 % of the keys read", "tune_lsh", below(table_ratios, 1), unit="times"),
-    claim("appendix F: future work",
-          "With tables of any size and 2 to 20 % read, a cross-polytope hash has a lower error "
-          "than simhash (ratio)", "tune_lsh", below(error_ratios, 1), unit="times"),
-)  # fmt: skip
 
 
 if __name__ == "__main__":

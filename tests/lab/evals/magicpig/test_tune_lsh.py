@@ -48,7 +48,7 @@ def test_agreements_grow_with_the_number_of_tables(layer):
 
 def points(*rows):
     return [
-        {"hash": "simhash", "K": K, "L": L, "share": share, "table_bytes": L, "of_cache": L / 10,
+        {"K": K, "L": L, "share": share, "table_bytes": L, "of_cache": L / 10,
          "error": {"mean": error, "standard_error": 0.01}}
         for K, L, share, error in rows
     ]  # fmt: skip
