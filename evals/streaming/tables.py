@@ -204,6 +204,17 @@ def full_before(position: int) -> Derived:
     }
 
 
+def rise_beyond(position: int, *names: str) -> Derived:
+    """The mean loss beyond a position minus that before it, by cache."""
+
+    def rises(results: Results) -> dict[str, float]:
+        curve = {name: np.array(line) for name, line in results["curve"].items()}
+        beyond = curve["tokens"] > position
+        return {name: curve[name][beyond].mean() - curve[name][~beyond].mean() for name in names}
+
+    return rises
+
+
 TABLES = {
     "streaming_sinks": sinks_table,
     "streaming_sizes": sizes_table,
@@ -219,6 +230,8 @@ STATEMENTS = (
     Statement("README.md", "Full attention is best up to 10,000 tokens, a little beyond the "
               "trained context of 8,192; then its loss rises", "streaming_tables",
               [below(full_before(10_000)), above("beyond_context/rows/full", 1)]),
+    Statement("README.md", "With sinks the loss stays level", "streaming_tables",
+              [within(rise_beyond(10_000, BASE, label(1, SIZE)), by=0.1)]),
     Statement(PAGE, "One sink is as good as four for this model", "streaming_tables",
               [within(row, by=SAME) for row in sinks_at_sizes(1)]),
     Statement(PAGE, "positions of the text cost little within the trained context, and more than a "

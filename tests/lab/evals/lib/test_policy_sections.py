@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import numpy as np
-
 from jaxkv.evals.lib import policy_sections
-from jaxkv.evals.lib.record import read
 from jaxkv.policies import POLICIES
 
 
@@ -27,15 +24,3 @@ def test_every_policy_has_a_section_with_its_fields():
     for section, policy in zip(sections, POLICIES.values(), strict=True):
         names = {f.name for f in dataclasses.fields(policy) if f.repr}
         assert set(re.findall(r"`(\w+)=", section.split("**Fields**")[1].split("\n")[0])) == names
-
-
-def test_the_caption_of_the_first_picture_agrees_with_the_record():
-    curve = {
-        name: np.array(line) for name, line in read("streaming_tables")["results"]["curve"].items()
-    }
-    tokens, sinks = curve["tokens"], curve["4+252"]
-    assert np.all((curve["full"] < sinks) == (tokens < 10_500))
-    assert np.all((curve["full"] - sinks)[tokens > 12_500] > 1)
-    assert np.all(curve["0+256"][1:] - sinks[1:] > 0.5)
-    for level in (sinks, curve["1+255"]):
-        assert abs(np.mean(level[tokens > 10_000]) - np.mean(level[tokens < 10_000])) < 0.1
