@@ -14,16 +14,25 @@ from jaxkv.evals.magicpig import (
 )
 from jaxkv.evals.magicpig.heads import capture
 from jaxkv.policies import Full, MagicPIG, TopP
-from tests.lab.evals.magicpig.shares import ASKED, share_read
 
 CONTEXT, PROMPT, SINKS, WINDOW = 96, 72, 4, 8
 ENDS = {"sinks": SINKS, "window": WINDOW}
 FULL = Full(max=CONTEXT)
 
 
-def drawn(share):
-    """A uniform sample of that share."""
-    return matched_budgets.methods(share, (4, 20), **ENDS)["uniform"]
+def share_read(llm, policy, stretches, prompt, seeds=1):
+    """The mean share of the keys between that the tokens after a prompt attend to."""
+    shares = []
+    for ids in stretches:
+        for seed in range(seeds):
+            roomy = sparse_losses.with_room(policy, prompt, len(ids))
+            stream = models.Stream(llm, roomy, seed=seed, tokens=len(ids))
+            stream.prefill([ids[:prompt]])
+            stream.finish_prefill()
+            for number in range(prompt, len(ids)):
+                shares.append(sparse_losses.share_read(llm, stream, ids[: number + 1]))
+                stream.prefill([[ids[number]]])
+    return np.mean(shares)
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +47,17 @@ def stretches(llm):
     return np.random.default_rng(0).integers(3, llm.config.vocab, (6, CONTEXT)).tolist()
 
 
-@pytest.fixture(scope="module")
-def between(stretches):
-    """Stretches on which K, L and the mass are chosen."""
-    return stretches[3:]
-
-
-@pytest.fixture(scope="module")
-def seen(llm, stretches):
-    return [capture(llm, tokens) for tokens in stretches[:3]]
-
-
-def test_chosen_tables_select_the_requested_share(llm, between, seen):
-    between = [capture(llm, tokens) for tokens in between]
+def test_chosen_tables_select_the_requested_share(llm, stretches):
+    between = [capture(llm, tokens) for tokens in stretches[3:]]
     angles = matched_budgets.angles(llm.spec, between, PROMPT, SINKS, WINDOW)
     assert angles.share.sum() == pytest.approx(1)
     for share in (0.05, 0.2):
         bits, tables = matched_budgets.tables(angles, share)
         near = [abs(angles.attended(bits, tables + extra) - share) for extra in (-1, 0, 1)]
         assert min(near) == near[1]
-        read = share_read(llm, MagicPIG(bits, tables, **ENDS), seen, PROMPT, 8)
-        assert read["mean"] == pytest.approx(share, rel=0.15)
+        begins = [tokens[: PROMPT + 8] for tokens in stretches[:3]]
+        read = share_read(llm, MagicPIG(bits, tables, **ENDS), begins, PROMPT, seeds=2)
+        assert read == pytest.approx(share, rel=0.15)
 
 
 def test_a_shared_prompt_gives_the_losses_of_a_prompt_that_is_read(llm, stretches):
@@ -76,10 +75,9 @@ def test_a_shared_prompt_gives_the_losses_of_a_prompt_that_is_read(llm, stretche
     assert columns[0, 1:4].tolist() == [pytest.approx(0, abs=1e-6), 1, 1]
 
 
-def test_the_mass_of_top_p_reads_the_requested_share(llm, seen):
-    last = CONTEXT - ASKED  # the queries on which shares are measured
-    masses = matched_budgets.masses(llm.spec, seen, last, SINKS, WINDOW)
+def test_the_mass_of_top_p_reads_the_requested_share(llm, stretches):
+    seen = [capture(llm, tokens) for tokens in stretches[:3]]
+    masses = matched_budgets.masses(llm.spec, seen, PROMPT, SINKS, WINDOW)
     for share in (0.1, 0.3):
         chosen = TopP(masses.reaching(share), **ENDS)
-        read = share_read(llm, chosen, seen, PROMPT)["mean"]
-        assert read == pytest.approx(share, rel=0.02)
+        assert share_read(llm, chosen, stretches[:3], PROMPT) == pytest.approx(share, rel=0.02)

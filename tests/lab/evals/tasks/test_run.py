@@ -8,7 +8,6 @@ import pytest
 
 from jaxkv import models
 from jaxkv.evals.lib.run import run
-from jaxkv.evals.magicpig.heads import capture
 from jaxkv.evals.tasks import __main__ as tasks
 from jaxkv.evals.tasks import budgets, model_rows, score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, prompts
@@ -19,7 +18,7 @@ from jaxkv.models.generation.kvzip import kvzip_stream
 from jaxkv.models.network import uncached
 from jaxkv.models.tools.passage import passage
 from jaxkv.policy_spec import parse_policy
-from tests.lab.evals.magicpig.shares import share_read
+from tests.lab.evals.magicpig.test_sparse_losses import share_read
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -222,10 +221,9 @@ def test_small_budgets_suit_every_policy(by_name):
 def test_magicpig_and_top_p_are_tuned_to_the_share(llm):
     tuned = budgets.tuned(llm, 512, [0.25])[0.25]
     sinks, window, share = budgets.between(512, 0.25)
-    seen = [capture(llm, passage(llm, 512 + budgets.QUERIES))]
+    text = passage(llm, 512 + 16)
     for name in budgets.TUNED:
-        text = budgets.settings(512, 0.25, 640, tuned)[name]
-        chosen = parse_policy(text)
+        chosen = parse_policy(budgets.settings(512, 0.25, 640, tuned)[name])
         assert (chosen.sinks, chosen.window) == (sinks, window)
-        read = share_read(llm, chosen, seen, 512)["mean"]
+        read = share_read(llm, chosen, [text], 512)
         assert read == pytest.approx(share, rel=0.3), name
