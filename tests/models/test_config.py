@@ -64,6 +64,7 @@ def test_absent_keys_have_the_defaults_of_the_family(tmp_path):
 
     llama, mistral, qwen2, qwen3 = (bare(n) for n in ("Llama", "Mistral", "Qwen2", "Qwen3"))
     assert (llama.kv_heads, llama.context, llama.bos, llama.eos) == (32, 2048, 1, (2,))
+    assert llama.dtype == "float32"
     assert (mistral.kv_heads, mistral.context, mistral.windows[0]) == (8, 131072, 4096)
     assert (qwen2.kv_heads, qwen2.context, qwen2.bos, qwen2.eos) == (32, 32768, None, ())
     assert (qwen2.head_dim, qwen3.head_dim) == (8, 128)
