@@ -40,6 +40,10 @@ LLAMA3 = {
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 
 
 def deny(monkeypatch, path: Path) -> None:

@@ -27,7 +27,6 @@ from jaxkv.models.loading.sampling_settings import read_sampling, sampling_of_gg
 from jaxkv.models.network.config import Config
 from jaxkv.sampling import Sampling
 from tests.models import test_parity as parity
-from tests.models.folders import FAMILIES as MODELS
 from tests.models.folders import SIZES, YARN, write_json, write_model
 from tests.tiny import write_tiny
 
@@ -204,19 +203,6 @@ WINDOWED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, change, said",
-    [("c4ai-command-r7b", {"order_of_interleaved_layers": "global_attn_first"}, "must be 'local"),
-     ("mpt-7b", {"norm_type": "rmsnorm"}, "norm_type must be 'low_precision_layernorm'"),
-     ("gpt-oss-20b", {"experts_per_token": 2}, "are one setting, got 2 and 4"),
-     ("phi3-mini-128k", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1]}},
-      "short_factor is of the rope kind longrope")],
-)  # fmt: skip
-def test_a_published_field_with_another_value_is_refused(name, change, said, tmp_path):
-    with pytest.raises(UserError, match=said):
-        read(tmp_path, CONFIGS[name] | change)
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_the_fields_of_transformers_are_known(name, tmp_path):
@@ -248,25 +234,6 @@ def test_a_field_of_other_models_is_refused(family, field, tmp_path):
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("family, fields, name", [
-    ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-    ("llama", {"use_sliding_window": True}, "use_sliding_window"),
-    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-    ("mistral", {"use_sliding_window": False}, "use_sliding_window"),
-    ("llama", {"use_qk_norm": True}, "use_qk_norm"),
-    ("qwen3", {"use_qk_norm": False}, "use_qk_norm"),
-    ("llama", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
-    ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta has two"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0},
-               "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "factor has two"),
-    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "rope_type has two"),
-    ("llama", {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "partial_rot"),
-])  # fmt: skip
-def test_settings_that_contradict_the_family_or_each_other(family, fields, name, tmp_path):
-    with pytest.raises(UserError, match=name):
-        read(tmp_path, BASES[family] | fields)
-
-
 def test_a_folder_with_an_adapter_is_refused(tmp_path):
     """transformers applies it, where the package peft is installed."""
     write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA"})
@@ -283,20 +250,6 @@ def test_unknown_fields_are_named_in_one_warning(tmp_path):
     rope = {"rope_type": "linear", "factor": 2.0, "depth_factor": [1.0]}
     with pytest.warns(UserWarning, match=r"no effect: depth_factor \[1.0\]$"):
         read(tmp_path, BASES["llama"] | {"rope_scaling": rope})
-
-
-@pytest.mark.parametrize(
-    "family, fields, name",
-    [("llama3", {"depth_scale": 2.0}, "depth_scale"),
-     ("qwen3_moe", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size"),
-     ("mpt", {"attn_config": {"alibi": True, "attn_logit_softcapping": 20}}, "attn_logit_softcap"),
-     ("mpt", {"attn_config": {"alibi": True, "qk_gn": True, "rope": True}}, "rope"),
-     ("gemma2", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "rope_gain": 2.0}},
-      "rope_gain")],
-)  # fmt: skip
-def test_an_unknown_field_of_the_computation_is_refused(family, fields, name, tmp_path):
-    with pytest.raises(UserError, match=f"unknown field {name}|{name}.* must be"):
-        read(tmp_path, MODELS[family] | fields)
 
 
 @pytest.mark.parametrize("field", known_fields.NEUTRAL_SAMPLING)
