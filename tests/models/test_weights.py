@@ -1,4 +1,4 @@
-"""Weights: every file layout, named mismatches, and peak memory below 1.3 times the model."""
+"""Weights of folders and GGUF files: layouts, named mismatches, peak memory below 1.3 times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
@@ -22,18 +23,20 @@ from jaxkv.models.loading.hf.weights import read_header
 from jaxkv.models.loading.source import open_source
 from jaxkv.models.loading.weight_names import shapes
 from tests.models.folders import FAMILIES, tensors, write_json, write_model, write_tensors
+from tests.models.gguf.files import hf_model, write_gguf
 from tests.peak_memory import peak_of
 
 Weights = dict[str, np.ndarray]
+Change = Callable[[Weights], object]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def load(folder: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
-    return open_source(folder).weights(dtype, **options)
+def load(path: Path, dtype: str = "float32", **options) -> dict[str, jax.Array]:
+    return open_source(path).weights(dtype, **options)
 
 
-def check(loaded: dict[str, jax.Array], folder: Path, written: dict[str, np.ndarray]) -> None:
-    table = shapes(read_config(folder))
+def check(loaded: dict[str, jax.Array], path: Path, written: dict[str, np.ndarray]) -> None:
+    table = shapes(open_source(path).config)
     assert set(loaded) == set(table)
     for name, (file_name, shape) in table.items():
         assert loaded[name].shape == shape
@@ -101,25 +104,40 @@ def split(config, name, whole):
     return [(names[name], whole)]
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes(stored, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jaxkv.models.loading.hf.weights.PIECE", 1000
-    )  # several pieces per tensor, the last one shorter
-    write_model(tmp_path, "llama32", dtype=stored)
-    written = tensors(tmp_path, dtype=stored)
-    expected = {name: value.astype(jnp.dtype(dtype)) for name, value in written.items()}
-    loaded = load(tmp_path, dtype)
+def as_folder(folder: Path, stored: str, change: Change = lambda weights: None) -> Path:
+    weights = tensors(folder, dtype=stored)
+    change(weights)
+    write_tensors(folder, weights, shards=3)
+    return folder
+
+
+def as_gguf(folder: Path, stored: str, change: Change = lambda weights: None) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    weights = {name: w.astype("f4") for name, w in tensors(folder, dtype=stored).items()}
+    types = {"float32": Type.F32, "bfloat16": Type.BF16, "float16": Type.F16}
+    return write_gguf(
+        folder / "m.gguf", config, weights, lambda _: types[stored], lambda _, w: change(w)
+    )
+
+
+# A store -> a function that writes the weights of the config.json in a folder, in a dtype, after a
+# change to them by their stored names, and returns the path of the model.
+STORES = {"folder": as_folder, "gguf": as_gguf}
+DTYPES = "float32", "bfloat16", "float16"
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("store", STORES)
+def test_dtypes_and_progress(store, stored, dtype, tmp_path, monkeypatch):
+    # Several pieces per tensor, the last one shorter.
+    monkeypatch.setattr("jaxkv.models.loading.hf.weights.PIECE", 1000)
+    write_json(tmp_path / "config.json", FAMILIES["llama32"])
+    path, seen = STORES[store](tmp_path, stored), []
+    loaded = load(path, dtype, progress=lambda done, total: seen.append((done, total)))
     assert all(array.dtype == dtype for array in loaded.values())
-    check(loaded, tmp_path, expected)
-
-
-def test_shards_and_progress(tmp_path):
-    write_model(tmp_path, "qwen3", shards=3)
-    seen: list[tuple[int, int]] = []
-    loaded = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
-    check(loaded, tmp_path, tensors(tmp_path))
+    written = tensors(tmp_path, dtype=stored)
+    check(loaded, path, {name: w.astype(jnp.dtype(dtype)) for name, w in written.items()})
     assert seen == sorted(seen) and len(seen) == len(loaded)
     assert seen[-1] == (total := sum(a.nbytes for a in loaded.values()), total)
 
@@ -185,8 +203,10 @@ def test_a_tied_head_that_differs_is_refused(at, tmp_path, monkeypatch):
         load(tmp_path)
 
 
-def test_weights_load_with_a_sharding(tmp_path):
-    write_model(tmp_path, "llama2")
+@pytest.mark.parametrize("store", STORES)
+def test_weights_load_with_a_sharding(store, tmp_path):
+    write_json(tmp_path / "config.json", FAMILIES["llama2"])
+    path = STORES[store](tmp_path, "float32")
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     replicated = NamedSharding(mesh, P())
     split = NamedSharding(mesh, P("model"))
@@ -194,46 +214,45 @@ def test_weights_load_with_a_sharding(tmp_path):
     def by_name(name: str, shape: tuple[int, ...]) -> NamedSharding:
         return split if name.endswith((".q", ".k")) else replicated
 
-    loaded = load(tmp_path, sharding=by_name)
-    check(loaded, tmp_path, tensors(tmp_path))
+    loaded = load(path, sharding=by_name)
+    check(loaded, path, tensors(tmp_path))
     assert loaded["layers.0.q"].sharding == split and loaded["embed"].sharding == replicated
-    assert load(tmp_path, sharding=split)["norm"].sharding == split
+    assert load(path, sharding=split)["norm"].sharding == split
 
 
-# Fault -> a function that makes it, and the message.
-WRONG = {
-    "missing": (lambda w: w.pop("model.norm.weight"), "missing tensor model.norm.weight"),
-    "missing head": (lambda w: w.pop(HEAD), "missing tensor lm_head.weight.*tie_word_embeddings"),
-    "extra": (lambda w: w.update({"model.extra": np.ones(3, "f4")}), "extra tensor model.extra"),
-    "many": (
-        lambda w: [w.pop(n) for n in list(w) if "norm" in n],
-        r"missing tensor model.norm.weight, model.layers.0.*and 4 more",
-    ),
-    "bias": (
-        lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, "f4")}),
-        "extra tensor model.layers.0.self_attn.q_proj.bias",
-    ),
-    "shape": (
-        lambda w: w.update({EMBED: np.ones((250, 64), "f4")}),
-        r"model.embed_tokens.weight in model.safetensors is \[250, 64\], .* \[256, 64\]",
-    ),
-    "dtype": (
-        lambda w: w.update({EMBED: np.ones((256, 64), "i1")}),
-        "F32, F16, BF16; .* model.embed_tokens.weight is I8",
-    ),
-}
+def without(*words: str) -> Change:
+    """Remove the tensors with one of these words in their names."""
+    return lambda w: [w.pop(name) for name in list(w) if any(word in name for word in words)]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_tensors_are_named(case, tmp_path):
-    damage, message = WRONG[case]
-    write_model(tmp_path, "llama2")
-    weights = tensors(tmp_path)
-    damage(weights)
-    write_tensors(tmp_path, weights)
+# The store, a function that makes the fault, and the message.
+WRONG = [
+    ("folder", without("model.norm.weight"), "missing tensor model.norm.weight"),
+    ("gguf", without("output_norm.weight"), "missing tensor output_norm.weight"),
+    ("folder", without(HEAD), "missing tensor lm_head.weight.*tie_word_embeddings"),
+    ("folder", without("norm"), "missing tensor model.norm.weight, model.layers.0.*and 4 more"),
+    ("gguf", without("norm"),
+     "missing tensor output_norm.weight, blk.0.attn_norm.weight, .* and 4 more"),
+    ("folder", lambda w: w.update({"model.extra": np.ones(3, "f4")}), "extra tensor model.extra"),
+    ("gguf", lambda w: w.update({"extra": np.ones(3, "f4")}), "extra tensor extra; download"),
+    ("folder", lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, "f4")}),
+     "extra tensor model.layers.0.self_attn.q_proj.bias"),
+    ("folder", lambda w: w.update({EMBED: np.ones((250, 64), "f4")}),
+     r"model.embed_tokens.weight in model-.*.safetensors is \[250, 64\], .* \[256, 64\]"),
+    ("gguf", lambda w: w.update({"blk.1.ffn_up.weight": np.ones((64, 96), "f4")}),
+     r"blk.1.ffn_up.weight in m.gguf is \[64, 96\], its metadata says \[96, 64\]"),
+    ("folder", lambda w: w.update({EMBED: np.ones((256, 64), "i1")}),
+     "F32, F16, BF16; .* model.embed_tokens.weight is I8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("store, damage, message", WRONG)
+def test_wrong_tensors_are_named(store, damage, message, tmp_path):
+    write_json(tmp_path / "config.json", FAMILIES["llama2"])
+    path = STORES[store](tmp_path, "float32", damage)
     with pytest.raises(UserError, match=message) as error:
-        load(tmp_path)
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+        load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
@@ -292,27 +311,23 @@ weights = source.weights(sys.argv[2]) if sys.argv[2] else {}
 """
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> dict[str, Path]:
-    """A model of 50 million weights in float32 and bfloat16. One tensor has most of them."""
-    config = FAMILIES["llama32"] | {"vocab_size": 160_000, "hidden_size": 256}
-    folder = tmp_path_factory.mktemp("large")
-    dtypes = ("float32", "bfloat16")
-    return {dtype: write_model(folder / dtype, config, dtype=dtype) for dtype in dtypes}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "stored, dtype",
-    [("bfloat16", "float32"), ("bfloat16", "bfloat16"),
-     ("float32", "float32"), ("float32", "bfloat16")],
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32"),
+     ("float32", "bfloat16"), (Type.Q8_0, "float32"), (Type.F16, "bfloat16")],
 )  # fmt: skip
-def test_peak_memory(stored, dtype, large):
-    folder = large[stored]
-    weights = sum(int(np.prod(shape)) for _, shape in shapes(read_config(folder)).values())
-    model = weights * jnp.dtype(dtype).itemsize
-    used = peak_of(MEASURE, str(folder), dtype) - peak_of(MEASURE, str(folder), "")
+def test_peak_memory(stored, dtype, tmp_path):
+    """One tensor has most of 50 million weights; it is in memory once."""
+    config, weights = hf_model(tmp_path, "llama32", vocab_size=160_000, hidden_size=256)
+    path = tmp_path
+    if isinstance(stored, str):
+        write_tensors(path, {name: w.astype(jnp.dtype(stored)) for name, w in weights.items()})
+    else:
+        path = write_gguf(tmp_path / "m.gguf", config, weights, lambda name: stored)
+    model = sum(w.size for w in weights.values()) * jnp.dtype(dtype).itemsize
+    used = peak_of(MEASURE, str(path), dtype) - peak_of(MEASURE, str(path), "")
     assert 0.9 * model < used < 1.3 * model, f"{used / model:.2f} times the model"
 
 

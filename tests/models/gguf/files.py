@@ -18,7 +18,7 @@ from tests.models.folders import FAMILIES, tensors, write_json
 
 CONTROL = gguf.TokenType.CONTROL
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")} | {"mistral": "llama"}
-PAIRED = ("llama", "mistral")
+PAIRED = ("llama", "mistral", "mixtral", "ministral3", "granite", "smollm3")
 MPT_NAMES = {"d_model": "hidden_size", "n_heads": "num_attention_heads",
              "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"}  # fmt: skip
 MPT = {"intermediate_size": 256}  # four times the width of the small model

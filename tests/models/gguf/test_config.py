@@ -47,41 +47,6 @@ def test_the_config_is_that_of_the_folder(name, tmp_path):
     assert dataclasses.replace(expected, encoding=actual.encoding, family=family) == actual
 
 
-def test_a_window_makes_a_mistral(tmp_path):
-    config, weights = hf_model(tmp_path, "mistral")
-    path = write_gguf(
-        tmp_path / "model.gguf", config, weights, change=lambda w, _: w.add_sliding_window(24)
-    )
-    loaded = read_config(read_header(path))
-    assert loaded == folders.read_config(tmp_path) and set(loaded.windows) == {24}
-
-
-@pytest.mark.parametrize("name", ["linear", "yarn"])
-def test_scaled_positions(name, tmp_path):
-    config, weights = hf_model(tmp_path, name)
-    rope = config["rope_scaling"]
-
-    def add(writer, _):
-        writer.add_string(f"{writer.arch}.rope.scaling.type", name)
-        writer.add_rope_scaling_factor(rope["factor"])
-        if name == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-
-    path = write_gguf(tmp_path / "model.gguf", config, weights, change=add)
-    assert read_config(read_header(path)) == folders.read_config(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
-def test_a_factor_without_a_type_is_linear(key, tmp_path):
-    config, weights = hf_model(tmp_path, "llama2")
-    add = lambda writer, _: writer.add_float32(f"llama.{key}", 4.0)
-    path = write_gguf(tmp_path / "m.gguf", config, weights, change=add)
-    scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    assert read_config(read_header(path)).encoding == (
-        folders.config_of("llama", scaled, {}, path).encoding
-    )
-
-
 def test_the_id_of_no_token_is_none(tmp_path):
     change = lambda writer, _: writer.add_eot_token_id(2**32 - 1)
     path = write_gguf(tmp_path / "m.gguf", *hf_model(tmp_path, "llama2"), change=change)
@@ -154,6 +119,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a line": (put(".general.architecture", "a\nb"), r"architecture 'a\\nb'; supported: llama"),
     "no model": (put(".general.type", "mmproj"), "general.type must be model, got 'mmproj'"),
     "long": (put(".general.architecture", "x" * 5000), "architecture 'x{59}; supported"),
+    "split count": (put(".split.count", "x"), "split.count must be of type int, got 'x'"),
+    "long name": (tensor("x" * 65, np.ones(3, "f4")), "at most 64 printable .*, got 'x{59};"),
     "no layers": (
         lambda w, _: w.kv_data[0].pop("llama.block_count"), "missing field llama.block_count; down"
     ),
