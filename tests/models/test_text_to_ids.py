@@ -1,6 +1,6 @@
 """Text to ids beside transformers, in two versions, and beside the rules of GGUF files.
 
-`python -m tests.models.test_text_to_ids` records the ids of the installed transformers.
+`python -m tests.models.transformers_ids` records the ids of the installed transformers.
 """
 
 from __future__ import annotations
@@ -103,19 +103,12 @@ NOT_LIKE_5 = {"sentencepiece, legacy", "sentencepiece, no byte pieces", "sentenc
               "byte-level, a space"}  # fmt: skip
 
 
-def transformers_ids(folder: Path) -> list[list[int]]:
-    import transformers
-
-    coder = transformers.AutoTokenizer.from_pretrained(folder)
-    return [coder.encode(text, add_special_tokens=False) for text in TEXTS]
-
-
 def our_ids(folder: Path) -> list[list[int]]:
     tokenizer = read_tokenizer(folder)
     return [tokenizer.encode(text, bos=False) for text in TEXTS]
 
 
-@pytest.mark.parametrize("version", json.loads(RECORD.read_text()) if RECORD.is_file() else {})
+@pytest.mark.parametrize("version", json.loads(RECORD.read_text()))
 @pytest.mark.parametrize("case", CASES)
 def test_ids_agree_with_recorded_ones(case, version, tmp_path):
     if case in NOT_LIKE_5 and version.startswith("5."):
@@ -123,19 +116,6 @@ def test_ids_agree_with_recorded_ones(case, version, tmp_path):
     recorded = json.loads(RECORD.read_text())[version][case]
     assert dict(zip(TEXTS, our_ids(CASES[case](tmp_path)), strict=True)) == dict(
         zip(TEXTS, recorded, strict=True)
-    )
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
-def test_ids_agree_with_transformers(case, tmp_path):
-    import transformers
-
-    if case in NOT_LIKE_5 and transformers.__version__.startswith("5."):
-        return
-    folder = CASES[case](tmp_path)
-    assert dict(zip(TEXTS, our_ids(folder), strict=True)) == dict(
-        zip(TEXTS, transformers_ids(folder), strict=True)
     )
 
 
@@ -279,26 +259,3 @@ def test_special_tokens_in_sentencepiece_text_add_no_space(tmp_path):
     )
     text = tokenizer.decode(turn, special=True)
     assert text == Chat(PLAIN).render([{"role": "user", "content": "user</s>user"}])
-
-
-def record() -> None:
-    """Add the ids of the installed transformers to the record."""
-    import tempfile
-
-    import transformers
-
-    versions = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    with tempfile.TemporaryDirectory() as root:
-        folders = {case: write(Path(root, str(n))) for n, (case, write) in enumerate(CASES.items())}
-        versions[transformers.__version__] = {c: transformers_ids(f) for c, f in folders.items()}
-    lines = [
-        f' "{version}": {{\n'
-        + ",\n".join(f"  {json.dumps(case)}: {json.dumps(ids)}" for case, ids in cases.items())
-        + "\n }"
-        for version, cases in sorted(versions.items())
-    ]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    record()
