@@ -1,4 +1,4 @@
-"""The page of `jaxkv view`: its data equal what numpy says of the cache and of the attention."""
+"""The page of `jaxkv view`: its data equal the cache in numpy, and the attention without one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.errors import UserError
+from jaxkv.models.network.uncached import attend_with_probabilities, forward
 from jaxkv.models.tools import view
 from tests.tiny import write_sink_tokens
 
@@ -75,37 +76,13 @@ def test_the_cached_tokens_are_those_of_streaming(llm, streamed):
     assert data["prompt"] is None and not data["selects"] and data["policy"] == POLICY
 
 
-def layer_0(llm, ids) -> np.ndarray:
-    """The attention of the first layer by its definition, in float64 [N,T,T]."""
-    config = llm.config
-    weights = {name: np.asarray(value, np.float64) for name, value in llm.weights.items()}
-    x = weights["embed"][ids]
-    x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + config.norm_eps)
-    x = x * weights["layers.0.attn_norm"]
-    half = config.head_dim // 2
-    base = json.loads((llm.path / "config.json").read_text()).get("rope_theta", 10000.0)
-    angle = np.arange(len(ids))[:, None] / base ** (np.arange(half) / half)
-
-    def heads(name):
-        y = (x @ weights[f"layers.0.{name}"].T).reshape(len(ids), -1, config.head_dim)
-        a, b = y[..., :half], y[..., half:]
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
-
-    q, k = heads("q"), heads("k")
-    k = np.repeat(k, config.heads // config.kv_heads, axis=1)
-    logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
-    logits = np.where(np.tri(len(ids), dtype=bool), logits, -np.inf)
-    weight = np.exp(logits - logits.max(axis=2, keepdims=True))
-    return weight / weight.sum(axis=2, keepdims=True)
-
-
-def test_the_attention_of_the_first_layer_is_that_of_numpy(llm, streamed, ids):
-    data = data_of(llm, streamed)
+def test_the_attention_is_that_of_an_uncached_program(llm, streamed, ids):
+    data, tokens = data_of(llm, streamed), np.array([ids], np.int32)
     attention = rows(data["attention"], (llm.config.layers, llm.config.heads), TOKENS)
-    expected = layer_0(llm, ids)
+    layers = forward(llm.config, llm.weights, tokens, attend_with_probabilities)[2]
+    expected = np.stack([layer[0] for layer in layers])
     for n, codes in enumerate(attention):
-        np.testing.assert_allclose((codes[0] / 255.0) ** 2, expected[:, n, : n + 1], atol=0.005)
+        np.testing.assert_allclose((codes / 255.0) ** 2, expected[:, :, n, : n + 1], atol=0.005)
 
 
 def test_losses_are_those_of_scoring(llm, streamed, ids):
