@@ -182,19 +182,6 @@ def test_a_stop_ends_the_wait_for_a_program(monkeypatch):
     assert Ahead().wait("one")
 
 
-def test_the_clock_counts_only_compile_time():
-    watch, work = clock(), jax.jit(lambda x: (x @ x).sum())
-    assert clock() is watch
-    x = np.ones((500, 500), np.float32)
-    before = watch.seconds
-    work(x).block_until_ready()
-    compiled = watch.seconds
-    assert before < compiled < before + 60
-    for _ in range(5):
-        work(x).block_until_ready()
-    assert watch.seconds == compiled
-
-
 def test_nested_traces_count_once():
     """JAX reports inner traces first: 1-2 and 3-4 are inside 0-5. 6-8 follows."""
     watch = Clock()
@@ -326,56 +313,51 @@ def test_programs_that_cannot_be_read_are_reported_by_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("platform", "variable", "inside"),
-    [
-        ("linux", "XDG_CACHE_HOME", "jaxkv/compilations"),
-        ("linux", "HOME", ".cache/jaxkv/compilations"),
-        ("darwin", "HOME", "Library/Caches/jaxkv/compilations"),
-        ("win32", "LOCALAPPDATA", "jaxkv/compilations"),
-    ],
-)
-def test_the_default_cache_folder(platform, variable, inside, config, tmp_path, monkeypatch):
+    "platform, variables, setting, folder",
+    [("linux", {"XDG_CACHE_HOME": "{}"}, None, "{}/jaxkv/compilations"),
+     ("linux", {"HOME": "{}"}, None, "{}/.cache/jaxkv/compilations"),
+     ("darwin", {"HOME": "{}"}, None, "{}/Library/Caches/jaxkv/compilations"),
+     ("win32", {"LOCALAPPDATA": "{}"}, None, "{}/jaxkv/compilations"),
+     *(("linux", {VARIABLE: word}, None, None) for word in ("off", "OFF", "0", "no", "false")),
+     ("linux", {VARIABLE: "{}/ours"}, "{}/theirs", "{}/theirs"),
+     ("linux", {VARIABLE: "{}/file/cache"}, None, None)],
+)  # fmt: skip
+def test_the_cache_folder(
+    platform, variables, setting, folder, config, tmp_path, monkeypatch, capsys
+):
+    """JAX's own setting stays. A folder that cannot be created is reported."""
+    (tmp_path / "file").touch()
     for name in (VARIABLE, "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
     monkeypatch.setattr(compilation.sys, "platform", platform)
-    monkeypatch.setenv(variable, str(tmp_path))
+    config.update("jax_compilation_cache_dir", setting and setting.format(tmp_path))
     enable_compilation_cache()
-    assert config.jax_compilation_cache_dir == str(tmp_path / inside)
+    assert config.jax_compilation_cache_dir == (folder and folder.format(tmp_path))
+    assert not (tmp_path / "ours").exists()
+    reported, fails = capsys.readouterr(), "{}/file/cache" in variables.values()
+    assert reported.err.startswith("jaxkv: no compilation cache: " if fails else "")
+    assert reported.out == "" and bool(reported.err) == fails
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "false"])
-def test_the_cache_can_be_disabled(word, config, monkeypatch):
-    monkeypatch.setenv(VARIABLE, word)
-    enable_compilation_cache()
-    assert config.jax_compilation_cache_dir is None
-
-
-def test_a_cache_configured_in_jax_stays(config, tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
-    config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-    enable_compilation_cache()
-    assert config.jax_compilation_cache_dir == str(tmp_path / "theirs")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_folder_that_cannot_be_created_is_reported(config, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
-    enable_compilation_cache()
-    assert config.jax_compilation_cache_dir is None
-    reported = capsys.readouterr()
-    assert reported.err.startswith("jaxkv: no compilation cache: ") and reported.out == ""
-
-
-def test_the_clock_counts_waiting_and_not_other_threads():
-    watch, ahead = clock(), Ahead()
+def test_the_clock_counts_compiling_and_waiting_and_not_other_threads():
+    watch, ahead, x = clock(), Ahead(), np.ones((300, 300), np.float32)
+    assert clock() is watch
     before = watch.seconds
-    ahead.compile("one", jax.jit(lambda x: (x @ x @ x).sum()), np.ones((300, 300), np.float32))
+    ahead.compile("one", jax.jit(lambda x: (x @ x @ x).sum()), x)
     while not ahead._running["one"][0].done():
         time.sleep(0.01)
     assert watch.seconds == before
     ahead.wait("one")
-    assert before < watch.seconds < before + 0.1
-    counted = watch.seconds
+    waited = watch.seconds
+    assert before < waited < before + 0.1
     ahead.wait("one")
-    assert watch.seconds == counted
+    assert watch.seconds == waited
+    work = jax.jit(lambda x: (x @ x).sum())
+    work(x).block_until_ready()
+    compiled = watch.seconds
+    assert waited < compiled < waited + 60
+    for _ in range(5):
+        work(x).block_until_ready()
+    assert watch.seconds == compiled
