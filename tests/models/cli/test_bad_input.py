@@ -48,6 +48,9 @@ FLAGS = {
     "a field of an earlier version": (
         "--policy balance:temperature=0.1", "no field 'temperature'", "key_scale",
     ),
+    "head shares without their budgets": (
+        "--policy retrieval:calibration=default", "belong together", "give both or neither",
+    ),
     "more tokens than a cache can have slots": (
         "--policy balance --max-new-tokens 900000000000", "a growing cache holds at most",
         "900000000003 are needed", "constant memory",

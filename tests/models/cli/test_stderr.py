@@ -13,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from jaxkv.cli import COMMANDS, progress
 from jaxkv.errors import UserError
 from jaxkv.models.loading.compilation import VARIABLE
+from jaxkv.models.tools import pictures
 from jaxkv.state import memory
 from tests.tiny import write_tiny
 
@@ -166,3 +168,10 @@ def test_long_silence_is_broken(capsys, monkeypatch):
     with progress.Progress("loading"):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_font_that_is_missing_is_not_reported(capfd, caplog):
+    with matplotlib.rc_context({"font.family": "a font that nobody has"}):
+        figure, _ = pictures.begin()
+        assert pictures.finish(figure, "a caption").startswith(b"\x89PNG")
+    assert capfd.readouterr().err == "" and not caplog.records
