@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +58,39 @@ def run(capsys, monkeypatch) -> Callable[..., Ran]:
         return Ran(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def press(monkeypatch) -> Callable[..., list]:
+    """Presses Ctrl-C when a function is called for the time of this number, from 0.
+
+    items: the function is a generator, and the number is that of an item of all calls, or None for
+    the end of a call. Returns a list that gets an entry at each call or item.
+    """
+
+    def press(owner: object, name: str, number: int | None, items: bool = False) -> list:
+        function, seen = getattr(owner, name), []
+
+        def step() -> None:
+            seen.append(None)
+            if len(seen) - 1 == number:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def call(*words, **named):
+            step()
+            return function(*words, **named)
+
+        def generate(*words, **named):
+            for item in function(*words, **named):
+                step()
+                yield item
+            if number is None:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(owner, name, generate if items else call)
+        return seen
+
+    return press
 
 
 @pytest.fixture

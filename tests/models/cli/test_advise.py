@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -65,16 +63,9 @@ def test_two_learned_sinks(run, model, text, tmp_path):
     assert all(row["loss"] > 0 for row in ran.json["policies"])
 
 
-def test_ctrl_c_keeps_what_was_measured(run, model, text, monkeypatch):
+def test_ctrl_c_keeps_what_was_measured(run, model, text, press):
     """It comes while streaming is read, after the policies that share a prompt."""
-    count, by_chunk = iter(range(100)), measurement.hidden_by_chunk
-
-    def pressing(*words):
-        if next(count) == 8 * 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        yield from by_chunk(*words)
-
-    monkeypatch.setattr(measurement, "hidden_by_chunk", pressing)
+    press(measurement, "hidden_by_chunk", 8 * 3)
     ran = run("advise", "--model", model, "--text", text, *SIZES, *CHOSEN)
     assert ran.code == 130
     said = "2 of 3 policies are measured, times per token are not"

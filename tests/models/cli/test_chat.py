@@ -114,22 +114,15 @@ def test_another_policy(chat):
     assert lines[-1] == lines[2] and "window=16" in lines[-2]  # compiled by this process
 
 
-def test_ctrl_c_while_a_policy_compiles(chat, monkeypatch):
+def test_ctrl_c_while_a_policy_compiles(chat, press):
     """The conversation goes on under the policy it had, and `/policy` can be given again."""
-    warm_up = models.Conversation.warm_up
-
-    def interrupted(talk, *arguments):
-        if talk.policy.startswith("window"):
-            monkeypatch.setattr(models.Conversation, "warm_up", warm_up)
-            raise KeyboardInterrupt
-        warm_up(talk, *arguments)
-
-    monkeypatch.setattr(models.Conversation, "warm_up", interrupted)
+    press(models.Conversation, "warm_up", 1)
     change = "/policy window:window=16"
     turns, lines = chat("Hello", change, "And?", change, "Hello")
-    assert lines[0].startswith("jaxkv: stopped; the conversation goes on under streaming")
+    stopped = "jaxkv: stopped; the conversation goes on under streaming"
+    (at,) = (i for i, line in enumerate(lines) if line.startswith(stopped))
     assert [turn["position"] for turn in turns] == [12, 23, 12]
-    assert any(line.startswith("jaxkv: window:window=16") for line in lines[1:])
+    assert any(line.startswith("jaxkv: window:window=16") for line in lines[at:])
 
 
 def test_save_and_load(chat, tmp_path):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 
 from jaxkv import models
+from jaxkv.models.generation import streams
+from jaxkv.models.generation.text import Generation
 
 
 def test_text_equals_that_of_the_library(run, model):
@@ -66,24 +66,9 @@ def test_a_mesh_splits_the_prompts_of_a_batch(run, model):
     assert refused.code == 2 and "1 sequence over 2 places; use data=1" in refused.err
 
 
-def interrupt_block(monkeypatch, number: int) -> None:
-    """Send Ctrl-C before this block of every generation."""
-    from jaxkv.models.generation.text import Generation
-
-    blocks = Generation.blocks
-
-    def interrupted(self, progress):
-        for at, block in enumerate(blocks(self, progress)):
-            if at == number:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield block
-
-    monkeypatch.setattr(Generation, "blocks", interrupted)
-
-
-def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
+def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, press):
     """And the batches that have not begun are left out."""
-    interrupt_block(monkeypatch, 3)
+    press(Generation, "blocks", 3, items=True)
     flags = ("--model", model, "--max-new-tokens", 10000, "--ignore-eos", "--batch", 2, "--json")
     ran = run("generate", "Hello", "Good day", "Not begun", *flags)
     answers = json.loads(ran.out)["answers"]
@@ -92,17 +77,9 @@ def test_ctrl_c_keeps_the_texts_of_all_prompts(run, model, monkeypatch):
         assert answer["finish_reason"] == "interrupted" and 0 < len(answer["tokens"]) < 10000
 
 
-def test_ctrl_c_at_the_last_block_of_a_batch(run, model, monkeypatch):
+def test_ctrl_c_at_the_last_block_of_a_batch(run, model, press):
     """The batch is complete, and later prompts are missing, so the command is interrupted."""
-    from jaxkv.models.generation.text import Generation
-
-    blocks = Generation.blocks
-
-    def interrupted(self, progress):
-        yield from blocks(self, progress)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(Generation, "blocks", interrupted)
+    press(Generation, "blocks", None, items=True)
     flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1)
     ran = run("generate", "Hello", "Good day", *flags, "--json")
     (answer,) = json.loads(ran.out)["answers"]
@@ -112,29 +89,13 @@ def test_ctrl_c_at_the_last_block_of_a_batch(run, model, monkeypatch):
     assert ran.code == 130 and "5 tokens (1 of 2 prompts)" in ran.err
 
 
-def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, monkeypatch):
+def test_ctrl_c_during_a_later_prefill_keeps_the_finished_answers(run, model, press, monkeypatch):
     """In the first of its chunks; the handler that ends the process at once must not be called."""
-    from jaxkv.models.generation.streams import Stream
-
-    prefill, calls, done, leaves = Stream.prefill, [], [], []
-
-    def pressing(self, prompts, chunk, progress):
-        calls.append(prompts)
-
-        def at(count, total):
-            if len(calls) == 2:
-                done.append((count, total))
-                if len(done) == 1:
-                    os.kill(os.getpid(), signal.SIGINT)
-            progress(count, total)
-
-        return prefill(self, prompts, 64, at)
-
-    monkeypatch.setattr(Stream, "prefill", pressing)
+    chunks, leaves = press(streams, "prefill_chunk", 1), []
     monkeypatch.setattr("jaxkv.cli.leave", lambda: leaves.append(True))
     flags = ("--model", model, "--max-new-tokens", 5, "--ignore-eos", "--batch", 1, "--json")
-    ran = run("generate", "Hello", "Good day " * 20, "Third", *flags)
-    assert ran.code == 130 and done == [(64, 181)] and len(calls) == 2 and not leaves
+    ran = run("generate", "Hello", "Good day " * 50, "Third", *flags)
+    assert ran.code == 130 and len(chunks) == 2 and not leaves
     (answer,) = json.loads(ran.out)["answers"]
     assert (answer["prompt"], len(answer["tokens"])) == ("Hello", 5)
 

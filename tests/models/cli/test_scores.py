@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import os
-import signal
 
 import numpy as np
 import pytest
 
+from jaxkv.models.tools import measurement
 from jaxkv.models.tools.compare import defaults
 
 FIELDS = {
@@ -45,31 +43,10 @@ def test_tokens_after_a_prompt(run, model, text):
     assert abs(full["loss"] - some_tokens["loss"]) > 1e-4
 
 
-@pytest.fixture
-def pressed_at(monkeypatch):
-    """Press Ctrl-C when a chunk of a text is scored, by its number in the process."""
-
-    def press(number: int) -> None:
-        # `models.score` is the function.
-        for name in ("jaxkv.models.generation.score", "jaxkv.models.tools.measurement"):
-            module = importlib.import_module(name)
-            by_chunk, count = module.hidden_by_chunk, iter(range(10**6))
-
-            def pressing(*words, by_chunk=by_chunk, count=count):
-                for chunk in by_chunk(*words):
-                    if next(count) == number:
-                        os.kill(os.getpid(), signal.SIGINT)
-                    yield chunk
-
-            monkeypatch.setattr(module, "hidden_by_chunk", pressing)
-
-    return press
-
-
-def test_ctrl_c_keeps_what_was_scored(run, model, text, pressed_at):
+def test_ctrl_c_keeps_what_was_scored(run, model, text, press):
     flags = ("--policy", "window:window=32", "--chunk", 20, "--json")
     uninterrupted = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20).json
-    pressed_at(2)
+    press(measurement, "hidden_by_chunk", 2, items=True)
     ran = run("perplexity", "--model", model, "--text", text, *flags, "--block", 20)
     record = json.loads(ran.out)
     assert ran.code == 130 and record["predictions"] == 60
@@ -80,9 +57,9 @@ def test_ctrl_c_keeps_what_was_scored(run, model, text, pressed_at):
     assert ran.err == f"jaxkv: interrupted: {said}\n"
 
 
-def test_ctrl_c_keeps_what_was_compared(run, model, text, pressed_at):
+def test_ctrl_c_keeps_what_was_compared(run, model, text, press):
     words = ("--policy", "window:window=32", "--policy", "full", "--policy", "window:window=16")
-    pressed_at(5)
+    press(measurement, "hidden_by_chunk", 5, items=True)
     flags = ("--chunk", 20, "--max-tokens", 81)
     ran = run("compare", "--model", model, "--text", text, *flags, *words)
     assert ran.code == 130

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 
 import pytest
@@ -80,16 +78,9 @@ def test_the_default_page(run, model, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("token", "shown"), [(1, 2), (11, 11)])
-def test_ctrl_c_keeps_what_was_read(run, model, text, tmp_path, monkeypatch, token, shown):
+def test_ctrl_c_keeps_what_was_read(run, model, text, tmp_path, press, token, shown):
     """The shortest page has two tokens, because one predicts nothing."""
-    count, codes = iter(range(1000)), view._codes_of_weights
-
-    def pressing(weights):
-        if next(count) == 2 * (token - 1):  # two layers a token
-            os.kill(os.getpid(), signal.SIGINT)
-        return codes(weights)
-
-    monkeypatch.setattr(view, "_codes_of_weights", pressing)
+    press(view, "_codes_of_weights", 2 * (token - 1))  # two layers a token
     path = tmp_path / "page.html"
     flags = ("--policy", POLICY, "--max-tokens", 24, "--out", path, "--json")
     ran = run("view", "--model", model, "--text", text, *flags)
