@@ -106,11 +106,6 @@ class Case(NamedTuple):
         return 3e-2 if "bfloat16" in (self.dtype, self.incoming) else 5e-6
 
 
-def of_heads(choose, capacities):
-    """The choice of KV heads with these capacities."""
-    return lambda numbers, inputs: choose(capacity=capacities[inputs.head])(numbers, inputs)
-
-
 FEW = (1, 7)
 NORMAL_90 = 1.2815515655446004  # nine tenths of a normal distribution lie below
 ROTATED = {"theta": THETA, "scale": SCALE}
@@ -239,116 +234,43 @@ VARIANTS = [
               capacity=9, theta=THETA)), capacity=12, relative=True),
     Case("full-growing", policy=Full(max=24, start=7),
          rule=oracle.full(), capacity=24, longest=24, chunks=FEW),
-    Case("retrieval-int8", policy=Retrieval(capacity=15, sinks=2, window=3, start=16,
-         storage="int8"),
-         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
-              capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
-    Case("retrieval-calibrated-int8", policy=Retrieval(capacity=12, sinks=2, window=3, start=16,
-         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 10)),
-         storage="int8"),
-         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_heads(
-              (4, 10))), capacity=9, exact=2, chunks=FEW, longest=36),
-    Case("retrieval-equal", policy=Retrieval(capacity=9, sinks=2, window=3, start=16,
-         budgets="equal"), rule=oracle.compressed(sinks=2, size=3, rounds=0,
-              choose=oracle.least_alike(capacity=4, theta=None)),
-         capacity=9, exact=2, chunks=FEW, longest=36),
     Case("keydiff-unrotated", policy=KeyDiff(capacity=9, start=16, keys="unrotated"),
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.least_alike(capacity=9,
               theta=None)), capacity=9, chunks=FEW, longest=36),
-    Case("tova-prompt", policy=TOVA(capacity=9, every=None, start=16),
-         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.attended_by_newest(
-              capacity=9, **ROTATED)), capacity=9, chunks=FEW, longest=36),
     Case("tova-every-1", policy=TOVA(capacity=9, positions="absolute", storage="int8"),
          rule=oracle.repeated(capacity=9, every=1, sinks=0, size=0,
               choose=oracle.attended_by_newest(capacity=9, **ROTATED)), capacity=9, chunks=FEW),
-    Case("rkv-prompt", policy=RKV(capacity=9, window=3, kernel=3, threshold=0.2, every=None,
-         start=16),
-         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=oracle.attended_without_like(
-              capacity=9, size=3, kernel=3, mix=0.1, threshold=0.2, **ROTATED)),
-         capacity=9, chunks=FEW, longest=36),
-    Case("rkv-int8", policy=RKV(capacity=9, window=3, kernel=3, every=20, positions="absolute",
-         storage="int8"),
-         rule=oracle.repeated(capacity=9, every=20, sinks=0, size=3,
-              choose=oracle.attended_without_like(capacity=9, size=3, kernel=3, mix=0.1,
-                   threshold=0.5, **ROTATED)), capacity=28, chunks=FEW),
-    Case("vase-prompt", policy=VaSE(capacity=9, sinks=2, window=3, every=None, start=16),
-         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=oracle.large_and_drawn(
-              capacity=9, sinks=2, size=3, large=2, kernel=5, **ROTATED)),
-         capacity=9, chunks=FEW, longest=36, drawn=True),
-    Case("vase-int8", policy=VaSE(capacity=12, sinks=1, window=3, every=1, positions="absolute",
-         storage="int8"),
-         rule=oracle.repeated(capacity=12, every=1, sinks=0, size=3,
-              choose=oracle.large_and_drawn(capacity=12, sinks=1, size=3, large=3, kernel=5,
-                   **ROTATED)), capacity=12, chunks=FEW, drawn=True),
     Case("triattention-prompt", policy=TriAttention(capacity=9, every=None, start=16),
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.attended_by_centres(
               capacity=9, furthest=65536, theta=ROTATIONS[YARN])),
          capacity=9, chunks=FEW, longest=36, encoding=YARN),
-    Case("rkv-calibrated", policy=RKV(capacity=9, window=3, kernel=3, every=None, start=16,
-         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 8))),
-         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=of_heads(functools.partial(
-              oracle.attended_without_like, size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED),
-              (7, 11))), capacity=7, chunks=FEW, longest=36),
-    Case("triattention-calibrated", policy=TriAttention(capacity=9, every=None, start=16,
-         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((5, 13))),
-         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=of_heads(functools.partial(
-              oracle.attended_by_centres, furthest=65536, theta=THETA), (5, 13))),
-         capacity=5, chunks=FEW, longest=36),
-    Case("rkv-every-adaptive", policy=RKV(capacity=9, window=3, kernel=3, every=4,
-         budgets="adaptive"),
-         rule=oracle.repeated_of_layer(capacity=9, every=4, sinks=0, size=3,
-              score=oracle.score_without_like(size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED,
-                   relative=True)), capacity=12, relative=True, chunks=FEW),
-    Case("rkv-every-calibrated", policy=RKV(capacity=9, window=3, kernel=3, every=4,
-         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 8))),
-         rule=oracle.repeated_of_heads(9, (4, 8), every=4, sinks=0, size=3,
-              score=oracle.score_without_like(size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED,
-                   relative=True)), capacity=8, relative=True, chunks=FEW),
-    Case("triattention-every-adaptive", policy=TriAttention(capacity=9, furthest=20, every=4,
-         budgets="adaptive"),
-         rule=oracle.repeated_of_layer(capacity=9, every=4, sinks=0, size=0,
-              score=oracle.score_by_centres(furthest=20, theta=THETA, relative=True)),
-         capacity=12, relative=True, chunks=FEW),
-    Case("triattention-every-calibrated", policy=TriAttention(capacity=9, furthest=20, every=4,
-         budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((5, 13))),
-         rule=oracle.repeated_of_heads(9, (5, 13), every=4, sinks=0, size=0,
-              score=oracle.score_by_centres(furthest=20, theta=THETA, relative=True)),
-         capacity=8, relative=True, chunks=FEW),
+    Case("rkv-int8", policy=RKV(capacity=9, window=3, kernel=3, threshold=0.2, every=20,
+         positions="absolute", storage="int8"),
+         rule=oracle.repeated(capacity=9, every=20, sinks=0, size=3,
+              choose=oracle.attended_without_like(capacity=9, size=3, kernel=3, mix=0.1,
+                   threshold=0.2, **ROTATED)), capacity=28, chunks=FEW),
     Case("triattention-int8", policy=TriAttention(capacity=9, furthest=64, every=11,
          positions="absolute", storage="int8"),
          rule=oracle.repeated(capacity=9, every=11, sinks=0, size=0,
               choose=oracle.attended_by_centres(capacity=9, furthest=64, theta=THETA)),
          capacity=19, chunks=FEW),
+    Case("rkv-every-adaptive", policy=RKV(capacity=9, window=3, kernel=3, every=4,
+         budgets="adaptive", storage="int8"),
+         rule=oracle.repeated_of_layer(capacity=9, every=4, sinks=0, size=3,
+              score=oracle.score_without_like(size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED,
+                   relative=True)), capacity=12, relative=True, chunks=FEW),
     Case("keydiff-every-1", policy=KeyDiff(capacity=9, keys="unrotated", every=1,
          positions="absolute"),
          rule=oracle.repeated(capacity=9, every=1, sinks=0, size=0, choose=oracle.least_alike(
               capacity=9, theta=None)), capacity=9, chunks=FEW),
-    Case("snapkv-every-absolute", policy=SnapKV(capacity=8, window=3, kernel=3, pool="mean",
-         every=20, positions="absolute"),
-         rule=oracle.repeated(capacity=8, every=20, sinks=0, size=3, choose=oracle.most_attended(
-              capacity=8, size=3, kernel=3, pool="mean", **ROTATED)), capacity=27, chunks=FEW),
-    Case("snapkv-every-equal-int8", policy=SnapKV(capacity=9, window=3, kernel=3, every=5,
-         storage="int8", positions="absolute"),
-         rule=oracle.repeated(capacity=9, every=5, sinks=0, size=3, choose=oracle.most_attended(
-              capacity=9, size=3, kernel=3, pool="max", **ROTATED)), capacity=13, chunks=FEW),
     Case("expected-attention-every", policy=ExpectedAttention(capacity=9, sinks=2, future=6,
          every=3, positions="absolute"),
          rule=oracle.repeated(capacity=9, every=3, sinks=2, size=0, choose=oracle.most_expected(
               capacity=9, sinks=2, future=6, **ROTATED)), capacity=11, exact=2, chunks=FEW),
-    Case("retrieval-every-int8", policy=Retrieval(capacity=15, sinks=2, window=3, every=7,
-         storage="int8"), rule=oracle.repeated_of_layer(capacity=15, every=7, sinks=2, size=3),
-         capacity=21, exact=2, relative=True, chunks=FEW),
-    Case("retrieval-every-absolute", policy=Retrieval(capacity=15, sinks=2, window=3, every=1,
-         positions="absolute"),
-         rule=oracle.repeated_of_layer(capacity=15, every=1, sinks=2, size=3),
-         capacity=15, exact=2, chunks=FEW),
     Case("retrieval-calibrated-every", policy=Retrieval(capacity=12, sinks=2, window=3, every=4,
          budgets="calibrated", calibration="a file", layer_budgets=LayerBudgets.of((4, 10))),
          rule=oracle.repeated_of_heads(12, (4, 10), every=4, sinks=2, size=3),
-         capacity=11, exact=2, relative=True, chunks=FEW),
-    Case("retrieval-every-alibi", policy=Retrieval(capacity=15, sinks=2, window=3, every=6),
-         rule=oracle.repeated_of_layer(capacity=15, every=6, sinks=2, size=3),
-         capacity=20, exact=2, relative=True, chunks=FEW, encoding=ALIBI, softcap=2.0),
+         capacity=11, exact=2, relative=True, chunks=FEW, encoding=ALIBI, softcap=2.0),
     Case("window-1", policy=Window(window=1),
          rule=oracle.window(size=1), capacity=1, chunks=(1, 3), longest=7),
     Case("streaming-0-5", policy=Streaming(sinks=0, window=5),
@@ -397,11 +319,6 @@ VARIANTS = [
               choose=by_pairs(theta=ROTATIONS[YARN], cache_relative=True), weighted=0.5),
          capacity=7, exact=1, chunks=FEW, relative=True, encoding=YARN, longest=60, softcap=2.0,
          group=1),
-    Case("balance-stream-bfloat16", policy=BalanceStream(sinks=2, window=4, levels=2, block=8,
-         mode="coin", weighted=True),
-         rule=oracle.merge_and_reduce(sinks=2, size=4, levels=2, slots=8, choose=oracle.by_coin),
-         capacity=13, exact=2, chunks=FEW, relative=True, longest=40, dtype="bfloat16",
-         incoming="bfloat16"),
     Case("stratified-alibi", policy=Stratified(sinks=1, window=3, sample=8),
          rule=oracle.merge_and_reduce(sinks=1, size=3, levels=1, slots=8, choose=oracle.by_coin,
               weighted=0),
@@ -443,15 +360,6 @@ VARIANTS = [
          rule=sparse(sinks=0, size=2, choose=oracle.of_pages(share=0.2, page=3, fewest=2)),
          capacity=2, chunks=FEW, longest=30, lossless=True),
 ]  # fmt: skip
-# Combinations of settings whose parts other cases have: they run with the lab.
-COMBINED = {
-    "retrieval-int8", "retrieval-calibrated-int8", "retrieval-every-int8", "retrieval-equal",
-    "retrieval-every-absolute", "retrieval-every-alibi", "snapkv-every-equal-int8",
-    "snapkv-every-absolute", "rkv-prompt", "rkv-int8", "rkv-calibrated", "tova-prompt",
-    "rkv-every-adaptive", "rkv-every-calibrated", "triattention-every-adaptive",
-    "triattention-every-calibrated", "vase-prompt", "vase-int8", "triattention-int8",
-    "loki-unrotated", "magicpig-bfloat16", "balance-stream-bfloat16",
-}  # fmt: skip
 
 # Cases whose chunks are compiled at every size: chunks of other cases are padded to one width.
 REAL_WIDTHS = {"streaming-4-5", "balance-stream-cache-relative", "balance"}

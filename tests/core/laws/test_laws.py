@@ -38,7 +38,7 @@ from jaxkv.testing.subject import (
     same_bits,
 )
 from tests.core.laws import cases
-from tests.core.laws.cases import CASES, COMBINED, VARIANTS, expected, stream, subject
+from tests.core.laws.cases import CASES, VARIANTS, expected, stream, subject
 
 ALL = (*CASES, *VARIANTS)
 MEANING = {below_capacity_it_is_full_attention, chunking_changes_nothing}
@@ -52,7 +52,6 @@ FIRST = {type(case.policy): case for case in reversed(CASES)}.values()  # of eac
 def param(case, *values, name=""):
     """A case runs in one process, whose compiled programs its laws share (tests/schedule.py)."""
     marks = [pytest.mark.first] if case in FIRST else []
-    marks += [pytest.mark.slow] if case.name in COMBINED else []
     return pytest.param(case, *values, id=":".join(filter(None, [case.name, name])), marks=marks)
 
 

@@ -15,7 +15,6 @@ from tests.core.oracle.attended import (
     attended_by_newest,
     attended_without_like,
     large_and_drawn,
-    score_by_centres,
     score_without_like,
 )
 from tests.core.oracle.draws import priority
@@ -85,7 +84,6 @@ __all__ = [
     "reservoir",
     "rotate",
     "rotate_heads",
-    "score_by_centres",
     "score_without_like",
     "softmax_attention",
     "sparse_attention",

@@ -113,11 +113,6 @@ def large_and_drawn(capacity, sinks, size, large, kernel, theta, scale, relative
 
 
 def attended_by_centres(capacity, furthest, theta, relative=False):
-    """TriAttention: the highest of its scores."""
-    return highest(score_by_centres(furthest, theta, relative), capacity)
-
-
-def score_by_centres(furthest, theta, relative=False):
     """TriAttention: the trigonometric series of the mean query, and what the mean does not tell."""
 
     def score(numbers, inputs):
@@ -144,4 +139,4 @@ def score_by_centres(furthest, theta, relative=False):
             highest_score = np.maximum(highest_score, normalised)
         return highest_score
 
-    return score
+    return highest(score, capacity)

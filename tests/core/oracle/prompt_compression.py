@@ -88,7 +88,7 @@ def repeated_of_layer(capacity, every, sinks, size, score=None):
     return rule
 
 
-def repeated_of_heads(capacity, budgets, every, sinks, size, score=None):
+def repeated_of_heads(capacity, budgets, every, sinks, size):
     """The same for KV heads with budgets of their own; they compress at the same tokens."""
 
     def rule(inputs):
@@ -102,7 +102,7 @@ def repeated_of_heads(capacity, budgets, every, sinks, size, score=None):
             if since >= 0 and since % every == 0:
                 end = len(cached) - size
                 asked = inputs._replace(prompt=number + 1, cached=cached, excess=excess)
-                kept = sorted(highest(score or unlike(None), budget)(cached[sinks:end], asked))
+                kept = sorted(highest(unlike(None), budget)(cached[sinks:end], asked))
                 cached, excess = cached[:sinks] + kept + cached[end:], max(0, len(kept) - mean)
             yield view, [(n, 0.0) for n in cached], places
 

@@ -139,7 +139,7 @@ def scored_tokens(policy, state):
 
 @pytest.mark.parametrize("uniform", [0, 1 - 2**-24])
 def test_the_extreme_draws_of_vase_are_finite(rng, monkeypatch, uniform):
-    policy = VaSE(12, sinks=1, window=3, every=None, start=TOKENS)
+    policy = VaSE(12, sinks=1, window=3, every=None, start=TOKENS, storage="int8")
     spec = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP)
     state = read(policy, spec, random_tokens(rng), np.ones((2, TOKENS), bool))
     draw = lambda numbers, rng: jnp.full(numbers.shape, uniform, jnp.float32)
