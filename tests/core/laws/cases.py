@@ -263,6 +263,11 @@ VARIANTS = [
          positions="absolute"),
          rule=oracle.repeated(capacity=9, every=1, sinks=0, size=0, choose=oracle.least_alike(
               capacity=9, theta=None)), capacity=9, chunks=FEW),
+    Case("snapkv-alibi-softcap", policy=SnapKV(capacity=9, window=3, kernel=3, every=5),
+         rule=oracle.repeated(capacity=9, every=5, sinks=0, size=3, choose=oracle.most_attended(
+              capacity=9, size=3, kernel=3, pool="max", theta=None, scale=SCALE, relative=True,
+              softcap=2.0)),
+         capacity=13, relative=True, chunks=FEW, encoding=ALIBI, softcap=2.0),
     Case("expected-attention-every", policy=ExpectedAttention(capacity=9, sinks=2, future=6,
          every=3, positions="absolute"),
          rule=oracle.repeated(capacity=9, every=3, sinks=2, size=0, choose=oracle.most_expected(

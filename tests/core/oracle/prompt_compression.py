@@ -161,7 +161,7 @@ def at_random(rounds):
     return choose
 
 
-def most_attended(capacity, size, kernel, pool, theta, scale, relative=False):
+def most_attended(capacity, size, kernel, pool, theta, scale, relative=False, softcap=None):
     """SnapKV: the tokens with the most attention from the last `size` queries, pooled per head.
 
     relative: by positions in the cache.
@@ -178,7 +178,12 @@ def most_attended(capacity, size, kernel, pool, theta, scale, relative=False):
             for i in range(max(0, len(cached) - size), len(cached)):
                 query = inputs.q[cached[i]][head]
                 query = query if theta is None else rotate(query[None], place[i : i + 1], theta)[0]
-                e = np.exp(k[: i + 1] @ query * scale)
+                logits = k[: i + 1] @ query * scale
+                if softcap is not None:
+                    logits = softcap * np.tanh(logits / softcap)
+                if inputs.slopes is not None:
+                    logits = logits - inputs.slopes[head] * (place[i] - place[: i + 1])
+                e = np.exp(logits)
                 score[: i + 1] += e / e.sum()
             padded = np.pad(score[: len(numbers)], side)
             around = [padded[i : i + kernel] for i in range(len(numbers))]

@@ -17,9 +17,8 @@ from jaxkv.errors import UserError
 from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV, VaSE
 from jaxkv.policies.prompt_compression.balance import _as_published
 from jaxkv.policies.prompt_compression.base import ScoredTokens
-from jaxkv.policies.prompt_compression.snapkv import attention_of_last_queries
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
-from jaxkv.rotary import Alibi, NoPosition, rotary
+from jaxkv.rotary import NoPosition, rotary
 from tests.core import oracle
 
 SPEC = Spec(1, 8, 1.0, NoPosition(), group=1)
@@ -185,58 +184,6 @@ def test_the_score_is_the_expectation_over_normal_queries(rng):
     weight = np.array([np.exp(SCALE * (drawn @ key)).mean() for key in keys])
     expected = weight / weight.sum() * np.linalg.norm(v[0, :, 0], axis=1)
     np.testing.assert_allclose(np.exp(score[0, 0, :TOKENS]), expected, rtol=0.02)
-
-
-WINDOW = 6  # of SnapKV
-
-
-def scores(q, k, window, theta, slopes, softcap):
-    """Attention of the last queries to each token [N,T], including their own tokens."""
-    tokens, positions = len(q), np.arange(len(q))
-    q, k = (np.asarray(x, np.float64) for x in (q, k))
-    if theta is not None:
-        q, k = (oracle.rotate_heads(x, positions, theta) for x in (q, k))
-    sums = np.zeros((HEADS, tokens))
-    for head in range(HEADS):
-        for n in range(max(0, tokens - window), tokens):
-            logits = k[: n + 1, head // GROUP] @ q[n, head] * SCALE
-            if softcap is not None:
-                logits = softcap * np.tanh(logits / softcap)
-            if slopes is not None:
-                logits = logits - slopes[head] * (n - positions[: n + 1])
-            e = np.exp(logits - logits.max())
-            sums[head, : n + 1] += e / e.sum()
-    return sums
-
-
-@pytest.mark.parametrize("tokens", [TOKENS, 3])
-@pytest.mark.parametrize(
-    "encoding, theta, softcap",
-    [
-        (rotary(HEAD_DIM, 100.0), 100.0, None),
-        (NoPosition(), None, 1.5),
-        (Alibi.of(HEADS), None, None),
-    ],
-    ids=["rotary", "softcap", "alibi"],
-)
-def test_scores_of_the_last_queries_equal_numpy(rng, encoding, theta, softcap, tokens):
-    """All scores are compared, not only those of the chosen tokens."""
-    spec = Spec(KV_HEADS, HEAD_DIM, SCALE, encoding, softcap, group=GROUP)
-    policy = SnapKV(capacity=WINDOW + 3, window=WINDOW, kernel=1, start=TOKENS)
-    valid = np.ones((2, TOKENS), bool)
-    valid[0, tokens:] = False  # padding after the prompt
-    valid[1, : TOKENS - tokens] = False  # padding before it
-    q, k, v = random_tokens(rng)
-    state = read(policy, spec, (q, k, v), valid)
-    score = lambda state: attention_of_last_queries(spec, scored_tokens(policy, state))
-    actual = np.asarray(jax.jit(score)(state))
-    actual = actual.reshape(2, HEADS, -1)
-    slopes = encoding.slopes if isinstance(encoding, Alibi) else None
-    for sequence in range(2):
-        mask = valid[sequence]
-        expected = scores(q[sequence][mask], k[sequence][mask], WINDOW, theta, slopes, softcap)
-        np.testing.assert_allclose(actual[sequence][:, :tokens], expected, rtol=2e-5, atol=2e-6)
-        assert not actual[sequence][:, tokens:].any(), "an empty slot has no score"
 
 
 @pytest.mark.parametrize("fields", ["start=64", "every=8"])
