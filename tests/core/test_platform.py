@@ -10,9 +10,8 @@ from jaxkv import Spec
 from jaxkv.contract import Chunk
 from jaxkv.platform import cpu, gpu
 from jaxkv.policies import Streaming
-from jaxkv.rotary import Alibi, NoPosition, rotary
+from jaxkv.rotary import NoPosition, rotary
 from jaxkv.rows import Int8Rows
-from jaxkv.testing import check_policy
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -87,13 +86,6 @@ CHUNKED = {  # the first are everyday cases
 SEVERAL = [(policy, chunk) for policy, chunks in CHUNKED.items() for chunk in chunks]
 
 
-@pytest.fixture
-def by_flash(monkeypatch):
-    """Tokens read the cache by `flash_attention`, in XLA's form on a CPU."""
-    plain = lambda spec, k: not isinstance(spec.encoding, Alibi) and not isinstance(k, Int8Rows)
-    monkeypatch.setattr(gpu, "reads_by_flash", lambda spec, q, k: plain(spec, k))
-
-
 @pytest.mark.parametrize("policy, chunk", SEVERAL)
 def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, chunk):
     """Below the capacity and up to three times beyond it, padding among the tokens."""
@@ -117,15 +109,6 @@ def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, 
     np.testing.assert_allclose(by_flash, plain, atol=3e-6)
     for first, second in zip(states, others, strict=True):
         np.testing.assert_allclose(np.asarray(first, "f4"), np.asarray(second, "f4"), atol=3e-6)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [name if name.startswith("streaming:sinks=2,window=5") and "abs" not in name
-     else pytest.param(name, marks=pytest.mark.slow) for name in CHUNKED],
-)  # fmt: skip
-def test_the_laws_hold_when_flash_attention_reads_the_cache(by_flash, policy):
-    check_policy(jaxkv.policy(policy))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])

@@ -99,6 +99,17 @@ def test_a_bucket_has_the_keys_of_its_code(tables, keys, bits, kind):
         assert not actual[keys:].any()
 
 
+@pytest.mark.parametrize("size", [1, 128, 300])
+def test_codes_of_the_tail_are_compared_up_to_the_last(rng, size):
+    tail, code = rng.integers(0, 4, (1, 2, 5, size)), np.array([0, 1, 2, 3, 0])
+    agree = (tail[0, 1] == code[:, None]).sum(axis=0) >= 2
+    for last in {-1, size // 2, size - 1}:
+        words = hash_tables.compare(jnp.asarray(tail, jnp.int32), 1, jnp.asarray(code), last, 2)
+        actual = unpack(words)
+        np.testing.assert_array_equal(actual[:size], agree & (np.arange(size) <= last))
+        assert not actual[size:].any()
+
+
 @pytest.mark.parametrize(("total", "max_places"), [(7, 3), (100, 64), (64, 63)])
 def test_of_more_places_than_fit_each_is_drawn_equally_often(total, max_places):
     """Over `total` equidistant draws each place is selected exactly `max_places` times."""

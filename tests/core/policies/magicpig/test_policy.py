@@ -24,17 +24,10 @@ from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
 from jaxkv.rotary import Alibi, NoPosition, rotary
 from jaxkv.state import batch
-from jaxkv.testing import check_law
-from jaxkv.testing.laws import LAWS
-from tests.core.laws.cases import CASES, VARIANTS, subject
-from tests.core.laws.test_laws import ELSEWHERE
 
 HEADS, DIM = 2, 32
 SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
 jitted_step = jax.jit(step, static_argnums=(0, 1))
-update = jax.jit(
-    lambda policy, spec, state, chunk: policy.update(spec, state, chunk), static_argnums=(0, 1)
-)
 finish_prefill = jax.jit(
     lambda policy, spec, state: policy.finish_prefill(spec, state), static_argnums=(0, 1)
 )
@@ -111,51 +104,6 @@ def test_the_form_for_gpus_changes_no_output(use_form, changes):
             out, state = jitted(state, *(leaf[:, at : at + 1] for leaf in new))
             outs.append(np.where(new.valid[:, at, None, None], out[:, 0], 0))
     np.testing.assert_allclose(outs[40:], outs[:40], atol=3e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["magicpig", "magicpig-overflowing", "magicpig-bfloat16"])
-def test_the_laws_hold_in_the_form_for_gpus(use_form, name):
-    use_form(True)
-    case = next(case for case in (*CASES, *VARIANTS) if case.name == name)
-    subject_on_gpu = subject.__wrapped__(case)
-    for law in LAWS:
-        result = None if law[2] in ELSEWHERE else check_law(law, subject_on_gpu)
-        assert result is None or result.holds, result.reason
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_tables_find_the_keys_that_comparing_all_codes_finds(use_form, on_gpu):
-    """With tables only, with an unindexed tail, and with rebuilt tables and a tail."""
-    use_form(on_gpu)
-    policy = MagicPIG(K=4, L=30, sinks=2, window=6, tail=64, start=2000)
-    prompt, rest = chunk(2000), chunk(300, 2000, seed=1)
-    fresh = after(policy, prompt)
-    grown = policy.reserve(SPEC, fresh, 64)
-    _, grown = update(policy, SPEC, grown, Chunk(*(leaf[:, :64] for leaf in rest)))
-    rebuilt = policy.reserve(SPEC, grown, 300)
-    _, rebuilt = update(policy, SPEC, rebuilt, Chunk(*(leaf[:, 64:] for leaf in rest)))
-    for state, indexed in ((fresh, 1992), (grown, 1992), (rebuilt, 2056)):
-        count = int(state.dense.count[0]) + indexed
-        assert int(state.indexed.count[0]) == indexed
-        q = np.asarray(chunk(1, count, seed=2).q)[:, 0]
-        number = jnp.full((1,), count, jnp.int32)
-        selection = magicpig.find(
-            state, policy.settings, 4096, jnp.asarray(q), number, number.astype(jnp.uint32)
-        )
-        for head in range(2 * HEADS):
-            kv = head // 2
-            planes = np.asarray(state.planes)[0, kv]
-            ends, inner = (np.asarray(cache.k)[0, kv] for cache in (state.dense, state.indexed))
-            keys = np.concatenate([ends[:2], inner[:indexed], ends[2 : count - indexed]])
-            keys -= np.asarray(state.center)[0, kv]
-            sides = [(x @ planes > 0).reshape(-1, 30, 4) for x in (keys, q[:, head])]
-            agree = (sides[0] == sides[1]).all(axis=2).sum(axis=1)
-            agree[: policy.sinks] = agree[count + 1 - policy.window :] = 0
-            selected = np.asarray(selection.places)[0, head, : int(selection.count[0, head])]
-            places, expected = state.indexed.positions.shape[1], np.flatnonzero(agree >= 2) - 2
-            expected = np.where(expected < indexed, expected, expected - indexed + places)
-            np.testing.assert_array_equal(selected, expected)
 
 
 def test_keys_in_a_cone_opposite_the_query_are_found_once_centred():
