@@ -91,10 +91,11 @@ def use_form(monkeypatch):
 )
 def test_the_form_for_gpus_changes_no_output(use_form, changes):
     """One token at a time, past the window and past the tail, which is then indexed; positions
-    have gaps."""
+    have gaps. One prompt is shorter than sinks and window."""
     policy = MagicPIG(**{"K": 3, "L": 8, "sinks": 2, "window": 4, "tail": 16} | changes)
     spec = dataclasses.replace(SPEC, encoding=rotary(DIM, 100.0))
-    prompt, new = chunk(200, batch=2), chunk(40, 200, seed=1, batch=2)
+    prompt, new = chunk(200, batch=3), chunk(40, 200, seed=1, batch=3)
+    prompt = prompt._replace(valid=prompt.valid.at[2, 3:].set(False))
     new, outs = new._replace(valid=new.valid.at[1, 7:30:3].set(False)), []
     for on_gpu in (False, True):
         use_form(on_gpu)
