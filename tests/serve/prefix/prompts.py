@@ -54,10 +54,6 @@ def unused(index):
     return [entry.index for entry in index.tiers[0].lru if not entry.refs]
 
 
-def places(lease):
-    return [entry.index for entry in lease.entries]
-
-
 def refs(lease):
     return [entry.refs for entry in lease.entries]
 

@@ -95,6 +95,8 @@ class Machine(RuleBasedStateMachine):
             self.check(snapshot.index)
         assert list(plan.save) == sorted(set(plan.save))
         assert all(boundary > plan.start for boundary in plan.save)
+        saved = {prompt.hashes[boundary // self.chunk - 1] for boundary in plan.save}
+        assert not saved & set(self.index._entries), "a snapshot is computed twice"
         self.plans.append((plan, tokens, ROOTS[salt]))
 
     def usable(self, salt, tokens):
