@@ -151,32 +151,6 @@ def test_prefixes_of_other_settings_are_not_read(tmp_path, caplog, change):
     assert answers(again) == expected_answers("full"), "the others stay"
 
 
-def test_a_file_under_the_name_of_another_is_not_used(tmp_path):
-    """Names are not believed: the file states its settings and tokens."""
-    policy = BOTH[1]
-    answers(stored(tmp_path, policy, seed=1), ASKED[:1])
-    (first_file,) = files(tmp_path)
-    first_file.rename(tmp_path / "other")
-    engine = stored(tmp_path, policy)
-    answers(engine, ASKED[:1])
-    (second_file,) = files(tmp_path)
-    (tmp_path / "other").rename(second_file)
-    engine = stored(tmp_path, policy)
-    assert answers(engine, ASKED[:1]) == [(alone(policy)[0], 0)]
-    assert engine.metrics()["disk_failures"] == 1
-
-
-def test_a_collision_is_a_miss(tmp_path):
-    """If all hashes are equal, the tokens in the file are compared."""
-    for policy in BOTH:
-        for request in (Request(SHARED[:20], 6, logprobs=3), Request(SHARED[20:40], 6, logprobs=3)):
-            engine = stored(tmp_path / policy[:4], policy)
-            chain = engine._store.index.chain
-            object.__setattr__(chain, "hash", lambda _: bytes(32))
-            ((scored, cached),) = answers(engine, [request])
-            assert scored == alone(policy, [request])[0] and cached == 0
-
-
 @pytest.mark.parametrize("policy", BOTH)
 def test_a_read_only_folder_is_read(tmp_path, caplog, monkeypatch, policy):
     answers(stored(tmp_path, policy), ASKED[:1])

@@ -203,14 +203,6 @@ def test_prefixes_take_no_more_than_their_memory(policy):
         new_engine(policy, PrefixConfig(memory=1024))
 
 
-def test_a_salt_separates_prefixes():
-    engine = new_engine(STREAMING, PrefixConfig(num_blocks=64))
-    for salt in ("a", None, "b"):
-        (first,) = ask(engine, Request(SHARED, 4, salt=salt))
-        (again,) = ask(engine, Request(SHARED, 4, salt=salt))
-        assert (first.outcome.cached_tokens, again.outcome.cached_tokens) == (0, usable(200))
-
-
 def test_a_salt_separates_the_random_draws_of_policies():
     policy = "reservoir:sinks=2,window=6,sample=8"
     engine = new_engine(policy, PrefixConfig(num_blocks=64))
@@ -264,21 +256,6 @@ def test_root_hashes_differ_between_settings():
     ]
     assert len(set(roots)) == len(roots)
     assert model_root(plain(streaming), 16, 0, None) == roots[0]
-
-
-@pytest.mark.parametrize("policy", ["full", "streaming:sinks=2,window=14"])
-@pytest.mark.parametrize("owners, kept", [(("a", "b"), 4 * CHUNK), (("a", "a"), 0)])
-def test_one_owner_cannot_evict_the_prefixes_of_another(policy, owners, kept):
-    """With 8 entries: 4 prompts of one owner, or 4 blocks of one prompt, stay."""
-    config = PrefixConfig(num_blocks=8, where="last")
-    engine = new_engine(policy, config)
-    prefix = SHARED[: 4 * CHUNK + 1]
-    ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
-    for number in range(12):
-        flood = (number, *SHARED[: 2 * CHUNK])
-        ask(engine, Request(flood, 1, salt=owners[1], owner=owners[1]))
-    (again,) = ask(engine, Request(prefix, 1, salt=owners[0], owner=owners[0]))
-    assert again.outcome.cached_tokens == kept
 
 
 @pytest.mark.parametrize(

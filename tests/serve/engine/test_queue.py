@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -99,32 +97,6 @@ def test_one_owner_cannot_take_every_batch_entry():
     assert late.outcome.reason == "length" and not any(listener.outcomes for listener in greedy)
     finish(engine)
     assert [len(listener.tokens) for listener in greedy] == [200] * 4
-
-
-def test_one_owner_cannot_delay_another_in_the_engine():
-    engine = Engine(plain(), max_batch=1, chunk=16)
-    asked = [Request((1, 2, 3), 3, owner="greedy", seed=n) for n in range(8)]
-    late = Request((3, 2, 1), 3, owner="other")
-    order = []
-
-    class Named(Recorder):
-        def __init__(self, owner: str) -> None:
-            super().__init__()
-            self.owner = owner
-
-        def done(self, outcome) -> None:
-            super().done(outcome)
-            order.append(self.owner)
-
-    for request in (*asked, late):
-        engine.submit(request, Named(request.owner))
-    while engine.step():
-        pass
-    assert order.index("other") <= 1 and Counter(order) == {"greedy": 8, "other": 1}
-    # The order of answers changes no answer.
-    (alone,) = ask(engine, Request((3, 2, 1), 3))
-    (again,) = ask(engine, late)
-    assert alone.tokens == again.tokens
 
 
 @pytest.mark.parametrize("config", [None, PrefixConfig(num_blocks=4)], ids=["plain", "prefixes"])
