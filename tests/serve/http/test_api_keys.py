@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 
 from jaxkv import UserError
@@ -158,3 +159,14 @@ def test_requests_name_their_key_as_owner(guarded):
         guarded.complete("x", bearer(key), cache_salt="of a request")
     first, other_owner, again = (request.owner for request in guarded.engine.requests[-3:])
     assert first == again != other_owner and "first" not in first
+
+
+def test_exceptions_of_the_client():
+    tenants = parse_api_keys("first\n", "keys")
+    with serving(FakeEngine(), tenants=tenants, max_per_key=0) as served:
+        with served.client("second") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with served.client("first") as client:
+            assert client.models.list().data
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(model="bytes", prompt="|x")

@@ -9,6 +9,7 @@ import gzip
 import inspect
 import json
 
+import openai
 import pytest
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
@@ -240,14 +241,34 @@ def test_an_exception_in_the_server_gives_500(served, monkeypatch, caplog):
     served.works()
 
 
+def test_exceptions_of_the_client(served):
+    with served.client() as client:
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+            client.completions.create(model="gpt", prompt="|x")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model="bytes", prompt="|x", temperature=3)
+        said = [{"role": "user", "content": "x"}]
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client.chat.completions.create(
+                model="bytes", messages=said, tools=[{"type": "function"}]
+            )
+        with pytest.raises(openai.InternalServerError, match="64 requests wait"):
+            client.completions.create(model="bytes", prompt="!full")
+        with (
+            client.completions.create(model="bytes", prompt="!fail", stream=True) as stream,
+            pytest.raises(openai.APIError, match="the engine failed"),
+        ):
+            list(stream)
+
+
 CREATE = {"completions": Completions.create, "chat": ChatCompletions.create}
 OF_THE_CLIENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 
 
 @pytest.mark.parametrize("kind", CREATE)
 def test_every_field_of_the_client_is_in_the_table(kind):
-    openai = inspect.signature(CREATE[kind]).parameters.keys() - OF_THE_CLIENT
-    assert openai <= FIELDS[kind].keys()
+    names = inspect.signature(CREATE[kind]).parameters.keys() - OF_THE_CLIENT
+    assert names <= FIELDS[kind].keys()
 
 
 ANY = {bool: (True, False), int: (-1, 0, 7), float: (0.5,), str: ("", "x"), dict: ({}, {"a": "b"}),
