@@ -1,8 +1,7 @@
-"""Scoring by lm-eval's `local-completions`: its requests, and lm-eval itself."""
+"""Scoring by lm-eval's `local-completions`, unchanged."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.serve.engine import PrefixConfig
 from tests.models.test_parity import reference, reference_logits
 from tests.serve.http.conftest import serving
-from tests.serve.http.fake import logprob
 
 # A context and its choices.
 QUESTIONS = [
@@ -25,47 +23,6 @@ QUESTIONS = [
     ("Two and two", [" make four", " is"]),
     ("Once", [" upon a time", " ", " more"]),
 ]
-
-
-def expected(context: str, choice: str) -> float:
-    ids = [*context.encode(), *choice.encode()]
-    pairs = list(pairwise(ids))[-len(choice.encode()) :]
-    return sum(logprob(*pair) for pair in pairs)
-
-
-def scored_as(prompt: list[int], choice: dict, context: int) -> tuple[float, bool]:
-    """The score that lm-eval computes from an echoed prompt with one new token."""
-    logprobs = choice["logprobs"]
-    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(prompt) + 1
-    assert logprobs["token_logprobs"][0] is None
-    values = logprobs["token_logprobs"][context:-1]
-    tops = logprobs["top_logprobs"][context:-1]
-    for name, value, top in zip(logprobs["tokens"][context:-1], values, tops, strict=True):
-        assert top[name] == value
-    return sum(values), all(v == max(top.values()) for v, top in zip(values, tops, strict=True))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_the_requests_of_lm_eval(served, again):
-    """The second time, the prompts are cached."""
-    pairs = [(context, choice) for context, choices in QUESTIONS for choice in choices]
-    prompts = [[*context.encode(), *choice.encode()] for context, choice in pairs]
-    body = {"model": "bytes", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1}
-    answer = served.ask("POST", "/v1/completions", body | {"seed": 1234, "echo": True})
-    choices = sorted(answer.json["choices"], key=lambda choice: choice["index"])
-    assert len(choices) == len(prompts)
-    for (context, end), prompt, choice in zip(pairs, prompts, choices, strict=True):
-        value, greedy = scored_as(prompt, choice, len(context.encode()))
-        assert value == expected(context, end)
-        assert greedy == (value == -len(end.encode()))
-
-
-def test_an_eos_has_an_entry(served):
-    """lm-eval drops the last entry, which must be the new token and not one of the prompt."""
-    choice = served.complete(
-        [*b"x|"], max_tokens=1, echo=True, logprobs=1, temperature=0
-    ).json["choices"][0]  # fmt: skip
-    assert choice["logprobs"]["tokens"] == ["x", "|", "</s>"]
 
 
 @pytest.mark.parity
