@@ -1,79 +1,43 @@
-"""The end of a server: draining, a device that hangs, and streams that wait."""
+"""The end of a server: draining, and streams that wait."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
 
-import pytest
-
-from jaxkv import models
-from jaxkv.models.generation.serving import Language, make_engine
 from jaxkv.serve.http import Drain
 from tests.serve.http.conftest import ENDLESS, events, eventually, serving
 from tests.serve.http.fake import FakeEngine
-from tests.tiny import write_tiny
-
-TALE = {"model": "tiny", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("end") / "tiny"))
-
-
-@pytest.fixture
-def engine(llm):
-    """A real engine whose decoding waits while `hold` is set."""
-    engine = make_engine(
-        llm, "streaming:sinks=2,window=30", max_batch=2, chunk=16, queue=3, step_seconds=1.0
-    )
-    feed, go = engine._programs.feed, threading.Event()
-    go.set()
-
-    def held(*arguments):
-        go.wait(60)
-        return feed(*arguments)
-
-    engine._programs.feed, engine.go = held, go
-    yield engine
-    go.set()
-    engine.stop(30)
-
-
-def test_draining_finishes_answers_and_refuses_requests(engine, llm):
-    """Also answers that wait in the queue, streamed and whole; a kept connection is refused too."""
-    drain = Drain(60)
-    with serving(engine, Language(llm, "tiny"), drain=drain, comment_seconds=0.2) as served:
-        alone = served.ask("POST", "/v1/completions", TALE | {"seed": 1}).json["choices"][0]["text"]
-        engine.go.clear()
-        answers, done = {}, []
+def test_draining_finishes_answers_and_refuses_requests():
+    """Also answers that wait in the queue, streamed and whole."""
+    engine, drain, go, answers = FakeEngine(max_batch=2), Drain(60), threading.Event(), {}
+    write = engine._write
+    engine._write = lambda handle: go.wait(60) and write(handle)
+    with serving(engine, drain=drain, comment_seconds=0.2) as served:
 
         def ask(number: int) -> None:
-            body = TALE | {"seed": 1, "stream": number == 0}
-            answers[number] = served.ask("POST", "/v1/completions", body)
-            done.append(number)
+            answers[number] = served.complete("x", max_tokens=100, seed=1, stream=number == 0)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        eventually(lambda: engine.running + engine.waiting == 4)
+        eventually(lambda: len(engine.handles) == 4)
         assert drain.begin() and not drain.begin() and not drain.over
-        for path, body in (("/health", None), ("/v1/completions", TALE)):
-            answer = served.ask("POST" if body else "GET", path, body)
+        for answer in (served.ask("GET", "/health"), served.complete("x")):
             assert answer.status == 503 and answer.error["code"] == "server_draining"
             assert answer.headers["connection"] == "close" and answer.headers["retry-after"] == "10"
-        assert not done
-        engine.go.set()
+        assert not answers
+        go.set()
         for thread in threads:
             thread.join(60)
         eventually(lambda: drain.over)
-        for number in (1, 2, 3):
-            assert answers[number].json["choices"][0]["text"] == alone
-        stream = answers[0].raw.replace(b": waiting\n\n", b"")
-        assert "".join(event["choices"][0]["text"] for event in events(stream)) == alone
+    stream = answers[0].raw.replace(b": waiting\n\n", b"")
+    texts = ["".join(event["choices"][0]["text"] for event in events(stream))]
+    texts += [answers[number].json["choices"][0]["text"] for number in (1, 2, 3)]
+    assert texts == ["1 " * 50] * 4
 
 
 def test_draining_ends_when_the_time_is_up():
@@ -116,20 +80,6 @@ def test_an_answer_that_is_read_slowly_is_complete():
     head, _, content = raw.partition(b"\r\n\r\n")
     length = int(re.search(rb"content-length: (\d+)", head)[1])
     assert len(content) == length > 10**6
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_device_that_hangs(engine, llm, stream):
-    """/health fails after the limit, new requests get 503, and the server still stops."""
-    with serving(engine, Language(llm, "tiny"), comment_seconds=0.1) as served:
-        assert served.ask("GET", "/health").status == 200
-        engine.go.clear()
-        with contextlib.closing(served.send(TALE | {"stream": stream})):
-            eventually(lambda: served.ask("GET", "/health").status == 503)
-            answer = served.ask("POST", "/v1/completions", TALE)
-            assert (answer.status, answer.error["code"]) == (503, "engine_unhealthy")
-        engine.go.set()
-        eventually(lambda: served.ask("GET", "/health").status == 200)
 
 
 def test_a_stream_that_waits_sends_headers_and_comments():
