@@ -125,22 +125,6 @@ def test_refused_bodies_of_one_key_do_not_delay_others(process, client):
         assert [sender.recv(12) for sender in senders] == [b"HTTP/1.1 400"] * 3
 
 
-def test_a_message_cannot_contain_special_tokens(client):
-    """<|end|> in a message takes its 7 characters as tokens; in a prompt it is one token."""
-    counts = [
-        client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": text}], max_tokens=1
-        ).usage.prompt_tokens
-        for text in ("", "<|end|>")
-    ]
-    assert counts[1] - counts[0] == 7
-    prompts = [
-        client.completions.create(model="tiny", prompt=text, max_tokens=1).usage.prompt_tokens
-        for text in ("a", "a<|end|>")
-    ]
-    assert prompts[1] - prompts[0] == 1
-
-
 def test_the_template_of_a_flag_and_the_second_name(client):
     """A chat has the tokens of the same text as a prompt; `mood` is a variable of the template."""
     said = [{"role": "system", "content": "Be."}, {"role": "assistant", "content": "I am "}]
@@ -191,30 +175,3 @@ def test_ctrl_c(process, client):
         assert time.monotonic() - start < GRACE - 0.5
         assert running.wait(20) == 130
     assert running.stderr.read() == ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
-@pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm(model, signals):
-    """Answers that do not end within some seconds, or at once, get an error."""
-    tiers = ("--prefix-memory", "1MiB", "--prefix-host-memory", "4MiB")
-    with (
-        started(model, *tiers) as (running, url),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        client.completions.create(
-            model="tiny", prompt="x", max_tokens=10**6, stream=True,
-            extra_body={"ignore_eos": True},
-        ) as stream,
-    ):  # fmt: skip
-        next(iter(stream))
-        start = time.monotonic()
-        for _ in range(signals):
-            running.send_signal(signal.SIGTERM)
-            time.sleep(0.2)  # the system may join two signals
-        with pytest.raises(openai.APIError, match="stopping"):
-            for _ in stream:
-                pass
-        assert (time.monotonic() - start < GRACE - 0.5) == (signals == 2)
-        assert running.wait(20) == 0
-        assert running.stderr.read() == ""
