@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import jax
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from jaxkv.errors import UserError
 from jaxkv.sampling import Sampling, draw_each
 from jaxkv.serve.engine import Engine, Overloaded, PrefixConfig, Request, answer, programs
 from tests.serve.engine.plain import VOCAB, Recorder, ask, finish, new_plain, plain, prompts
+from tests.serve.http.conftest import eventually
 
 WARM = Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 KINDS = (
@@ -217,10 +216,7 @@ def test_the_engine_runs_in_its_own_thread():
         listeners = [Recorder() for _ in asked]
         for request, listener in zip(asked, listeners, strict=True):
             engine.submit(request, listener)
-        deadline = time.monotonic() + 60
-        while not all(listener.outcomes for listener in listeners):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: all(listener.outcomes for listener in listeners))
         assert [listener.tokens for listener in listeners] == alone
         last = Recorder()
         engine.submit(Request((1,), 10**6), last)

@@ -12,13 +12,7 @@ import pytest
 
 from jaxkv.serve.engine import Engine, Overloaded, PrefixConfig, Request
 from tests.serve.engine.plain import Recorder, ask, finish, plain
-
-
-def wait_for(holds) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.serve.http.conftest import eventually
 
 
 @pytest.mark.parametrize("second", ["release", "free"])
@@ -57,7 +51,7 @@ def test_a_failing_thread_logs_the_failure_and_ends(monkeypatch, caplog):
     engine.start()
     listener = Recorder()
     engine.submit(Request((1, 2), 9), listener)
-    wait_for(lambda: listener.outcomes)
+    eventually(lambda: listener.outcomes)
     assert listener.outcome.reason == "error" and "ZeroDivisionError" in engine.failure
     assert engine.stop(10)
     assert "the engine failed" in caplog.text and "ZeroDivisionError" in caplog.text
@@ -73,7 +67,7 @@ def test_too_little_memory_of_the_device_is_one_line(monkeypatch, caplog):
     listener = Recorder()
     engine.submit(Request((1, 2), 9), listener)
     critical = lambda: [record for record in caplog.records if record.levelname == "CRITICAL"]
-    wait_for(lambda: listener.outcomes and critical())
+    eventually(lambda: listener.outcomes and critical())
     (record,) = critical()
     assert record.exc_info is None and "weights take 15.0 KiB, sequences take" in record.message
     assert "9 bytes more; give a smaller --max-batch, or a smaller policy" in record.message
@@ -94,16 +88,16 @@ def test_a_device_call_that_does_not_return(monkeypatch):
     first, second = Recorder(), Recorder()
     engine.submit(Request((1, 2), 3), first)
     assert engine.healthy
-    wait_for(lambda: not engine.healthy)
+    eventually(lambda: not engine.healthy)
     with pytest.raises(Overloaded, match=r"a step has taken more than 0\.2 s"):
         engine.submit(Request((1,), 1), Recorder())
     released.set()
-    wait_for(lambda: first.outcomes)
+    eventually(lambda: first.outcomes)
     assert first.outcome.reason == "length"
-    wait_for(lambda: engine.healthy)
+    eventually(lambda: engine.healthy)
     released.clear()
     engine.submit(Request((1, 2), 3), second)
-    wait_for(lambda: not engine.healthy)
+    eventually(lambda: not engine.healthy)
     start = time.monotonic()
     assert not engine.stop(0.1)
     assert time.monotonic() - start < 5 and second.outcome.reason == "cancelled"
@@ -138,10 +132,7 @@ def test_a_listener_cannot_stop_the_engine_that_calls_it():
     engine.start()
     listener = Stops()
     engine.submit(Request((1,), 3), listener)
-    deadline = time.monotonic() + 60
-    while not listener.outcomes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: listener.outcomes)
     assert (listener.outcome.reason, engine.healthy) == ("error", True)
     engine.stop()
     with pytest.raises(RuntimeError, match="starts once"):

@@ -18,8 +18,8 @@ from jaxkv.serve.engine import Engine, PrefixConfig, PrefixFolder, Request, disk
 from jaxkv.state import batch
 from tests.seldom import seldom
 from tests.serve.engine.plain import CHUNK, Recorder, ask, new_engine
-from tests.serve.engine.test_failure import wait_for
 from tests.serve.engine.test_prefixes import SHARED, branches, usable
+from tests.serve.http.conftest import eventually
 
 BOTH = ["full", "streaming:sinks=2,window=14"]
 OFTEN = [*BOTH, "0=full;*=streaming:sinks=2,window=14", "full:storage=int8"]
@@ -188,14 +188,14 @@ def test_a_full_disk_is_reported_once(tmp_path, caplog, monkeypatch, policy):
         for request in ASKED:
             done = Recorder()
             engine.submit(request, done)
-            wait_for(lambda: done.outcomes)  # noqa: B023
-        wait_for(lambda: engine.metrics()["disk_failures"] >= 2)
+            eventually(lambda: done.outcomes)  # noqa: B023
+        eventually(lambda: engine.metrics()["disk_failures"] >= 2)
     assert engine.healthy and not files(tmp_path)
     (record,) = caplog.records
     message = record.getMessage()
     assert "the server goes on" in message and "No space left" in message and "\n" not in message
     full = False
-    wait_for(lambda: engine.metrics()["disk_entries_waiting"] == 0)
+    eventually(lambda: engine.metrics()["disk_entries_waiting"] == 0)
     assert engine.stop() and files(tmp_path)
     assert len(list(tmp_path.iterdir())) == len(files(tmp_path)) + 1, "only the lock besides"
 
@@ -217,14 +217,14 @@ def test_a_slow_disk_delays_no_answer(tmp_path, monkeypatch, policy):
     listeners = [Recorder() for _ in ASKED]
     for request, listener in zip(ASKED, listeners, strict=True):
         engine.submit(request, listener)
-    wait_for(lambda: all(listener.outcomes for listener in listeners))
-    wait_for(began.is_set)
+    eventually(lambda: all(listener.outcomes for listener in listeners))
+    eventually(began.is_set)
     assert not files(tmp_path)
     assert engine._store.disk._jobs.qsize() <= disk_tier.WRITES_AHEAD
     waiting = engine.metrics()["disk_entries_waiting"]
     assert waiting > disk_tier.WRITES_AHEAD + 1
     released.set()
-    wait_for(lambda: len(files(tmp_path)) == waiting)  # also while no request comes
+    eventually(lambda: len(files(tmp_path)) == waiting)  # also while no request comes
     assert engine.stop()
     assert answers(stored(tmp_path, policy)) == expected_answers(policy)
 
@@ -253,7 +253,7 @@ def test_the_end_waits_so_long_and_no_longer(tmp_path, monkeypatch, caplog):
     engine.start()
     done = Recorder()
     engine.submit(ASKED[0], done)
-    wait_for(lambda: done.outcomes)
+    eventually(lambda: done.outcomes)
     began = time.monotonic()
     assert engine.stop(0.5) and time.monotonic() - began < 5
     assert "prefixes were not written" in caplog.text
@@ -356,7 +356,7 @@ def test_a_folder_that_disappears(tmp_path, caplog, renamed, again):
     folder = tmp_path / "folder"
     engine = stored(folder, "full")
     ask(engine, ASKED[0])
-    wait_for(lambda: not engine._store.disk._jobs.unfinished_tasks)
+    eventually(lambda: not engine._store.disk._jobs.unfinished_tasks)
     folder.rename(tmp_path / "old") if renamed else shutil.rmtree(folder)
     prefix_folder = PrefixFolder(folder, 2**30) if again else None
     for request, scored in zip(ASKED, alone("full"), strict=True):

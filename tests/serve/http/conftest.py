@@ -100,7 +100,7 @@ class Served(NamedTuple):
         eventually(lambda: not self.engine.handles)
 
 
-def eventually(holds: Callable[[], Any], seconds: float = 10) -> None:
+def eventually(holds: Callable[[], Any], seconds: float = 30) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "the condition did not become true"
