@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import local_attention, masked_bias, merge, sink_logit, slot_attention
-from jaxkv.contract import Chunk, Partial, Spec
+from jaxkv.contract import Partial, Spec
 from jaxkv.platform import cpu as xla_cpu
 from jaxkv.rotary import Alibi, NoPosition
 from tests.core import oracle
+from tests.core.tokens import chunk
 
 
 def problem(rng, batch=2, queries=3, slots=10, kv_heads=2, group=3, head_dim=8, dtype=jnp.float32):
@@ -176,22 +177,14 @@ def test_gradients_are_those_of_the_formula(rng):
         np.testing.assert_allclose((np.asarray(grad) * along).sum(), slope, rtol=1e-4)
 
 
-def chunk_of(rng, tokens, batch=1, heads=2, kv_heads=1, head_dim=4):
-    q = rng.normal(size=(batch, tokens, heads, head_dim))
-    k, v = (rng.normal(size=(batch, tokens, kv_heads, head_dim)) for _ in range(2))
-    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (batch, tokens))
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    return Chunk(q, k, v, jnp.asarray(positions), jnp.ones((batch, tokens), bool))
-
-
 @pytest.mark.parametrize("tokens", [5, 1280])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("encoding", [NoPosition(), Alibi((0.5, 0.1))], ids=["none", "alibi"])
 def test_local_attention_equals_numpy(rng, tokens, window, encoding):
-    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=encoding)
-    chunk = chunk_of(rng, tokens)
+    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=encoding, group=2)
+    new = chunk(spec, tokens, rng=rng)
     hidden = jnp.asarray(rng.random((1, tokens)) < 0.2)
-    actual = jax.jit(lambda c, h: local_attention(spec, c, window, h))(chunk, hidden)
+    actual = jax.jit(lambda c, h: local_attention(spec, c, window, h))(new, hidden)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)[None]
     seen = (distance >= 0) & ~np.asarray(hidden)
     if window is not None:
@@ -199,15 +192,15 @@ def test_local_attention_equals_numpy(rng, tokens, window, encoding):
     bias = np.where(seen, 0.0, -np.inf)[None, None, None]
     if isinstance(encoding, Alibi):
         bias = bias - np.reshape(encoding.slopes, (1, 1, 2, 1, 1)) * distance
-    k, v = (np.asarray(x).transpose(0, 2, 1, 3) for x in (chunk.k, chunk.v))
-    assert_partial(actual, oracle.softmax_attention(chunk.q, k, v, bias, 0.5))
+    k, v = (np.asarray(x).transpose(0, 2, 1, 3) for x in (new.k, new.v))
+    assert_partial(actual, oracle.softmax_attention(new.q, k, v, bias, 0.5))
 
 
-def test_memory_of_local_attention_is_linear_in_the_chunk(rng):
-    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=NoPosition())
+def test_memory_of_local_attention_is_linear_in_the_chunk():
+    spec = Spec(kv_heads=1, head_dim=4, scale=0.5, encoding=NoPosition(), group=2)
 
     def temporary(tokens):
-        shapes = jax.eval_shape(lambda: chunk_of(rng, tokens))
+        shapes = jax.eval_shape(lambda: chunk(spec, tokens))
         compiled = jax.jit(lambda chunk: local_attention(spec, chunk)).lower(shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

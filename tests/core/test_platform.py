@@ -12,6 +12,7 @@ from jaxkv.platform import cpu, gpu
 from jaxkv.policies import Streaming
 from jaxkv.rotary import NoPosition, rotary
 from jaxkv.rows import Int8Rows
+from tests.core.tokens import chunk, run
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -86,25 +87,18 @@ CHUNKED = {  # the first are everyday cases
 SEVERAL = [(policy, chunk) for policy, chunks in CHUNKED.items() for chunk in chunks]
 
 
-@pytest.mark.parametrize("policy, chunk", SEVERAL)
-def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, chunk):
+@pytest.mark.parametrize("policy, size", SEVERAL)
+def test_reading_by_flash_attention_changes_no_output(rng, monkeypatch, policy, size):
     """Below the capacity and up to three times beyond it, padding among the tokens."""
     spec = Spec(2, 8, 8**-0.5, rotary(8, 100.0), group=2)
     chosen, count = jaxkv.policy(policy), 36
-    q, k, v = (rng.normal(size=(2, count, heads, 8)).astype("f4") for heads in (4, 2, 2))
     valid = np.stack([np.ones(count, bool), rng.random(count) < 0.7])
-    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
-    outputs = []
+    tokens, outputs = chunk(spec, count, rng=rng, valid=valid), []
     for flash in (False, True):
         by_kernel = lambda spec, q, k, flash=flash: flash and not isinstance(k, Int8Rows)
         monkeypatch.setattr(gpu, "reads_by_flash", by_kernel)
-        step = jax.jit(lambda state, *tokens: jaxkv.step(chosen, spec, state, *tokens))
-        state = chosen.init(spec, 2, jax.random.key(0))
-        state, outs = chosen.reserve(spec, state, count) if chosen.grows else state, []
-        for at in range(0, count, chunk):
-            out, state = step(state, *(x[:, at : at + chunk] for x in (q, k, v, positions, valid)))
-            outs.append(out)
-        outputs.append((np.concatenate(outs, axis=1), jax.tree.leaves(state)))
+        outs, states = run(chosen, spec, tokens, size)
+        outputs.append((outs, jax.tree.leaves(states[-1])))
     (plain, states), (by_flash, others) = outputs
     np.testing.assert_allclose(by_flash, plain, atol=3e-6)
     for first, second in zip(states, others, strict=True):

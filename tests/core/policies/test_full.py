@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from jaxkv.errors import UserError
 from jaxkv.policies import Full
 from jaxkv.rotary import rotary
 from jaxkv.state import batch
+from tests.core.tokens import chunk
 
 SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
 POLICY = Full(max=12, start=4)
@@ -21,9 +21,7 @@ jitted_step = jax.jit(functools.partial(step, POLICY, SPEC))
 
 
 def feed(state, start, length):
-    x = jnp.ones((1, length, 1, 8))
-    positions = jnp.arange(start, start + length, dtype=jnp.uint32)[None]
-    return jitted_step(state, x, x, x, positions, jnp.ones((1, length), bool))
+    return jitted_step(state, *chunk(SPEC, length, start))
 
 
 def test_the_cache_doubles_up_to_its_maximum():
@@ -65,29 +63,22 @@ def test_overfull_sequences_output_nan_from_then_on(size):
 
 def test_tokens_without_slots_are_refused_outside_compiled_calls():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
-    x, positions = jnp.ones((1, 5, 1, 8)), jnp.arange(5, dtype=jnp.uint32)[None]
-    valid = jnp.ones((1, 5), bool)
     with pytest.raises(UserError, match=r"a sequence has 4 slots and 5 are needed; .*reserve"):
-        step(POLICY, SPEC, state, x, x, x, positions, valid)
+        step(POLICY, SPEC, state, *chunk(SPEC, 5))
     _, state = feed(POLICY.reserve(SPEC, state, 6), 0, 8)
-    token = (x[:, :1], x[:, :1], x[:, :1], positions[:, :1] + 8, valid[:, :1])
     with pytest.raises(UserError, match="a sequence has 8 slots and 9 are needed"):
-        step(POLICY, SPEC, state, *token)
+        step(POLICY, SPEC, state, *chunk(SPEC, 1, 8))
 
 
 def test_a_state_that_is_closed_over_compiles():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
-    x, positions = jnp.ones((1, 3, 1, 8)), jnp.arange(3, dtype=jnp.uint32)[None]
-    valid = jnp.ones((1, 3), bool)
-    out = jax.jit(lambda x: step(POLICY, SPEC, state, x, x, x, positions, valid)[0])(x)
+    out = jax.jit(lambda tokens: step(POLICY, SPEC, state, *tokens)[0])(chunk(SPEC, 3))
     assert np.isfinite(out).all()
 
 
 def test_tokens_lost_in_a_compiled_call_are_reported_by_the_next_uncompiled_call():
     state = POLICY.init(SPEC, 1, jax.random.key(0))
     _, state = feed(state, 0, 5)
-    x = jnp.ones((1, 1, 1, 8))
     for valid in (True, False):
         with pytest.raises(UserError, match="they are lost; begin again"):
-            positions, valid_tokens = jnp.full((1, 1), 5, jnp.uint32), jnp.full((1, 1), valid)
-            step(POLICY, SPEC, state, x, x, x, positions, valid_tokens)
+            step(POLICY, SPEC, state, *chunk(SPEC, 1, 5, valid=np.full((1, 1), valid)))

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.contract import Spec
-from jaxkv.driver import step
 from jaxkv.policies import H2O
 from jaxkv.rotary import rotary
+from tests.core.tokens import chunk, run
 
-SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0))
+SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 LENGTH = 40  # tokens of a sequence
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def read(policy, q, k, v):
+def read(policy, tokens):
     """The outputs [T,B,N,H], and the states after each token."""
-    begin = policy.init(SPEC, k.shape[0], jax.random.key(0))
-
-    def update_token(state, token):
-        at, *arrays = token
-        positions = jnp.full((k.shape[0], 1), at, jnp.uint32)
-        valid = jnp.ones(positions.shape, bool)
-        out, state = step(policy, SPEC, state, *(x[:, None] for x in arrays), positions, valid)
-        return state, (out[:, 0], state)
-
-    tokens = jnp.arange(LENGTH, dtype=jnp.uint32), *(x.swapaxes(0, 1) for x in (q, k, v))
-    return jax.lax.scan(update_token, begin, tokens)[1]
+    outs, states = run(policy, SPEC, tokens, 1)
+    return outs.swapaxes(0, 1), jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -43,11 +30,9 @@ def test_a_key_that_is_not_finite_stays_in_its_sequence_and_kv_head(rng, at, lea
     head are NaN, and each new token evicts the first slot that has none of the newest tokens. These
     are the first `window` slots in turn. So a bad key in another slot stays.
     """
-    q = jnp.asarray(rng.normal(size=(2, LENGTH, 4, 8)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, 2, 8)), jnp.float32) for _ in range(2))
-    policy = H2O(heavy=4, window=3)
-    plain, before = read(policy, q, k, v)
-    outs, after = read(policy, q, k.at[0, at, 0].set(bad), v)
+    policy, tokens = H2O(heavy=4, window=3), chunk(SPEC, LENGTH, rng=rng, batch=2)
+    plain, before = read(policy, tokens)
+    outs, after = read(policy, tokens._replace(k=tokens.k.at[0, at, 0].set(bad)))
     # The other sequence, and the other KV head with its two query heads.
     for unaffected in (np.s_[:, 1], np.s_[:, 0, 2:]):
         np.testing.assert_array_equal(outs[unaffected], plain[unaffected])

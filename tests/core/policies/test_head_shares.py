@@ -5,18 +5,18 @@ import os
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import UserError, by_layer, format_policy
-from jaxkv.contract import Chunk, Spec
+from jaxkv.contract import Spec
 from jaxkv.policies import Retrieval
 from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.policies.prompt_compression.head_shares import FOLDER, HeadShares, LayerBudgets
 from jaxkv.policy_spec import budgets_identity
 from jaxkv.rotary import rotary
+from tests.core.tokens import cached, chunk, cut, state_after
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 SHARES = ((0.1, 0.0), (0.6, 0.1), (0.0, 0.2))
@@ -84,14 +84,12 @@ def test_a_state_without_its_budgets_gives_nan(file):
     """`init` of `program` gives shapes alone; a compiled call cannot refuse its state."""
     text = f"retrieval:capacity=8,sinks=1,window=2,budgets=calibrated,calibration={file}"
     policy = by_layer(text, 3)[0]
-    q, k, v = (np.ones((1, 40, n, 8), "f4") for n in (4, 2, 2))
-    tokens = q, k, v, np.arange(40, dtype=np.uint32)[None], np.ones((1, 40), bool)
-    tokens = [*map(jnp.asarray, tokens)]
+    tokens = chunk(SPEC, 40)
     for init, finite in ((policy.init, True), (policy.program.init, False)):
         state = policy.reserve(SPEC, init(SPEC, 1, jax.random.key(0)), 40)
         _, state = jaxkv.step(policy, SPEC, state, *tokens)
         state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 1)
-        out, _ = jaxkv.step(policy, SPEC, state, *(array[:, -1:] for array in tokens))
+        out, _ = jaxkv.step(policy, SPEC, state, *cut(tokens, -1))
         assert np.isnan(out).any() != finite  # of a head, so of the output of the layer
 
 
@@ -117,23 +115,14 @@ def test_a_stored_cache_belongs_to_the_budgets_of_its_file(file):
 def test_a_head_keeps_the_same_tokens_whatever_the_other_stores(file):
     """Law 6 for budgets that are fixed: rows lie together, but heads do not compete."""
     policy = Retrieval(12, 2, 3, "calibrated", "a file", layer_budgets=LayerBudgets.of((4, 10)))
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(1, 40, n, 8)).astype("f4") for n in (4, 2, 2))
-
-    def positions(k):
-        state = policy.reserve(SPEC, policy.init(SPEC, 1, jax.random.key(0)), 40)
-        valid = np.ones((1, 40), bool)
-        tokens = Chunk(q, k, v, np.arange(40, dtype=np.uint32)[None], valid)
-        tokens = jax.tree.map(jnp.asarray, tokens)
-        state = policy.finish_prefill(SPEC, policy.update(SPEC, state, tokens)[1])
-        cached = policy.cached(SPEC, state)
-        chosen = np.asarray(cached.log_weight[0]) > -np.inf
-        return [set(np.asarray(cached.positions[0, i])[chosen[i]].tolist()) for i in range(2)]
-
-    other = k.copy()
-    other[:, :, 1] = rng.normal(size=(1, 40, 8)) * 9
-    assert positions(k)[0] == positions(other)[0] != positions(k)[1]
-    assert list(map(len, positions(k))) == [4 + 5, 10 + 5]
+    tokens = chunk(SPEC, 40)
+    k = tokens.k.at[:, :, 1].set(9 * chunk(SPEC, 40, rng=1).k[:, :, 1])
+    first, other = (
+        cached(policy, SPEC, state_after(policy, SPEC, prompt))[0]
+        for prompt in (tokens, tokens._replace(k=k))
+    )
+    assert first[0] == other[0] != first[1] != other[1]
+    assert list(map(len, first)) == [4 + 5, 10 + 5]
 
 
 def test_layers_have_budgets_of_their_own(file):

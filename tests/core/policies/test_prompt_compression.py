@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import draws
 from jaxkv.cache.per_head import PerHeadTokens
-from jaxkv.contract import Chunk, Spec
+from jaxkv.contract import Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import Balance, ExpectedAttention, PyramidKV, SnapKV, VaSE
@@ -20,6 +20,7 @@ from jaxkv.policies.prompt_compression.base import ScoredTokens
 from jaxkv.policy_spec import by_layer, format_policy, parse_policy
 from jaxkv.rotary import NoPosition, rotary
 from tests.core import oracle
+from tests.core.tokens import cached, chunk, cut, state_after
 
 SPEC = Spec(1, 8, 1.0, NoPosition(), group=1)
 TOKENS, KV_HEADS, GROUP, HEAD_DIM, SCALE = 40, 2, 3, 8, 0.4
@@ -67,16 +68,12 @@ def test_prefill_ends_once(text):
 def test_tokens_after_a_prompt_need_a_reserve(text, size):
     """Also after a prompt that is not compressed; it is then attended to exactly."""
     policy, spec = parse_policy(f"{text}{',' if ':' in text else ':'}start={size + 54}"), SPEC
-    q, k, v = np.random.default_rng(0).standard_normal((3, 1, size + 1, 1, 8), np.float32)
-    positions, valid = np.arange(size + 1, dtype=np.uint32)[None], np.ones((1, size + 1), bool)
-    arrays = [jnp.asarray(array) for array in (q, k, v, positions, valid)]
-    cut = lambda *ends: [array[:, slice(*ends)] for array in arrays]
-    compiled_step = jax.jit(partial(step, policy, spec))
-    state = policy.init(spec, 1, jax.random.key(0))
-    state = policy.finish_prefill(spec, compiled_step(state, *cut(size))[1])
+    tokens = chunk(spec, size + 1)
+    (q, k, v), token = tokens[:3], cut(tokens, size)
+    state = policy.finish_prefill(spec, state_after(policy, spec, cut(tokens, 0, size)))
     with pytest.raises(UserError, match="reserve must be called after finish_prefill, got a state"):
-        step(policy, spec, state, *cut(size, None))
-    out, _ = compiled_step(policy.reserve(spec, state, 1), *cut(size, None))
+        step(policy, spec, state, *token)
+    out, _ = jax.jit(partial(step, policy, spec))(policy.reserve(spec, state, 1), *token)
     weights = np.exp(k[0, :, 0] @ q[0, -1, 0])
     exact = weights @ v[0, :, 0] / weights.sum()
     assert np.allclose(out[0, 0, 0], exact, atol=1e-5) == (size == 10)
@@ -110,23 +107,6 @@ def test_a_layer_of_pyramidkv_looks_back_over_its_own_budget():
         assert policy.cached(SPEC, state).positions.shape[2] == policy.max_lookback
 
 
-def random_tokens(rng, heads=HEADS, kv_heads=KV_HEADS):
-    """q, k and v of two prompts."""
-    shapes = ((2, TOKENS, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads))
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-
-
-def read(policy, spec, tokens, valid):
-    """The state after two prompts, in chunks of eight tokens. valid [2,T]: False on padding."""
-    positions = (np.cumsum(valid, axis=1) - 1).astype(np.uint32)
-    update = jax.jit(lambda state, chunk: policy.update(spec, state, chunk)[1])
-    state = policy.init(spec, 2, jax.random.key(0))
-    for first in range(0, TOKENS, 8):
-        arrays = (x[:, first : first + 8] for x in (*tokens, positions, valid))
-        state = update(state, Chunk(*map(jnp.asarray, arrays)))
-    return state
-
-
 def scored_tokens(policy, state):
     """The tokens of the prompts, as a score gets them."""
     prompt = state.dense
@@ -140,7 +120,7 @@ def scored_tokens(policy, state):
 def test_the_extreme_draws_of_vase_are_finite(rng, monkeypatch, uniform):
     policy = VaSE(12, sinks=1, window=3, every=None, start=TOKENS, storage="int8")
     spec = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP)
-    state = read(policy, spec, random_tokens(rng), np.ones((2, TOKENS), bool))
+    state = state_after(policy, spec, chunk(spec, TOKENS, rng=rng, batch=2), 8)
     draw = lambda numbers, rng: jnp.full(numbers.shape, uniform, jnp.float32)
     monkeypatch.setattr(draws, "uniforms", draw)
     score = policy.score(spec, scored_tokens(policy, state))
@@ -151,13 +131,13 @@ def test_the_extreme_draws_of_vase_are_finite(rng, monkeypatch, uniform):
 def test_mean_and_covariance_are_those_of_the_queries_after_the_sinks(rng):
     """A mean that is thirty times the deviation loses no digits of the covariance."""
     spec, sinks = Spec(KV_HEADS, HEAD_DIM, SCALE, NoPosition(), group=GROUP), 3
-    q, k, v = random_tokens(rng)
-    q += np.float32(30)
     padding = np.array([0, 7])  # before the prompts
-    valid = np.arange(TOKENS) >= padding[:, None]
-    state = read(ExpectedAttention(9, sinks, start=64), spec, (q, k, v), valid)
+    tokens = chunk(spec, TOKENS, rng=rng, valid=np.arange(TOKENS) >= padding[:, None])
+    tokens = tokens._replace(q=tokens.q + 30)
+    q = np.asarray(tokens.q, np.float64)
+    state = state_after(ExpectedAttention(9, sinks, start=64), spec, tokens, 8)
     for sequence, head in np.ndindex(2, HEADS):
-        queries = q[sequence, padding[sequence] + sinks :, head].astype(np.float64)
+        queries = q[sequence, padding[sequence] + sinks :, head]
         at = sequence, head // GROUP, slice(None), head % GROUP
         moments = state.statistics
         np.testing.assert_allclose(moments.mean[at][0], queries.mean(axis=0), rtol=1e-6)
@@ -171,9 +151,10 @@ def test_the_score_is_the_expectation_over_normal_queries(rng):
     spec = Spec(1, HEAD_DIM, SCALE, rotary(HEAD_DIM, 100.0), group=1)
     policy = ExpectedAttention(9, 0, future=1, start=64)
     mix = 0.5 * rng.normal(size=(HEAD_DIM, HEAD_DIM)).astype(np.float32)
-    q, k, v = random_tokens(rng, 1, 1)
-    q = q @ mix + np.float32(0.3)
-    state = read(policy, spec, (q, k, v), np.ones((2, TOKENS), bool))
+    tokens = chunk(spec, TOKENS, rng=rng)
+    tokens = tokens._replace(q=tokens.q @ mix + np.float32(0.3))
+    q, k, v = map(np.asarray, tokens[:3])
+    state = state_after(policy, spec, tokens, 8)
     score = policy.score(spec, scored_tokens(policy, state))
     queries = q[0, :, 0].astype(np.float64)
     drawn = rng.multivariate_normal(
@@ -192,20 +173,8 @@ def test_chunks_do_not_choose_among_equal_keys(rng, fields):
     spec = Spec(HEADS, 16, 0.25, rotary(16, 100.0))
     policy = parse_policy(f"keydiff:capacity=20,keys=unrotated,budgets=adaptive,{fields}")
     words = rng.integers(0, 9, 60)
-    k = rng.normal(size=(9, HEADS, 16)).astype(np.float32)[words][None]
-    positions = np.arange(60, dtype=np.uint32)[None]
-    update = jax.jit(policy.update, static_argnums=0)
-    kept = []
-    for size in (1, 7, 16, 60):
-        state = policy.reserve(spec, policy.init(spec, 1, jax.random.key(0)), 60)
-        for at in range(0, 60, size):
-            part = slice(at, at + size)
-            valid = np.ones_like(positions[:, part], bool)
-            chunk = Chunk(k[:, part], k[:, part], k[:, part], positions[:, part], valid)
-            _, state = update(spec, state, jax.tree.map(jnp.asarray, chunk))
-        cached = policy.cached(spec, policy.finish_prefill(spec, state))
-        chosen = np.asarray(cached.log_weight) > -np.inf
-        kept.append(
-            [set(p[c].tolist()) for p, c in zip(cached.positions[0], chosen[0], strict=True)]
-        )
+    tokens = chunk(spec, 60, rng=rng)
+    tokens = tokens._replace(k=tokens.k[:, words])
+    states = [state_after(policy, spec, tokens, size) for size in (1, 7, 16, 60)]
+    kept = [cached(policy, spec, state) for state in states]
     assert kept.count(kept[0]) == len(kept)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxkv import UserError, rows
-from jaxkv.contract import Chunk, Spec
+from jaxkv.contract import Spec
 from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
 from jaxkv.rotary import rotary
 from jaxkv.testing import check_policy
+from tests.core.tokens import cached, chunk, state_after
 
 SPEC = Spec(kv_heads=2, head_dim=8, scale=8**-0.5, encoding=rotary(8, 100.0), group=2)
 ENDS = {"sinks": 2, "window": 3, "start": 16}
@@ -42,22 +43,8 @@ def test_impossible_budgets_of_heads(budgets, numbers):
         Scored(budgets=budgets, head_budgets=numbers)
 
 
-def read(policy, tokens=TOKENS, batch=2):
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(batch, tokens, n, 8)).astype("f4") for n in (4, 2, 2))
-    positions = np.broadcast_to(np.arange(tokens, dtype=np.uint32), (batch, tokens))
-    state = policy.reserve(SPEC, policy.init(SPEC, batch, jax.random.key(0)), tokens)
-    chunk = jax.tree.map(jnp.asarray, Chunk(q, k, v, positions, np.ones((batch, tokens), bool)))
-    return policy.update(SPEC, state, chunk)[1]
-
-
-def cached(policy, state):
-    cache = policy.cached(SPEC, policy.finish_prefill(SPEC, state))
-    chosen = np.asarray(cache.log_weight) > -np.inf
-    return [
-        [set(p[c].tolist()) for p, c in zip(*pair, strict=True)]
-        for pair in zip(np.asarray(cache.positions), chosen, strict=True)
-    ]
+def read(policy):
+    return state_after(policy, SPEC, chunk(SPEC, TOKENS, batch=2))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +58,16 @@ def test_scores_that_are_set_choose_as_a_function_does(budgets):
     state = read(policy)
     scores = np.linalg.norm(state.dense.v[:, :, :TOKENS], axis=-1)
     state = jax.jit(policy.with_scores)(state, scores)
-    assert cached(policy, state) == cached(by_function, read(by_function))
+    assert cached(policy, SPEC, state) == cached(by_function, SPEC, read(by_function))
     best = np.argsort(-np.asarray(scores)[0, 0, 2:-3], kind="stable")[:7] + 2
     if not budgets:
-        assert cached(policy, state)[0][0] == {0, 1, *best.tolist(), 27, 28, 29}
+        assert cached(policy, SPEC, state)[0][0] == {0, 1, *best.tolist(), 27, 28, 29}
 
 
 def test_a_layer_may_keep_only_the_ends():
     policy = Scored(capacity=12, budgets="global", head_budgets=(0, 0), **ENDS)
     state = policy.with_scores(read(policy), np.ones((2, 2, TOKENS), "f4"))
-    assert cached(policy, state) == [[{0, 1, 27, 28, 29}] * 2] * 2
+    assert cached(policy, SPEC, state) == [[{0, 1, 27, 28, 29}] * 2] * 2
     finished = policy.finish_prefill(SPEC, state)
     with pytest.raises(UserError, match="finished already"):
         policy.finish_prefill(SPEC, finished)
@@ -104,10 +91,8 @@ def test_tokens_without_a_score_give_nan(known):
     policy = Scored(capacity=12, **ENDS)
     state = policy.with_scores(read(policy), np.ones((2, 2, known), "f4"))
     state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 5)
-    one = np.ones((2, 1, 4, 8), "f4"), np.ones((2, 1, 2, 8), "f4"), np.ones((2, 1, 2, 8), "f4")
-    chunk = Chunk(*one, np.full((2, 1), TOKENS, np.uint32), np.ones((2, 1), bool))
-    chunk = jax.tree.map(jnp.asarray, chunk)
-    assert np.isnan(policy.update(SPEC, state, chunk)[0].out).all()
+    token = chunk(SPEC, 1, TOKENS, batch=2)
+    assert np.isnan(policy.update(SPEC, state, token)[0].out).all()
 
 
 def test_global_budgets_count_the_largest_scores_of_all_layers():

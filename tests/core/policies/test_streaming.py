@@ -1,25 +1,19 @@
 """StreamingLLM: the paper's worked example, and rings with large masks and shorter windows."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv import attention
 from jaxkv.cache import ring
-from jaxkv.contract import Chunk, Spec
+from jaxkv.contract import Spec
 from jaxkv.policies import Streaming
 from jaxkv.rotary import Alibi, rotary
 from tests.core import oracle
+from tests.core.tokens import chunk, cut
 
 THETA = 100.0
-SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, THETA))
-
-
-def chunk(rng, start, length):
-    q, k, v = (jnp.asarray(rng.normal(size=(1, length, n, 8)), jnp.float32) for n in (2, 1, 1))
-    positions = jnp.arange(start, start + length, dtype=jnp.uint32)[None]
-    return Chunk(q, k, v, positions, jnp.ones((1, length), bool))
+SPEC = Spec(kv_heads=1, head_dim=8, scale=8**-0.5, encoding=rotary(8, THETA), group=2)
 
 
 def test_figure_4(rng):
@@ -29,7 +23,7 @@ def test_figure_4(rng):
     """
     policy = Streaming(sinks=4, window=4)
     update = jax.jit(lambda state, tokens: policy.update(SPEC, state, tokens))
-    past, new = chunk(rng, 0, 9), chunk(rng, 9, 1)
+    past, new = chunk(SPEC, 9, rng=rng), chunk(SPEC, 1, 9, rng=rng)
     _, state = update(policy.init(SPEC, 1, jax.random.key(0)), past)
     partial, state = update(state, new)
     kept = [0, 1, 2, 3, 6, 7, 8, 9]
@@ -48,12 +42,9 @@ def test_figure_4(rng):
 @pytest.mark.parametrize("encoding", [rotary(8, 100.0), Alibi.of(4)])
 def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encoding):
     policy = Streaming(3, 30)
-    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=encoding)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 45, n, 8)), jnp.float32) for n in (4, 2, 2))
-    positions = jnp.broadcast_to(jnp.arange(45, dtype=jnp.uint32), (2, 45))
-    valid = jnp.asarray(rng.random((2, 45)) < 0.9)
-    tokens = Chunk(q, k, v, positions, valid)
-    first, then = (jax.tree.map(lambda a, s=s: a[:, s], tokens) for s in (slice(38), slice(38, 45)))
+    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=encoding, group=2)
+    tokens = chunk(spec, 45, rng=rng, valid=rng.random((2, 45)) < 0.9)
+    first, then = cut(tokens, 0, 38), cut(tokens, 38)
     state = policy.init(spec, 2, jax.random.key(0))
     _, state = jax.jit(lambda state: policy.update(spec, state, first))(state)
     update = lambda: jax.jit(lambda state: policy.update(spec, state, then)[0])(state)
@@ -65,17 +56,15 @@ def test_a_mask_computed_by_blocks_equals_the_whole_mask(rng, monkeypatch, encod
 
 
 def test_a_window_shorter_than_the_ring_is_the_same_in_chunks_and_in_single_tokens(rng):
-    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=rotary(8, 100.0))
+    spec = Spec(kv_heads=2, head_dim=8, scale=0.4, encoding=rotary(8, 100.0), group=2)
     settings = ring.RingSettings(sinks=2, window=6)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 40, n, 8)), jnp.float32) for n in (4, 2, 2))
-    tokens = Chunk(q, k, v, jnp.arange(40, dtype=jnp.uint32)[None], jnp.ones((1, 40), bool))
+    tokens = chunk(spec, 40, rng=rng)
     update = jax.jit(lambda state, chunk: ring.update(spec, state, chunk, settings))
     outputs = []
     for size in (5, 1):
         state, outs = ring.init(spec, 1, slots=16), []
         for at in range(0, 40, size):
-            chunk = jax.tree.map(lambda a, at=at, size=size: a[:, at : at + size], tokens)
-            partial, state = update(state, chunk)
+            partial, state = update(state, cut(tokens, at, at + size))
             outs.append(partial.out)
         outputs.append(np.concatenate(outs, axis=1))
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-5)

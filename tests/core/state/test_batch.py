@@ -13,6 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.rotary import rotary
 from jaxkv.rows import Int8Rows
 from jaxkv.state import batch
+from tests.core.tokens import chunk, state_after
 
 
 class Part(NamedTuple):
@@ -154,11 +155,9 @@ def in_int8(rng):
     """The state of a ring of five slots with three tokens, of which one is all zeros."""
     spec = jaxkv.Spec(kv_heads=2, head_dim=8, scale=1.0, encoding=rotary(8, 100.0))
     policy = jaxkv.policy("window:window=5,storage=int8")
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 3, 2, 8)), jnp.float32) for _ in range(3))
-    positions, valid = jnp.arange(3, dtype=jnp.uint32)[None], jnp.ones((1, 3), bool)
-    state = policy.init(spec, 1, jax.random.key(0))
-    k, v = k.at[:, 1].set(0), v.at[:, 1].set(0)
-    return (jaxkv.step(policy, spec, state, q, k, v, positions, valid)[1],)
+    tokens = chunk(spec, 3, rng=rng)
+    k, v = (leaf.at[:, 1].set(0) for leaf in (tokens.k, tokens.v))
+    return (state_after(policy, spec, tokens._replace(k=k, v=v)),)
 
 
 def with_scale(state, scale, slot):

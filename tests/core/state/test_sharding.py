@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxkv.contract import Spec
+from jaxkv.contract import Chunk, Spec
 from jaxkv.driver import step
 from jaxkv.errors import UserError
 from jaxkv.policies import TOVA, Full, Retrieval, Streaming
@@ -22,6 +22,7 @@ from jaxkv.state.sharding import (
     sharded_step,
     specs,
 )
+from tests.core.tokens import chunk
 
 SPEC = Spec(kv_heads=4, head_dim=8, scale=8**-0.5, encoding=rotary(8, 10000.0), group=2)
 POLICY = Streaming(sinks=2, window=4)
@@ -29,13 +30,8 @@ IN_INT8 = Streaming(sinks=2, window=4, storage="int8")
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
-def tokens(rng, size=4, length=3, kv_heads=4, group=2):
-    q = rng.normal(size=(size, length, kv_heads * group, 8))
-    k, v = (rng.normal(size=(size, length, kv_heads, 8)) for _ in range(2))
-    positions = np.broadcast_to(np.arange(length, dtype=np.uint32), (size, length))
-    valid = rng.random((size, length)) < 0.8
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    return q, k, v, jnp.asarray(positions), jnp.asarray(valid)
+def tokens(rng, length=3):
+    return chunk(SPEC, length, rng=rng, valid=rng.random((4, length)) < 0.8)
 
 
 def test_mesh_strings():
@@ -92,9 +88,9 @@ def test_sharded_equals_unsharded(rng):
     split = jax.jit(functools.partial(sharded_step, mesh, policy, spec))
     states_of_both = [state, state]
     for length in (3, 3, 1):
-        chunk = tokens(rng, length=length)
-        actual, states_of_both[0] = alone(states_of_both[0], *chunk, sink_logits)
-        expected, states_of_both[1] = split(states_of_both[1], *chunk, sink_logits)
+        new = tokens(rng, length)
+        actual, states_of_both[0] = alone(states_of_both[0], *new, sink_logits)
+        expected, states_of_both[1] = split(states_of_both[1], *new, sink_logits)
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
         jax.tree.map(np.testing.assert_array_equal, *states_of_both)
 
@@ -107,16 +103,17 @@ def test_a_sharded_step_has_no_collective(rng, length, policy):
     by_head = place(PartitionSpec("data", None, "model"))
     by_sequence = place(PartitionSpec("data"))
     state = jax.device_put(state, jax.tree.map(place, specs(policy.leaves)))
-    chunk = jax.device_put(tokens(rng, length=length), (*[by_head] * 3, by_sequence, by_sequence))
+    places = Chunk(*[by_head] * 3, by_sequence, by_sequence)
+    new = jax.device_put(tokens(rng, length), places)
     split = jax.jit(functools.partial(sharded_step, mesh, policy, SPEC))
-    text = split.lower(state, *chunk).compile().as_text()
+    text = split.lower(state, *new).compile().as_text()
     assert not COLLECTIVE.search(text), COLLECTIVE.search(text)
 
 
 def test_a_mesh_that_does_not_divide_is_refused(rng):
     state = Full().init(SPEC, 4, jax.random.key(0))
-    chunk = tokens(rng)
+    new = tokens(rng)
     with pytest.raises(UserError, match="'data' must divide the sequences: 4 sequences over 3"):
-        sharded_step(mesh_of("data=3"), Full(), SPEC, state, *chunk)
+        sharded_step(mesh_of("data=3"), Full(), SPEC, state, *new)
     with pytest.raises(UserError, match="'model' must divide the KV heads: 4 KV heads over 8"):
-        sharded_step(mesh_of("model=8"), Full(), SPEC, state, *chunk)
+        sharded_step(mesh_of("model=8"), Full(), SPEC, state, *new)

@@ -24,22 +24,14 @@ from jaxkv.policies.magicpig import policy as magicpig
 from jaxkv.policy_spec import bytes_by_memory, state_bytes
 from jaxkv.rotary import Alibi, NoPosition, rotary
 from jaxkv.state import batch
+from tests.core.tokens import chunk, cut
 
 HEADS, DIM = 2, 32
-SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition())
+SPEC = Spec(kv_heads=HEADS, head_dim=DIM, scale=DIM**-0.5, encoding=NoPosition(), group=2)
 jitted_step = jax.jit(step, static_argnums=(0, 1))
 finish_prefill = jax.jit(
     lambda policy, spec, state: policy.finish_prefill(spec, state), static_argnums=(0, 1)
 )
-
-
-def chunk(tokens, first=0, seed=0, batch=1):
-    """Random tokens from position `first` on, with two query heads per KV head."""
-    rng = np.random.default_rng(seed)
-    heads = (2 * HEADS, HEADS, HEADS)
-    q, k, v = (rng.normal(size=(batch, tokens, n, DIM)).astype(np.float32) for n in heads)
-    positions = np.broadcast_to(np.arange(first, first + tokens, dtype=np.uint32), (batch, tokens))
-    return Chunk(*map(jnp.asarray, (q, k, v, positions, np.ones((batch, tokens), bool))))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -94,7 +86,7 @@ def test_the_form_for_gpus_changes_no_output(use_form, changes):
     have gaps. One prompt is shorter than sinks and window."""
     policy = MagicPIG(**{"K": 3, "L": 8, "sinks": 2, "window": 4, "tail": 16} | changes)
     spec = dataclasses.replace(SPEC, encoding=rotary(DIM, 100.0))
-    prompt, new = chunk(200, batch=3), chunk(40, 200, seed=1, batch=3)
+    prompt, new = chunk(SPEC, 200, batch=3), chunk(SPEC, 40, 200, rng=1, batch=3)
     prompt = prompt._replace(valid=prompt.valid.at[2, 3:].set(False))
     new, outs = new._replace(valid=new.valid.at[1, 7:30:3].set(False)), []
     for on_gpu in (False, True):
@@ -102,7 +94,7 @@ def test_the_form_for_gpus_changes_no_output(use_form, changes):
         jitted, state = jax.jit(partial(step, policy, spec)), after(policy, prompt, spec)
         for at in range(40):
             state = policy.reserve(spec, state, at + 1)
-            out, state = jitted(state, *(leaf[:, at : at + 1] for leaf in new))
+            out, state = jitted(state, *cut(new, at, at + 1))
             outs.append(np.where(new.valid[:, at, None, None], out[:, 0], 0))
     np.testing.assert_allclose(outs[40:], outs[:40], atol=3e-6)
 
@@ -142,15 +134,13 @@ def test_keys_in_a_cone_opposite_the_query_are_found_once_centred():
 def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
     """A chunk gives the outputs of its tokens one by one, also where the chunk is scanned."""
     policy = MagicPIG(K=3, L=8, sinks=2, window=4, start=512)
-    prompt, question = chunk(200), chunk(300, 200, seed=1)
+    prompt, question = chunk(SPEC, 200), chunk(SPEC, 300, 200, rng=1)
     state = policy.reserve(SPEC, after(policy, prompt), 300)
     outs, chunk_state = jitted_step(policy, SPEC, state, *question)
     for at in (0, 3, 255, 256, 299):
         before = question._replace(valid=question.valid & (jnp.arange(300) < at)[None])
         _, token_state = jitted_step(policy, SPEC, state, *before)
-        out, _ = jitted_step(
-            policy, SPEC, token_state, *(leaf[:, at : at + 1] for leaf in question)
-        )
+        out, _ = jitted_step(policy, SPEC, token_state, *cut(question, at, at + 1))
         np.testing.assert_allclose(out, outs[:, at : at + 1], atol=1e-5)
     assert int(chunk_state.dense.count[0] + chunk_state.indexed.count[0]) == 500
 
@@ -158,7 +148,7 @@ def test_a_chunk_after_the_end_of_prefill_equals_its_tokens_one_by_one():
 def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
     """The center is then the mean of all keys, or 0 without keys."""
     policy = MagicPIG(K=2, L=4, sinks=4, window=64, start=8)
-    prompt, new = chunk(67), chunk(1, 67, seed=1)
+    prompt, new = chunk(SPEC, 67), chunk(SPEC, 1, 67, rng=1)
     expected = output(Full(max=512), prompt, new)
     np.testing.assert_allclose(output(policy, prompt, new), expected, atol=1e-5)
     empty = finish_prefill(policy, SPEC, policy.init(SPEC, 1, jax.random.key(0)))
@@ -168,7 +158,7 @@ def test_a_prompt_without_tokens_between_sinks_and_window_has_full_attention():
 @pytest.mark.parametrize("center, lost", [(True, 150), (False, 310)])
 def test_a_nan_key_makes_the_output_nan(center, lost):
     """A NaN key in the prompt or among the generated tokens, even if its bucket never matches."""
-    prompt, new = chunk(300), chunk(40, 300, seed=1)
+    prompt, new = chunk(SPEC, 300), chunk(SPEC, 40, 300, rng=1)
     if lost < 300:
         prompt = prompt._replace(k=prompt.k.at[0, lost, 0].set(jnp.nan))
     else:
@@ -182,14 +172,14 @@ def decode(policy, prompt, new):
     state, outs = after(policy, prompt), []
     for at in range(new.valid.shape[1]):
         state = policy.reserve(SPEC, state, at + 1)
-        out, state = jitted_step(policy, SPEC, state, *(leaf[:, at : at + 1] for leaf in new))
+        out, state = jitted_step(policy, SPEC, state, *cut(new, at, at + 1))
         outs.append(np.asarray(out))
     return np.concatenate(outs, axis=1), state
 
 
 def test_host_memory_gives_the_same_outputs():
     """With rebuilt tables, and with sequences taken and put."""
-    prompt, new = chunk(200, batch=2), chunk(12, 200, seed=1, batch=2)
+    prompt, new = chunk(SPEC, 200, batch=2), chunk(SPEC, 12, 200, rng=1, batch=2)
     device = MagicPIG(K=3, L=6, sinks=2, window=4, tail=8, start=200)
     on_host = dataclasses.replace(device, host_offload=True)
     leaves = jax.tree.leaves(on_host.leaves)
@@ -235,8 +225,8 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch):
 
 def test_tokens_without_slots_are_refused():
     policy = MagicPIG(K=2, L=4, tail=16, start=64)
-    state = after(policy, chunk(60))
+    state = after(policy, chunk(SPEC, 60))
     with pytest.raises(UserError, match=r"slots and \d+ are needed"):
-        policy.update(SPEC, state, chunk(117, 60))
-    out, _ = jitted_step(policy, SPEC, state, *chunk(117, 60))
+        policy.update(SPEC, state, chunk(SPEC, 117, 60))
+    out, _ = jitted_step(policy, SPEC, state, *chunk(SPEC, 117, 60))
     assert np.isnan(out).all()
