@@ -174,7 +174,7 @@ class AnswerParser:
         if self._in_call:
             return self._call(parts, last, cut)
         if self._thinking:
-            text, closed = self._until(self._marks[1], last)
+            text, closed = self._until(self._marks[1], last, cut)
             self._add(parts, Thought, text)
             if closed:
                 self._mark()
@@ -195,7 +195,7 @@ class AnswerParser:
         if self._form is None:
             text, self._pending, marked = self._pending, "", False
         else:
-            text, marked = self._until(self._form.begin, last)
+            text, marked = self._until(self._form.begin, last, cut)
         self._add(parts, Content, text)
         self._begun = self._begun or bool(text.strip())
         if marked:
@@ -203,15 +203,18 @@ class AnswerParser:
             self._in_call = self._marked = True
         return marked
 
-    def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """The text before a mark, which is removed with it; what may begin the mark stays."""
+    def _until(self, mark: str, last: bool, cut: bool) -> tuple[str, bool]:
+        """The text before a mark, which is removed with it; what may begin the mark stays.
+
+        What may begin it at the limit of tokens is left out.
+        """
         before, marked, after = self._pending.partition(mark)
         if marked:
             self._pending = after
             return before, True
-        cut = len(before) - (0 if last else _overlap(before, mark))
-        self._pending = before[cut:]
-        return before[:cut], False
+        end = len(before) - (0 if last and not cut else _overlap(before, mark))
+        self._pending = "" if last else before[end:]
+        return before[:end], False
 
     def _mark(self) -> None:
         """Drop the white space around a mark."""

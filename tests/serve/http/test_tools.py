@@ -117,6 +117,7 @@ def test_an_answer_is_divided_alike_in_any_pieces(form, text, expected):
     ("form", "text", "expected"),
     [
         (HERMES, f"Hm {ROME[:-20]}", [Content("Hm")]),
+        (HERMES, "Hm <tool_c", [Content("Hm ")]),
         (NAMED, '[TOOL_CALLS]a[ARGS]{"x', []),
         (BARE, '{"name": "a", "par', []),
         (BARE, ' {"na', []),

@@ -104,7 +104,8 @@ def test_codes_of_the_tail_are_compared_up_to_the_last(rng, size):
     tail, code = rng.integers(0, 4, (1, 2, 5, size)), np.array([0, 1, 2, 3, 0])
     agree = (tail[0, 1] == code[:, None]).sum(axis=0) >= 2
     for last in {-1, size // 2, size - 1}:
-        words = hash_tables.compare(jnp.asarray(tail, jnp.int32), 1, jnp.asarray(code), last, 2)
+        arrays = (jnp.asarray(array) for array in (tail.astype(np.int32), 1, code, last))
+        words = hash_tables.compare(*arrays)
         actual = unpack(words)
         np.testing.assert_array_equal(actual[:size], agree & (np.arange(size) <= last))
         assert not actual[size:].any()
