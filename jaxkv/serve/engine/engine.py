@@ -390,12 +390,12 @@ class Engine:
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
         budget, tokens = self._max_prefill_tokens, 0
-        self._pace.begin(self._running.waiting_step)
+        self._pace.begin(self._running.waiting_step, self._crowd())
         while budget > 0:
             self._take_request()
             if not self._prefills:
                 break
-            self._pace.limit(self._running.waiting_step)
+            self._pace.limit(self._running.waiting_step, self._crowd())
             prefill = self._prefills[0]
             if not prefill.is_complete:
                 width = self._programs.padded(prefill.next_size(self.chunk))
@@ -417,6 +417,11 @@ class Engine:
         if tokens:
             self._prefilled.append(logits)
         return tokens
+
+    def _crowd(self) -> float:
+        """Prompts that have, or would get, a batch entry, over running answers."""
+        prompts = len(self._prefills) + min(self.waiting, self.max_batch - self.running)
+        return prompts / max(1, len(self._running.running))
 
     def _take_request(self) -> None:
         """Take the next request of an owner who has none in prefill, if an entry is free."""

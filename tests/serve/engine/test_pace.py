@@ -71,6 +71,21 @@ def test_answers_wait_about_the_limit(layer, unlimited):
     assert len(busy) > 0.9 * len(of_steps[16:-2])
 
 
+@pytest.mark.parametrize("crowd, times", [(0.2, 1), (1, 1), (2, 2), (3, 3), (15, 3)])
+def test_prompts_that_outnumber_answers_take_more(crowd, times):
+    prefills, now, works, took = PrefillPace(LIMIT), 0.0, [], [0.0]
+    for number in range(120):
+        works.append(prefills.dispatched(STEP, follows=number > 0))
+        took.append(0.002 * works[-1].pieces.get(LAYER, 0))
+        now += 0.025 + took[-2]
+        if number:
+            prefills.delivered(works[-2], now)
+        prefills.begin(STEP, crowd)
+        prefills.take(LAYER, 1000)
+    assert max(took) <= times * LIMIT + 1e-9
+    assert statistics.median(took[40:]) > times * LIMIT - 0.003
+
+
 def test_an_insertion_does_not_come_after_much_else():
     assert max(waits(lambda number: 0.009, 12, insertion=0.02)) <= LIMIT + 1e-9
 
