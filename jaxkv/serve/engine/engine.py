@@ -420,7 +420,9 @@ class Engine:
 
     def _crowd(self) -> float:
         """Prompts that have, or would get, a batch entry, over running answers."""
-        prompts = len(self._prefills) + min(self.waiting, self.max_batch - self.running)
+        with self._changed:
+            waiting = len(self._queue)
+        prompts = len(self._prefills) + min(waiting, self.max_batch - self.running)
         return prompts / max(1, len(self._running.running))
 
     def _take_request(self) -> None:
