@@ -80,7 +80,7 @@ def equal(value: Any, accepted: Any) -> bool:
 
 
 text = text_up_to(MAX_TEXT)
-description = text_up_to(MAX_COUNT, 0)
+long_text = text_up_to(MAX_COUNT, 0)
 flag = check_of("true or false", lambda value: type(value) is bool)
 mapping = check_of("an object", lambda value: type(value) is dict)
 top_p = check_of(
@@ -134,6 +134,15 @@ def check_keys(name: str, value: Mapping[str, Any], accepted: set[str]) -> None:
     if unknown := sorted(value.keys() - accepted):
         message = f"{name} has an unknown member {shown(unknown[0])}; leave it out"
         raise APIError(400, message, param=name)
+
+
+def check_members(name: str, value: Mapping[str, Any], accepted: set[str]) -> None:
+    """Raise APIError for a member that is not accepted, unless it is null or empty.
+
+    A client may send a part of an answer back, whose other members are.
+    """
+    if any(value[key] not in (None, "", [], {}) for key in value.keys() - accepted):
+        raise invalid(name, f"an object of {', '.join(sorted(accepted))}, and nothing else", value)
 
 
 def check_known(body: Mapping[str, Any], accepted: Collection[str]) -> None:

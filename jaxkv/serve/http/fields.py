@@ -17,12 +17,12 @@ from jaxkv.serve.http.checks import (
     Check,
     check_keys,
     check_known,
-    description,
     equal,
     flag,
     integer,
     invalid,
     is_ids,
+    long_text,
     number,
     one_of,
     salt,
@@ -76,7 +76,7 @@ def response_format(name: str, value: Any) -> GrammarField | None:
     if type(described) is not dict or type(described.get("schema")) is not dict:
         raise invalid(inner, "an object with a schema", described)
     check_keys(inner, described, {"name", "description", "schema", "strict"})
-    for key, check in (("name", text), ("description", description), ("strict", flag)):
+    for key, check in (("name", text), ("description", long_text), ("strict", flag)):
         if described.get(key) is not None:
             check(f"{inner}.{key}", described[key])
     return GrammarField(f"{inner}.schema", kind, described["schema"])

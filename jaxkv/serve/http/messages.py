@@ -9,10 +9,11 @@ from jaxkv.serve.http.checks import (
     MAX_COUNT,
     MAX_SCHEMA_LEVELS,
     check_keys,
+    check_members,
     check_of,
-    description,
     flag,
     invalid,
+    long_text,
     one_of,
     text,
     text_up_to,
@@ -41,10 +42,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     known = {"role", "content", "name"} | {
         "assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}
     }.get(role, set())  # fmt: skip
-    # A client may send an answer's message back; its other fields are null or empty.
-    unknown = [key for key in value.keys() - known if value[key] not in (None, "", [], {})]
-    if unknown:
-        raise invalid(name, f"an object of {', '.join(sorted(known))}, and nothing else", value)
+    check_members(name, value, known)
     content = value.get("content")
     if content is None and not calls:
         raise invalid(f"{name}.content", "a text, or a list of parts of type text", content)
@@ -121,7 +119,7 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     parsed = {"name": tool_name(f"{name}.function.name", function.get("name"))}
     if function.get("description") is not None:
         place = f"{name}.function.description"
-        parsed["description"] = valid_unicode(place, description(place, function["description"]))
+        parsed["description"] = valid_unicode(place, long_text(place, function["description"]))
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}

@@ -123,6 +123,7 @@ def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: Serv
         tool_form_of(values, model.language)  # its rules hold here too
         ((_, tokens),) = _chat(values, model)
     else:
+        _check_length(len(prompts[0]) if isinstance(prompts[0], str) else 0, "prompt", model)
         tokens = _ids(prompts[0], model)
     return {"count": len(tokens), "max_model_len": model.engine.max_len, "tokens": tokens}
 
@@ -294,7 +295,6 @@ def _prompt(
 
 def _ids(prompt: str | list[int], model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        _check_length(len(prompt), "prompt", model)
         return model.language.encode(prompt)
     _check_ids("prompt", prompt, model)
     return prompt

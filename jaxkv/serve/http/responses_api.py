@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from jaxkv.serve.http.checks import (
     check_keys,
     check_known,
-    description,
+    check_members,
     equal,
     invalid,
+    long_text,
     mapping,
     one_of,
     valid_unicode,
@@ -151,7 +152,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
     messages: list[Json] = []
     places: list[MessagePlace] = []
     if body.get("instructions") is not None:
-        instructions = description("instructions", body["instructions"])
+        instructions = long_text("instructions", body["instructions"])
         messages.append({"role": "system", "content": instructions})
         places.append(MessagePlace("instructions", []))
     value = body.get("input")
@@ -166,14 +167,11 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
         known = ITEMS.get(kind)
         if known is None:
             raise invalid(name, f"of type {', '.join(ITEMS)}", kind)
-        unknown = [key for key in item.keys() - known if item[key] not in (None, "", [], {})]
-        if unknown:
-            rule = f"an object of {', '.join(sorted(known))}, and nothing else"
-            raise invalid(name, rule, item)
+        check_members(name, item, known)
         if kind == "reasoning":
             for part in _listed(f"{name}.content", item.get("content")):
                 content = mapping(f"{name}.content", part).get("text")
-                thought += description(f"{name}.content.text", content)
+                thought += long_text(f"{name}.content.text", content)
             continue
         if kind == "function_call_output":
             output = _content(f"{name}.output", item.get("output"))
