@@ -120,8 +120,8 @@ class AnswerParser:
     thinking: the prompt has begun a thought already. names: of the tools; empty for any. several:
     it may call more than one; otherwise further calls are left out.
     The parts do not depend on the pieces in which the text comes. White space around thoughts and
-    calls belongs to neither. What is no call of a tool stays content, as the model wrote it, and a
-    call that the limit of tokens cuts is left out.
+    calls belongs to neither. What is no call of a tool stays content, as the model wrote it. A call
+    that the limit of tokens cuts is left out, and so is a mark at the end with nothing after it.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class AnswerParser:
             if isinstance(error, _Incomplete) and not last:
                 return False
             begun = self._marked or _begins_call(body)
-            if isinstance(error, _Incomplete) and cut and begun:
+            if isinstance(error, _Incomplete) and begun and (cut or not body.strip()):
                 self._pending = ""
             else:
                 self._pending = self._add_call_as_text(parts, body)
