@@ -390,12 +390,13 @@ class Engine:
         if len(self._prefilled) == PREFILLS_AHEAD:
             jax.block_until_ready(self._prefilled.popleft())
         budget, tokens = self._max_prefill_tokens, 0
-        self._pace.begin(self._running.waiting_step, self._crowd())
+        self._begin_pace()
         while budget > 0:
             self._take_request()
             if not self._prefills:
                 break
-            self._pace.limit(self._running.waiting_step, self._crowd())
+            if not self._pace.limited:  # an answer may have begun in this step
+                self._begin_pace()
             prefill = self._prefills[0]
             if not prefill.is_complete:
                 width = self._programs.padded(prefill.next_size(self.chunk))
@@ -418,12 +419,12 @@ class Engine:
             self._prefilled.append(logits)
         return tokens
 
-    def _crowd(self) -> float:
-        """Prompts that have, or would get, a batch entry, over running answers."""
+    def _begin_pace(self) -> None:
         with self._changed:
             waiting = len(self._queue)
+        # Only prompts for which the batch has room.
         prompts = len(self._prefills) + min(waiting, self.max_batch - self.running)
-        return prompts / max(1, len(self._running.running))
+        self._pace.begin(self._running.waiting_step, len(self._running.running), prompts)
 
     def _take_request(self) -> None:
         """Take the next request of an owner who has none in prefill, if an entry is free."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxkv.errors import check_positive
 
 SHARE = 1 / 3  # of the time of a token: prefills may take it although it exceeds the limit
-CROWD = 3.0  # times the limit, at most, while more prompts than answers wait
+CROWD = 3.0  # times of a token that prefills beside several answers take at most
 TIMES = 5  # of a token alone that are kept; the second shortest is its time, as some come late
 ENOUGH = 3  # of these times, before prefills are taken
 REFRESH = 16  # tokens after prefills, after which one comes alone
@@ -43,10 +43,11 @@ class PrefillPace:
     A piece is one program, such as a layer of a chunk, so a prefill has the same bits however it is
     divided. The seconds of each piece are estimated from the times at which tokens come. So no
     measurement makes the device wait. Where a token alone takes more than three times `seconds`,
-    answers wait a third of that time, because prompts would wait for too long. While more prompts
-    wait than answers run, they take up to three times `seconds`: a small batch uses the device
-    badly, and its answers delay all prompts. A piece of unknown time comes alone. seconds: None for
-    no limit. Raises UserError unless it is a number above 0.
+    answers wait a third of that time, because prompts would wait for too long. Where several
+    answers run, they wait at least the time of a token, and up to three times that while more
+    prompts wait than answers run: a small batch uses the device badly, and its answers delay all
+    prompts. A piece of unknown time comes alone. seconds: None for no limit. Raises UserError
+    unless it is a number above 0.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -61,12 +62,12 @@ class PrefillPace:
         self._first = True  # whether this step takes its next piece however long that takes
         self._last, self._since_alone = -math.inf, 0
 
-    def begin(self, waiting: Piece | None, crowd: float = 1.0) -> None:
+    def begin(self, waiting: Piece | None, answers: int = 1, prompts: int = 1) -> None:
         """Begin the prefills of a step.
 
-        waiting: the step of the answers that wait; None if none. crowd: prompts that wait, and are
-        in prefill, over running answers. A token comes alone until its time is known, and from time
-        to time later.
+        waiting: the step of the answers that wait; None if none. answers: that run. prompts: that
+        wait or are in prefill. A token comes alone until its time is known, and from time to time
+        later.
         """
         if self._limit is None or waiting is None:
             self._left, self._first = None, True
@@ -75,14 +76,14 @@ class PrefillPace:
         if len(times) < ENOUGH or self._since_alone >= REFRESH:
             self._left, self._first = 0.0, False
             return
-        stretched = self._limit * min(max(crowd, 1.0), CROWD)
-        self._left = max(stretched, SHARE * sorted(times)[1])
+        share = min(max(prompts / answers, 1.0), CROWD) if answers > 1 else SHARE
+        self._left = max(self._limit, share * sorted(times)[1])
         self._first = True
 
-    def limit(self, waiting: Piece | None, crowd: float = 1.0) -> None:
-        """Begin again if this step had no limit, and answers wait now."""
-        if self._left is None:
-            self.begin(waiting, crowd)
+    @property
+    def limited(self) -> bool:
+        """Whether this step has a limit."""
+        return self._left is not None
 
     def take(self, piece: Piece, count: int = 1) -> int:
         """How many of `count` equal pieces this step has time for."""

@@ -71,19 +71,22 @@ def test_answers_wait_about_the_limit(layer, unlimited):
     assert len(busy) > 0.9 * len(of_steps[16:-2])
 
 
-@pytest.mark.parametrize("crowd, times", [(0.2, 1), (1, 1), (2, 2), (3, 3), (15, 3)])
-def test_prompts_that_outnumber_answers_take_more(crowd, times):
-    prefills, now, works, took = PrefillPace(LIMIT), 0.0, [], [0.0]
+@pytest.mark.parametrize(
+    "answers, prompts, seconds",
+    [(1, 1, 0.03), (1, 9, 0.03), (2, 1, 0.05), (8, 16, 0.1), (4, 12, 0.15), (2, 14, 0.15)],
+)  # fmt: skip
+def test_several_answers_wait_for_a_token_and_longer_in_a_crowd(answers, prompts, seconds):
+    pace, now, works, took = PrefillPace(LIMIT), 0.0, [], [0.0]
     for number in range(120):
-        works.append(prefills.dispatched(STEP, follows=number > 0))
+        works.append(pace.dispatched(STEP, follows=number > 0))
         took.append(0.002 * works[-1].pieces.get(LAYER, 0))
-        now += 0.025 + took[-2]
+        now += 0.05 + took[-2]
         if number:
-            prefills.delivered(works[-2], now)
-        prefills.begin(STEP, crowd)
-        prefills.take(LAYER, 1000)
-    assert max(took) <= times * LIMIT + 1e-9
-    assert statistics.median(took[40:]) > times * LIMIT - 0.003
+            pace.delivered(works[-2], now)
+        pace.begin(STEP, answers, prompts)
+        pace.take(LAYER, 1000)
+    assert max(took) <= seconds + 1e-9
+    assert statistics.median(took[40:]) > seconds - 0.003
 
 
 def test_an_insertion_does_not_come_after_much_else():
@@ -149,10 +152,9 @@ def test_without_waiting_answers_nothing_is_divided():
     prefills = PrefillPace(LIMIT)
     prefills.begin(None)
     assert prefills.take(LAYER, LAYERS) == LAYERS and prefills.take(INSERTION) == 1
-    prefills.limit(None)
-    assert prefills.take(LAYER, LAYERS) == LAYERS
-    prefills.limit(STEP)  # an answer that was just inserted waits
-    assert prefills.take(LAYER, LAYERS) == 0
+    assert not prefills.limited
+    prefills.begin(STEP)  # an answer that was just inserted waits
+    assert prefills.limited and prefills.take(LAYER, LAYERS) == 0
     unlimited = PrefillPace(None)
     unlimited.begin(STEP)
     assert unlimited.take(LAYER, LAYERS) == LAYERS and unlimited.take(INSERTION) == 1
