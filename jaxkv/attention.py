@@ -60,7 +60,9 @@ def slot_attention(
         return attended, _softmax_weights(logits, attended)
     blocks_end = slots // _BLOCK_SLOTS * _BLOCK_SLOTS
     attend = partial(xla_cpu.attend_by_head, partial(_attend, scale=scale, softcap=softcap))
-    if queries == 1 or slots <= 2 * _BLOCK_SLOTS:
+    if queries == 1:
+        return xla_cpu.attend_filled(attend, q, k, v, _cut_bias(bias, 0, slots))
+    if slots <= 2 * _BLOCK_SLOTS:
         return attend(q, k, v, _cut_bias(bias, 0, slots), 0, size=slots)
 
     def attend_block(so_far: Partial, start: Array) -> tuple[Partial, None]:
@@ -178,7 +180,8 @@ def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
     safe = jnp.where(total == 0, np.float32(1), total)
     v, scales = xla_cpu.flat_rows(v)
     weights = weights.astype(v.dtype) if scales is None else weights * scales
-    out = batched_dot(weights, v, contract=(2, 1)) / safe
+    product = partial(batched_dot, contract=(2, 1))
+    out = (product if queries > 1 else partial(xla_cpu.sum_of_parts, product))(weights, v) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
     out = out.reshape(batch, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
     lse = lse.reshape(batch, kv_heads, group, queries).transpose(0, 3, 1, 2)

@@ -55,12 +55,14 @@ LoadModel = Callable[[str], Llm]  # the model with weights in float32 or int8
 class ProgramSizes:
     """The sizes of all programs.
 
-    small, large: tokens in a cache. steps: tokens per call. keys, bits, tables: sizes of an LSH
-    index. sequences: number whose logits one argmax reads. recipe, vocab: settings of training.
+    small, large: tokens in a cache. reserved: slots of a cache that is nearly empty. steps: tokens
+    per call. keys, bits, tables: sizes of an LSH index. sequences: number whose logits one argmax
+    reads. recipe, vocab: settings of training.
     """
 
     small: int = 256
     large: int = 1024
+    reserved: int = 4096
     steps: int = 8
     keys: int = 32_768
     bits: int = 10
@@ -166,9 +168,9 @@ def forward(load: LoadModel, sizes: ProgramSizes) -> Program:
     return Program(about, chunk, lambda: (model.weights, states, ids), donate=1)
 
 
-def engine(load: LoadModel, sizes: ProgramSizes) -> Program:
+def engine(load: LoadModel, sizes: ProgramSizes, reserved: bool = False) -> Program:
     """A decode step of the engine for one sequence under full attention."""
-    llm, slots = load("float32"), sizes.large
+    llm, slots = load("float32"), sizes.reserved if reserved else sizes.large
     model = make_model(llm, "full")
     like = jax.eval_shape(lambda: programs.empty_batch(model, 1, slots).states)
 
@@ -248,6 +250,7 @@ PROGRAMS: Mapping[str, Callable[[LoadModel, ProgramSizes], Program]] = {
     "decode, balance-stream": partial(decode, policy="balance-stream"),
     "decode, magicpig": partial(decode, policy="magicpig"),
     "engine": engine,
+    "engine, long": partial(engine, reserved=True),
     "prefill": prefill,
     "forward": forward,
     "argmax": argmax,
@@ -283,6 +286,13 @@ def plain_blend(logits: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"])
     by_query = (batch, queries, kv_heads * group)
     out = out.transpose(0, 3, 1, 2, 4).reshape(*by_query, -1)
     return Partial(out, lse.transpose(0, 3, 1, 2).reshape(by_query))
+
+
+def plain_attention(
+    attend: Callable[..., Partial], q: Array, k: Array, v: Array, bias: Array
+) -> Partial:
+    """`attend_filled` of all slots."""
+    return attend(q, k, v, bias, 0, size=k.shape[2])
 
 
 def plain_sort(codes: Int32[Array, "L S"], bits: int) -> tuple[Array, Array]:
@@ -345,6 +355,7 @@ FORMS: dict[str, PlainForm] = {
     "flatten_heads": PlainForm("decode, large cache", {f"{CPU}.flatten_heads": first_argument}),
     "shared_leaves": PlainForm("forward", {f"{LOOP}.model.deduplicate_shared": second_argument}),
     "carry": PlainForm("engine", CARRY),
+    "attend_filled": PlainForm("engine, long", {f"{CPU}.attend_filled": plain_attention}),
     "flat_rows": PlainForm("decode, large cache", FLAT_ROWS),
     "sort": PlainForm("index", {f"{CPU}.sort_codes": plain_sort}),
     "decode_compiler_options": PlainForm(

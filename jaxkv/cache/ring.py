@@ -445,9 +445,9 @@ def decode(
         visible &= (distance < settings.window) | (slot < sinks)
     q, query_positions = spec.encoding.rotate(chunk.q, chunk.positions), chunk.positions
     bias = masked_bias(spec, visible[:, None], query_positions, ring.positions, kv_heads)
-    logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     if not sinks or (ring.exact_sinks is None and not cache_relative):
-        return blend(logits, ring.v), ring
+        return slot_attention(q, ring.k, ring.v, bias, spec.scale, spec.softcap), ring
+    logits = scores(q, ring.k, spec.scale, spec.softcap) + bias
     first, sink_positions = sink_rows(ring, sinks), ring.positions[:, :sinks]
     if cache_relative:
         # The query is rotated a second time, for the sinks; slicing off the ring would copy it.

@@ -24,6 +24,7 @@ CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of the
 WIDENED = 2**20  # integers of a quantised matrix that are converted to floats at a time
 FEW_ROWS = 16  # of the left side of a product with a cache in int8
 FEW_TOKENS = 16  # of all sequences, in a product with a weight
+PART = 512  # slots of a cache
 PARTS, LARGE = 8, 2**18  # of the product of one token with a weight of at least LARGE elements
 
 
@@ -75,6 +76,71 @@ def _attend_by_head(attend, q, k, v, bias, start, *, size) -> Partial:
     out = out.reshape(batch, kv_heads, queries, group, -1).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(batch, kv_heads, queries, group).transpose(0, 2, 1, 3)
     return Partial(out.reshape(batch, queries, heads, -1), lse.reshape(batch, queries, heads))
+
+
+def attend_filled(
+    attend: Callable[..., Partial], q: Float[Array, "B 1 N H"], k: Rows, v: Rows, bias: Array | None
+) -> Partial:
+    """`attend(q, k, v, bias, 0, size=S)`; on a CPU without most of the slots that no query sees.
+
+    A cache that grows may have slots for a text many times as long, as in a server. XLA:CPU
+    otherwise reads them all for every token. Of the sizes PART, 2 * PART, 4 * PART and so on, it
+    reads the first that has all that is seen; a size that is not that of the cache is copied.
+    `sum_of_parts` gives each the same bits.
+    Measured in evals/results/workarounds.json, row attend_filled.
+    """
+    slots = k.shape[2]
+    if bias is None or bias.shape[-1] != slots or slots <= PART:
+        return attend(q, k, v, bias, 0, size=slots)
+    filled = partial(_attend_filled, attend)
+    together = lambda q, k, v, bias: attend(q, k, v, bias, 0, size=slots)
+    return jax.lax.platform_dependent(q, k, v, bias, cpu=filled, default=together)
+
+
+def _attend_filled(attend, q, k, v, bias) -> Partial:
+    heads, slots = k.shape[:2], k.shape[2]
+    sizes = [PART]
+    while 2 * sizes[-1] < slots:
+        sizes.append(2 * sizes[-1])
+
+    def over(size: int) -> Callable[..., Partial]:
+        def attend_first(q: Array, flat: tuple[Rows, Rows], bias: Array) -> Partial:
+            cut = lambda leaf: leaf[:, :size].reshape(*heads, size, *leaf.shape[2:])
+            return attend(q, *jax.tree.map(cut, flat), bias[..., :size], 0, size=size)
+
+        return attend_first
+
+    seen = jnp.any(bias > -jnp.inf, axis=(0, 1, 2, 3))
+    last = jnp.max(jnp.where(seen, jnp.arange(1, slots + 1), 0))
+    # As 4-D arrays the branches would get copies of them.
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (k, v))
+    branches = [over(size) for size in (*sizes, slots)]
+    return jax.lax.switch(jnp.sum(last > np.array(sizes)), branches, q, flat, bias)
+
+
+def sum_of_parts(
+    product: Callable[[Array, Array], Array], weights: Float[Array, "X M S"], v: Array
+) -> Float32[Array, "X M H"]:
+    """`product(weights, v)`; on a CPU as a sum of products of PART slots.
+
+    The order in which XLA:CPU adds up depends on the number of slots. So the bits of a token would
+    depend on empty slots, and on the texts beside it.
+    """
+    parts, rest = divmod(weights.shape[2], PART)
+    if parts + (rest > 0) < 2:
+        return product(weights, v)
+
+    def add_up(weights: Array, v: Array) -> Array:
+        total = product(weights[:, :, parts * PART :], v[:, parts * PART :]) if rest else 0
+        weights, v = weights[:, :, : parts * PART], v[:, : parts * PART]
+        batch, rows = weights.shape[:2]
+        split = weights.reshape(batch, rows, parts, PART).transpose(0, 2, 1, 3)
+        out = product(
+            split.reshape(batch * parts, rows, PART), v.reshape(batch * parts, PART, v.shape[2])
+        )
+        return jnp.sum(out.reshape(batch, parts, rows, v.shape[2]), axis=1) + total
+
+    return jax.lax.platform_dependent(weights, v, cpu=add_up, default=product)
 
 
 def flat_rows(rows: Rows) -> tuple[Array, Float32[Array, "BK 1 S"] | None]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import rows
 from jaxkv.attention import local_attention, masked_bias, merge, sink_logit, slot_attention
 from jaxkv.contract import Partial, Spec
 from jaxkv.platform import cpu as xla_cpu
@@ -101,6 +102,32 @@ def test_attention_by_head_equals_attention_at_once(rng, monkeypatch, slots, lik
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     batched = jax.vmap(lambda q: slot_attention(q, k, v, bias, 0.5))(jnp.stack([q, 2 * q]))
     assert_partial([leaf[0] for leaf in batched], together)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("filled", [0, 3, 512, 513, 1100])
+@pytest.mark.parametrize("slots", [1500, 2048])
+def test_slots_that_no_query_sees_change_no_bit(rng, storage, filled, slots):
+    """Nor does a sequence beside it, which sees more slots."""
+    q, k, v, bias = problem(rng, batch=3, queries=1, slots=slots, head_dim=16)
+    seen = np.arange(slots) < np.array([filled, filled, slots])[:, None]
+    bias = jnp.where(seen[:, None, None, None], bias, -jnp.inf)
+    q, k, v = (x.astype("float32" if storage == "int8" else storage) for x in (q, k, v))
+    if storage == "int8":
+        k, v = map(rows.quantise, (k, v))
+    expected = oracle.softmax_attention(q, rows.dequantise(k), rows.dequantise(v), bias, 0.5)
+    cases = [(3, slots), (2, slots)]
+    cases += [(2, size) for size in (1024, 512) if slots == 2048 and size >= filled]
+    attended = []
+    for batch, size in cases:
+        arrays = q[:batch], *(x[:batch, :, :size] for x in jax.tree.leaves((k, v)))
+        arrays = jax.tree.unflatten(jax.tree.structure((q, k, v)), arrays)
+        attended.append(attend(*arrays, bias[:batch, ..., :size], 0.5))
+        tolerance = 2e-2 if storage == "bfloat16" else 1e-5
+        assert_partial(attended[-1], [x[:batch] for x in expected], tolerance)
+    for out, lse in attended[1:]:
+        np.testing.assert_array_equal(out, attended[0].out[:2])
+        np.testing.assert_array_equal(lse, attended[0].lse[:2])
 
 
 def test_a_bias_may_be_a_function_of_the_block(rng):
