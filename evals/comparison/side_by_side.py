@@ -4,7 +4,8 @@ The text and the model come with the package, so anybody can repeat this. Every 
 gets a budget of 128 tokens per KV head, cached or attended per query, after a prompt of 317 tokens
 (short) and after one of 4,097 (long). `topp` chooses its own number of keys. Three measurements:
 the loss after the short prompt, for all policies; the loss of an unbounded text, for those that
-need no prompt or compress again and again; and the time of a token after the long prompt.
+need no prompt or compress again and again; and the time of a token after the long prompt, also of
+policies that compress again and again, and with budgets that this model and text calibrate.
 
 Stops if full attention misses its recorded loss, because the results would then not be comparable
 with earlier ones.
@@ -13,6 +14,8 @@ with earlier ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -32,9 +35,11 @@ from jaxkv.evals.tasks import budgets
 from jaxkv.models.loading.compilation import Stopwatch
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools import measurement
+from jaxkv.models.tools.calibrate import calibrate
 from jaxkv.models.tools.measurement import Stretches
 from jaxkv.models.tools.passage import PASSAGE, passage
 from jaxkv.policies import POLICIES, MagicPIG
+from jaxkv.policies.prompt_compression import head_shares
 from jaxkv.policies.sparse_attention.base import SparsePolicy
 from jaxkv.typing import Float
 
@@ -100,13 +105,25 @@ def measure(run: Run) -> dict[str, Any]:
         rows[name]["endless"] = excess(block_losses, endless["streaming"])
         rows[name]["endless"]["loss"] = float(block_losses.mean())
     after_long = settings(SHORT if quick else LONG, WRITTEN)
-    cost = costs(llm, ids[:long], after_long, 3 if quick else 9)
+    with TemporaryDirectory() as folder:
+        calibration = Path(folder) / "FILE"
+        calibration.write_text(head_shares.write(calibrate(llm, PASSAGE.read_text("utf-8"))))
+        equal, calibrated = after_long["retrieval"], f"budgets=calibrated,calibration={calibration}"
+        extra = {budgets.CALIBRATED: f"{equal},{calibrated}"} | {
+            f"{name}, repeated": string
+            for name, string in budgets.repeated(BUDGET, EVERY, WINDOW, str(calibration)).items()
+        }
+        cost = costs(llm, ids[:long], after_long | extra, 3 if quick else 9)
     for name in rows:
         rows[name]["long"] = {"policy": after_long[name], **cost[name]}
+    others = {
+        name: {"policy": string.replace(str(calibration), "FILE"), **cost[name]}
+        for name, string in extra.items()
+    }
     return {
         "tokens": len(ids), "stretches": len(stretches), "prompt": prompt, "scored": SCORED,
         "seeds": seeds, "block": BLOCK, "long": long, "budget": BUDGET,
-        "full_loss": float(losses["full"].mean()), "rows": rows,
+        "full_loss": float(losses["full"].mean()), "rows": rows, "other_costs": others,
     }  # fmt: skip
 
 

@@ -48,12 +48,14 @@ def cost() -> str:
     )
     heads = ("policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
              "time per token over full's", "compiling (seconds)")  # fmt: skip
+    rows = {f"`{name}`": row["long"] for name, row in results["rows"].items()}
+    rows |= {f"`{row['policy']}`": row for row in results["other_costs"].values()}
     return table(heads, (
-        (f"`{name}`", ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
+        (name, ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
          show(long["state_bytes"]),
-         "1" if name == "full" else ranged(long["times_as_long"], "median", ".2f"),
+         "1" if name == "`full`" else ranged(long["times_as_long"], "median", ".2f"),
          f"{long['compile_seconds']:.1f}")
-        for name, row in results["rows"].items() for long in [row["long"]]
+        for name, long in rows.items()
     ), caption)  # fmt: skip
 
 
