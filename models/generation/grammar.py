@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +26,8 @@ from jaxkv.typing import Bool
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
+MAX_JSON = 2**20  # characters of the JSON of a schema, with descriptions, which are left out
+MAX_RULES = 500  # of a grammar in the form of llama.cpp, which is translated in quadratic time
 MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait
 MAX_NUMBER = 2**53  # larger whole numbers are rounded
 MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
@@ -170,6 +173,26 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         value = _schema(value)
     elif not isinstance(value, str) or not value:
         raise UserError(f"{kind} must be a text, got {value!r:.60}; give one")
+    text = _text(kind, value)
+    try:
+        if kind.startswith("json"):
+            return guidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_LAYOUT)
+        if kind == "grammar":  # llguidance searches runs of blank lines for a long time
+            text = "\n".join(line for line in text.split("\n") if line.strip())
+            _check_rules(text)
+        return guidance.grammar_from(kind, text)
+    except ValueError as error:
+        raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
+
+
+def _check_rules(text: str) -> None:
+    """Raise UserError for a grammar of llama.cpp with so many rules that it takes seconds."""
+    if (count := text.count("::=")) > MAX_RULES:
+        raise UserError(f"grammar may have {MAX_RULES} rules, got {count}; give a smaller one")
+
+
+def _text(kind: str, value: Any) -> str:
+    """A grammar as text. Raises UserError for what is no JSON, and beyond MAX_SIZE."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -178,12 +201,7 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         raise UserError(
             f"{kind} may have {MAX_SIZE} characters, got {len(text)}; give a smaller one"
         )
-    try:
-        if kind.startswith("json"):
-            return guidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_LAYOUT)
-        return guidance.grammar_from(kind, text)
-    except ValueError as error:
-        raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
+    return text
 
 
 def json_rule(schema: Any) -> str:
@@ -191,7 +209,8 @@ def json_rule(schema: Any) -> str:
 
     Raises UserError for what is no schema.
     """
-    return f"%json {json.dumps(_schema(schema) | {'x-guidance': JSON_LAYOUT})}"
+    rule = _schema(schema) | {"x-guidance": JSON_LAYOUT}
+    return f"%json {json.dumps(rule, ensure_ascii=False)}"
 
 
 def _schema(value: Any) -> dict[str, Any]:
@@ -199,15 +218,22 @@ def _schema(value: Any) -> dict[str, Any]:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if isinstance(value, str):
+        if len(value) > MAX_JSON:
+            raise UserError(
+                f"json_schema may have {MAX_JSON} characters, got {len(value)}; give a smaller one"
+            )
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise UserError(f"json_schema must be JSON, got {value!r:.60}; correct it") from None
+            raise UserError(f"json_schema must be JSON, got {value[:60]!r}; correct it") from None
     if not isinstance(value, dict):
         raise UserError(f"json_schema must be an object, got {value!r:.60}; give a JSON schema")
     try:
         _check_members(value)
-        return _without_words(value)
+        schema = _without_words(value)
+        _text("json_schema", schema)
+        _check_recursion(schema)
+        return schema
     except RecursionError:
         raise UserError("json_schema is nested too deeply; give a flatter schema") from None
 
@@ -226,6 +252,75 @@ def _check_members(value: Any) -> None:
         raise UserError(
             f"numbers in json_schema may be at most 2^53, got {value}; give a text with a pattern"
         )
+
+
+def _check_recursion(schema: dict[str, Any]) -> None:
+    """Raise UserError where every value would contain another without end.
+
+    llguidance takes such a schema, and the answer grows until the parser has no more room. What
+    only two schemas of one value require together is not seen.
+    """
+    nodes, users = {}, {}  # by identity: schemas and lists of choices, and those that need them
+    needed: dict[int, int] = {}  # how many parts of each are not known to have a value that ends
+    unread: list[Any] = [schema]
+    while unread:
+        node = unread.pop()
+        if id(node) in nodes:
+            continue
+        parts = node if isinstance(node, list) else _required_parts(node, schema)
+        nodes[id(node)] = node
+        needed[id(node)] = min(len(parts), 1) if isinstance(node, list) else len(parts)
+        for part in parts:
+            users.setdefault(id(part), []).append(id(node))
+        unread += parts
+    ending = [place for place, count in needed.items() if count == 0]
+    while ending:
+        for place in users.get(ending.pop(), ()):
+            needed[place] -= 1
+            if needed[place] == 0:
+                ending.append(place)
+    if needed[id(schema)] > 0:
+        endless = (node for place, node in nodes.items() if needed[place] > 0)
+        pointer = next(n["$ref"] for n in endless if isinstance(n, dict) and "$ref" in n)
+        raise UserError(
+            f"json_schema must allow a value that ends, got {pointer!r:.60}, which requires itself "
+            "without end; leave it out of required, or allow another value"
+        )
+
+
+def _required_parts(schema: Any, root: Any) -> list[Any]:
+    """The schemas, and lists of choices, that a value which ends must obey or contain."""
+    if not isinstance(schema, dict):
+        return []
+    parts = [_target(root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+    parts += [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    parts += schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    required, properties = schema.get("required"), schema.get("properties")
+    if schema.get("type") in ("object", ["object"]) and isinstance(required, list):
+        others = True if "patternProperties" in schema else schema.get("additionalProperties")
+        properties = properties if isinstance(properties, dict) else {}
+        parts += [properties.get(name, others) for name in required if isinstance(name, str)]
+    count = schema.get("minItems")
+    if schema.get("type") in ("array", ["array"]) and isinstance(count, int):
+        items, first = schema.get("items"), schema.get("prefixItems")
+        if isinstance(items, list):  # of former drafts
+            items, first = schema.get("additionalItems"), items
+        first = first if isinstance(first, list) else []
+        parts += [*first[: max(count, 0)], *[items] * (count > len(first))]
+    return parts
+
+
+def _target(schema: Any, pointer: str) -> Any:
+    """What a pointer points to; True, which allows everything, for what is not in the schema."""
+    if pointer not in ("", "#") and not pointer.startswith("#/"):
+        return True
+    for part in unquote(pointer).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and name.isdecimal() and len(name) < 9:
+            schema = schema[int(name)] if int(name) < len(schema) else True
+        else:
+            schema = schema.get(name, True) if isinstance(schema, dict) else True
+    return schema
 
 
 WORDS, VALUES = {"title", "description", "$comment"}, {"const", "enum", "default", "examples"}

@@ -64,16 +64,16 @@ def llm():
     return SimpleNamespace(tokenizer=fake.tokenizer, eos=(EOS,), config=SimpleNamespace(vocab=300))
 
 
-def walk(matcher, seed, most=400):
+def walk(matcher, seed, limit=400):
     """A text whose tokens are drawn among those that are allowed; None for one without an end."""
     rng, ids = np.random.default_rng(seed), []
     while not matcher.ended:
         allowed = np.flatnonzero(matcher.allowed())
         assert set(allowed.tolist()) <= set(range(VOCAB)), "no padding of the embedding"
-        if EOS in allowed and (len(ids) > most // 4 or rng.random() < 0.5):
+        if EOS in allowed and (len(ids) > limit // 4 or rng.random() < 0.5):
             assert matcher.complete
             break
-        if len(ids) == most:
+        if len(ids) == limit:
             return None
         ids.append(int(rng.choice(allowed[allowed != EOS])))
         matcher.advance(ids[-1])
@@ -103,9 +103,9 @@ def test_a_tokenizer_that_changes_texts_spells_what_must_come(changing):
 def test_every_text_obeys_its_schema(llm, name):
     schema, matcher = SCHEMAS[name], matcher_of(llm, Grammar("json_schema", SCHEMAS[name]))
     texts = [walk(matcher.copy(), seed) for seed in range(40)]
-    whole = [text for text in texts if text is not None]
-    assert len(whole) >= 10
-    for text in whole:
+    complete = [text for text in texts if text is not None]
+    assert len(complete) >= 10
+    for text in complete:
         jsonschema.validate(json.loads(text), schema)
 
 
@@ -138,6 +138,43 @@ def test_any_object(llm):
         matcher.advance(ord("{"))
 
 
+def requiring(*names, **properties):
+    return {"type": "object", "properties": properties, "required": [*names]}
+
+
+ROOT, A, B = ({"$ref": pointer} for pointer in ("#", "#/$defs/a", "#/$defs/b"))
+CHAIN = {f"n{n}": requiring("x", x={"$ref": f"#/$defs/n{(n * 21 + 1) % 500}"}) for n in range(500)}
+ENDLESS = [
+    (requiring("x", x=ROOT), "got '#', which requires itself"),
+    (requiring("x", x={"$ref": ""}), "got '', "),
+    (requiring("x", x=ROOT) | {"type": ["object"]}, "got '#',"),
+    (requiring("x") | {"additionalProperties": ROOT}, "got '#',"),
+    ({**A, "$defs": {"a": requiring("b", b=B), "b": requiring("a", a=A)}}, "got '#/[$]defs/a'"),
+    ({"type": "array", "items": ROOT, "minItems": 1}, "got '#',"),
+    ({"type": "array", "items": [ROOT], "minItems": 1}, "got '#',"),
+    ({"type": "array", "prefixItems": [{"type": "null"}, ROOT], "minItems": 2}, "got '#',"),
+    ({"anyOf": [requiring("x", x=ROOT), {"allOf": [ROOT]}]}, "got '#',"),
+    ({"$ref": "#/$defs/n0", "$defs": CHAIN}, "got '#/[$]defs/n0',"),
+    ({"$ref": "#/a~1b", "a/b": requiring("x", x={"$ref": "#/a~1b"})}, "got '#/a~1b',"),
+    ({"$ref": "#/a%0A", "a\n": requiring("x", x={"$ref": "#/a\n"})}, r"got '#/a"),
+    ({"anyOf": [{"allOf": [ROOT]} for _ in range(2000)]}, "got '#',"),
+]
+ENDING = [
+    requiring(x=ROOT),
+    {"type": "array", "items": ROOT},
+    {"type": "array", "prefixItems": [{"type": "null"}], "items": ROOT, "minItems": 1},
+    {"anyOf": [requiring("x", x=ROOT), {"type": "null"}]},
+    {**A, "$defs": {"a": requiring("b", b=B), "b": requiring(a=A)}},
+    {"$ref": "#/$defs/n0", "$defs": CHAIN | {"n77": {"type": "null"}}},
+    requiring("x", x={"$ref": "#leaf"}) | {"$defs": {"leaf": {"$anchor": "leaf", "type": "null"}}},
+]
+
+
+@pytest.mark.parametrize("schema", ENDING)
+def test_recursion_that_may_end(llm, schema):
+    assert matcher_of(llm, Grammar("json_schema", schema)).allowed().any()
+
+
 VERY_DEEP: dict = {}
 for _ in range(5000):
     VERY_DEEP = {"items": VERY_DEEP}
@@ -155,7 +192,12 @@ for _ in range(300):
         ("json_schema", "{", "must be JSON, got"),
         ("json_schema", {"type": "strnig"}, "cannot be used"),
         ("json_schema", DEEP, "recursion limit exceeded"),
-        ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "no text"),
+        ("json_schema", {**A, "$defs": {"a": A}}, "without end"),
+        *(("json_schema", schema, message) for schema, message in ENDLESS),
+        ("json_schema", requiring([]), "cannot be used"),
+        ("json_schema", {"$ref": "#/anyOf/" + "1" * 4301, "anyOf": [{}]}, "cannot be used"),
+        ("grammar", "\n" * MAX_SIZE, "cannot be used"),
+        ("grammar", "".join(f"r{n} ::= r{n + 1}\n" for n in range(3000)), "may have 500 rules"),
         ("json_schema", {"enum": ["x" * MAX_SIZE]}, f"may have {MAX_SIZE} characters, got"),
         ("regex", "(a", "invalid regex.* unclosed group; correct it"),
         ("json_schema", {"pattern": "(?=a)b"}, "look-around"),
