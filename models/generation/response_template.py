@@ -14,6 +14,7 @@ from typing import Any
 from jaxkv.errors import UserError
 
 NEEDED = "transformers>=5.13"
+FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a text
 
 
 def response_parser(
@@ -29,7 +30,7 @@ def response_parser(
     module = _module()
     try:
         loaded = module.response_parser.load_response_template(dict(template))
-    except (ValueError, TypeError, KeyError) as error:
+    except FAILURES as error:
         raise UserError(
             f"response_template of tokenizer_config.json: {error}; correct it"
         ) from None
@@ -38,7 +39,7 @@ def response_parser(
     begun = "" if begun == prompt else begun
     try:
         return module.ResponseParser(loaded, begun, tools=[*tools])
-    except (ValueError, TypeError, KeyError) as error:
+    except FAILURES as error:
         raise UserError(f"the answer that the prompt begins cannot be read: {error}") from None
 
 

@@ -326,7 +326,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; returns whether there was anything to do."""
-        busy = self._has_work()
+        with self._changed:
+            busy = self._has_work()
         try:
             with (
                 self._watch,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from jaxkv.errors import check_positive
 
 SHARE = 1 / 3  # of the time of a token: prefills may take it although it exceeds the limit
-CROWD = 3.0  # times of a token that prefills beside several answers take at most
-TIMES = 5  # of a token alone that are kept; the second shortest is its time, as some come late
-ENOUGH = 3  # of these times, before prefills are taken
+MAX_SHARE = 3.0  # of the time of a token: prefills beside several answers take it at most
+MAX_TIMES = 5  # of a token alone that are kept; the second shortest is its time: some come late
+MIN_TIMES = 3  # of these times, before prefills are taken
 REFRESH = 16  # tokens after prefills, after which one comes alone
 CHANGE = 2.0  # an estimate grows or shrinks by its square root in one step, at most
 SHORTEST = 1e-6  # seconds of a piece
@@ -62,7 +62,7 @@ class PrefillPace:
         self._first = True  # whether this step takes its next piece however long that takes
         self._last, self._since_alone = -math.inf, 0
 
-    def begin(self, waiting: Piece | None, answers: int = 1, prompts: int = 1) -> None:
+    def begin(self, waiting: Piece | None, answers: int, prompts: int) -> None:
         """Begin the prefills of a step.
 
         waiting: the step of the answers that wait; None if none. answers: that run. prompts: that
@@ -73,10 +73,10 @@ class PrefillPace:
             self._left, self._first = None, True
             return
         times = self._alone.get(waiting, ())
-        if len(times) < ENOUGH or self._since_alone >= REFRESH:
+        if len(times) < MIN_TIMES or self._since_alone >= REFRESH:
             self._left, self._first = 0.0, False
             return
-        share = min(max(prompts / answers, 1.0), CROWD) if answers > 1 else SHARE
+        share = min(max(prompts / answers, 1.0), MAX_SHARE) if answers > 1 else SHARE
         self._left = max(self._limit, share * sorted(times)[1])
         self._first = True
 
@@ -111,11 +111,11 @@ class PrefillPace:
         elapsed, self._last = now - self._last, now
         if not work.follows:
             return
-        times = self._alone.setdefault(work.step, deque(maxlen=TIMES))
+        times = self._alone.setdefault(work.step, deque(maxlen=MAX_TIMES))
         if not work.pieces:
             times.append(elapsed)
             return
-        if len(times) < ENOUGH:
+        if len(times) < MIN_TIMES:
             return
         rest = max(0.0, elapsed - sorted(times)[1])
         unknown = [piece for piece in work.pieces if piece not in self._seconds]

@@ -75,7 +75,7 @@ def parse_api_keys(content: str, where: str, salts: bool = True) -> tuple[Tenant
             continue
         options = _options(words, f"{where}, line {number}") if salts else {}
         if salts and (match := next(filter(None, map(SETTING.fullmatch, words[1:])), None)):
-            rule = "a setting must be name, requests or tokens, all behind the salt"
+            rule = "a setting must be name, requests or tokens, all after the salt"
             raise UserError(f"{where}, line {number}: {rule}, got {match[1]}=; correct the line")
         if len(words) > 1 + salts or not words[0].isascii():
             rule = "an ASCII key, perhaps a salt, name=NAME, requests=N and tokens=N"

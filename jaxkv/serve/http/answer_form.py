@@ -17,7 +17,6 @@ from jaxkv.serve.http.tools import (
     ARGUMENTS,
     CALL_ID,
     AnswerParser,
-    Tool,
     ToolForm,
     thought_marks,
     tool_form,
@@ -29,10 +28,10 @@ OBJECT = {"type": "object"}
 
 def tool_form_of(values: Values, language: LanguageProtocol) -> ToolForm | None:
     """How the model writes calls of the tools that the request has; None without tools."""
-    if not values.get("tools") or values["tool_choice"] == "none":
+    if not values.get("tools") or values["tool_choice"].mode == "none":
         return None
     form = tool_form(language.template) if "tools" in language.variables else None
-    divided = language.response_template is not None and values["tool_choice"] == "auto"
+    divided = language.response_template is not None and values["tool_choice"].mode == "auto"
     if form is None and not (divided and "tools" in language.variables):
         message = "this model's chat template has no tools in a form that jaxkv knows; "
         message += "leave tools out, or ask for JSON by response_format"
@@ -67,12 +66,12 @@ def answer_form(
     alone = structure is not None and not structure.kind.startswith("json")
     if alone:  # a grammar of its own has no place for thoughts
         thoughts = None
-    tools = values["tools"] and values["tool_choice"] != "none"
-    if tools and structure is not None and (alone or calls is None):
+    choice = values["tool_choice"]
+    if choice.among(values["tools"]) and structure is not None and (alone or calls is None):
         message = f"tools and {structure.name} exclude each other; leave one out, or set "
         raise APIError(400, f"{message}tool_choice to none", param=structure.name)
     thinking = thoughts is not None and _end_of_prompt(prompts, language).endswith(thoughts[0])
-    return AnswerForm(calls, thoughts, thinking, bool(calls) and values["tool_choice"] != "auto")
+    return AnswerForm(calls, thoughts, thinking, bool(calls) and choice.mode == "required")
 
 
 def grammar_field(values: Values, form: AnswerForm) -> str | None:
@@ -100,7 +99,9 @@ def matcher_of(
             rules["answer"] = language.json_rule(OBJECT if anything else structure.value)
             choices.append("answer")
         if form.calls is not None:
-            tools, several = _called(values)
+            choice = values["tool_choice"]
+            tools = [tool for _, tool in choice.among(values["tools"])]
+            several = values["parallel_tool_calls"] and not choice.single
             rules |= call_rules(language, form.calls, tools, several)
             choices.append("calls")
         start = f"({' | '.join(choices)})"
@@ -113,19 +114,12 @@ def matcher_of(
         raise APIError(400, f"{name}: {error}", param=name) from None
 
 
-def _called(values: Values) -> tuple[Sequence[Tool], bool]:
-    """The tools that an answer may call, and whether it may call several."""
-    choice, tools = values["tool_choice"], values["tools"]
-    if isinstance(choice, tuple):
-        tools = [tool for tool in tools if tool["function"]["name"] in choice]
-    return tools, isinstance(choice, str) and values["parallel_tool_calls"]
-
-
 def _check_schemas(values: Values, form: AnswerForm, language: LanguageProtocol) -> None:
     """Raise APIError for the first schema that cannot be used alone."""
     structure = values["structure"]
     schemas = [] if structure is None else [(structure.name, structure.kind, structure.value)]
-    for number, tool in enumerate(values["tools"] if form.calls is not None else ()):
+    tools = () if form.calls is None else values["tool_choice"].among(values["tools"])
+    for number, tool in tools:
         place = f"tools[{number}].function.parameters"
         schemas.append((place, "json_schema", object_schema(tool["function"]["parameters"])))
     for name, kind, value in schemas:
@@ -143,7 +137,9 @@ def parser_of(
     format: ResponseFormat,
 ) -> dict[str, Any]:
     """What divides an answer into thoughts, content and calls, if there are any."""
-    tools = () if values.get("tool_choice") == "none" else values.get("tools") or ()
+    tools = []
+    if format.is_chat:
+        tools = [tool for _, tool in values["tool_choice"].among(values["tools"])]
     names = frozenset(tool["function"]["name"] for tool in tools)
     several = bool(values.get("parallel_tool_calls", True))
     template = language.response_template

@@ -142,7 +142,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     Raises APIError for anything else, and for duplicate names, NaN and numbers of thousands of
     digits.
     """
-    _check_members(raw)
+    check_structure(raw)
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -173,8 +173,11 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise APIError(400, f"the body must be JSON, which has no {constant}; give a number")
 
 
-def _check_members(raw: bytes) -> None:
-    """Raise APIError for more than MEMBERS outside of texts."""
+def check_structure(raw: bytes, place: str | None = None) -> None:
+    """Raise APIError for JSON with more than MEMBERS outside of texts.
+
+    place: of a text that is JSON; None for the body.
+    """
     if sum(map(raw.count, STRUCTURE)) <= MEMBERS:
         return
     members = position = 0
@@ -184,5 +187,5 @@ def _check_members(raw: bytes) -> None:
         inside ^= piece == b'"'
         members += 0 if inside else sum(map(piece.count, STRUCTURE))
     if members > MEMBERS:
-        message = f"a body may have {MEMBERS} members of lists and objects, got more"
-        raise APIError(400, f"{message}; send several requests")
+        message = f"{place or 'a body'} may have {MEMBERS} members of lists and objects, got more"
+        raise APIError(400, f"{message}; send several requests", param=place)

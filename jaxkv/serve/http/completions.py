@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.errors import UserError
@@ -94,8 +94,9 @@ class CompletionRoute:
         """
         with contextlib.ExitStack() as running:
             try:
-                read = self._read(http_request.scope, http_request.receive, running, parse)
-                return JSONResponse(await read)
+                write = lambda *arguments: written(parse(*arguments))
+                read = self._read(http_request.scope, http_request.receive, running, write)
+                return Response(await read, media_type="application/json")
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
@@ -153,6 +154,7 @@ class CompletionRoute:
                     index, detokenizer, events, self.metrics, request.scored, record
                 )
                 handles.append(self._submit(entry, listener))
+                await asyncio.sleep(0)  # a long prompt takes milliseconds
             self.metrics.use(record.api_key, None)
             yield
         finally:
@@ -274,13 +276,24 @@ class Reply:
         head = self._head(self.format.chunk) | ({"usage": None} if request.usage else {})
         finishes: dict[int, Finish] = {}
 
+        def chunk(choice: Json) -> bytes:
+            return server_sent(encoded(head | {"choices": [choice]}))
+
+        def prompt_chunk(event: Delta) -> bytes:
+            text, tokens = readers[event.index].read(event)
+            logprobs = self.format.logprobs(tokens) if tokens else None
+            return chunk(self.format.delta(event.index, text, logprobs, None))
+
         async def write(choice: Json) -> None:
-            await self.writer.write(server_sent(encoded(head | {"choices": [choice]})))
+            await self.writer.write(chunk(choice))
 
         async def send(event: Delta | Finish) -> None:
-            text, tokens = readers[event.index].read(event)
             last = isinstance(event, Finish)
             reason = FINISHED[event.reason] if last else None
+            if not last and event.prompt:  # in a thread, because prompts may be long
+                await self.writer.write(await asyncio.to_thread(prompt_chunk, event))
+                return
+            text, tokens = readers[event.index].read(event)
             logprobs = self.format.logprobs(tokens) if tokens else None
             if dividers is None:
                 if text or tokens or reason:
@@ -381,6 +394,12 @@ def thought_tokens(dividers: Sequence[AnswerDivider] | None) -> int | None:
 
 def encoded(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def written(value: Json) -> bytes:
+    """As `encoded`, in small pieces, between which other threads run."""
+    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value)
+    return "".join(pieces).encode("utf-8", "replace")
 
 
 def server_sent(content: bytes) -> bytes:

@@ -36,7 +36,7 @@ from jaxkv.serve.http.checks import (
     variables,
 )
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.messages import messages, tool_choice, tools
+from jaxkv.serve.http.messages import ToolChoice, messages, tool_choice, tools
 
 MAX_TOP_LOGPROBS = 20  # log probabilities beside each token
 MAX_STOPS, MAX_BIASES = 4, 300
@@ -274,7 +274,7 @@ ROUTES = {
         "add_generation_prompt": Field(flag),
         "continue_final_message": Field(flag, False),
         "tools": Field(tools, ()),
-        "tool_choice": Field(tool_choice, "auto"),
+        "tool_choice": Field(tool_choice, ToolChoice("auto")),
         "parallel_tool_calls": Field(flag, True),
     },
 }
@@ -314,7 +314,7 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         first, second = (field.name for field in grammars[:2])
         message = f"{first} and {second} exclude each other; give one"
         raise APIError(400, message, param=second)
-    must_call = values.get("tool_choice", "none") not in ("none", "auto")
+    must_call = kind == "chat" and values["tool_choice"].mode == "required"
     if grammars or must_call:
         name = grammars[0].name if grammars else "a tool_choice that calls a tool"
         if (clash := next((name for name in CLASHES if values.get(name)), None)) is not None:
@@ -334,18 +334,18 @@ def _check_unicode(grammar: GrammarField) -> None:
 
 
 def _check_tool_choice(values: dict[str, Any], grammars: Sequence[GrammarField]) -> None:
-    """Raise APIError for a tool that is not there, and for two grammars of one answer."""
-    choice = values["tool_choice"]
-    if choice in ("none", "auto"):
-        return
-    names = [tool["function"]["name"] for tool in values["tools"]]
-    asked = names if choice == "required" else [name for name in choice if name in names]
-    if not asked:
-        listed = ", ".join(names) or "none"
-        name = shown(choice[0] if isinstance(choice, tuple) else choice)
-        message = f"tool_choice {name} needs a tool of that name, got {listed}; give it"
-        message = message if names else "tool_choice needs tools, got none; give tools"
+    """Raise APIError for a tool that is not there, and for two grammars of an answer."""
+    choice, names = values["tool_choice"], [tool["function"]["name"] for tool in values["tools"]]
+    absent = next((name for name in choice.names or () if name not in names), None)
+    if choice.mode == "required" and not names:
+        message = "tool_choice needs tools, got none; give tools"
         raise APIError(400, message, param="tool_choice")
+    if absent is not None:
+        listed = ", ".join(names) or "none"
+        message = f"tool_choice {shown(absent)} needs a tool of that name, got {listed}; give it"
+        raise APIError(400, message, param="tool_choice")
+    if choice.mode != "required":
+        return
     if grammars:
         message = f"{grammars[0].name} and a tool_choice that calls a tool exclude each other"
         raise APIError(400, f"{message}; leave one out", param="tool_choice")

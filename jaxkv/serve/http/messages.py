@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from jaxkv.serve.http.body import check_structure
 from jaxkv.serve.http.checks import (
     MAX_COUNT,
     MAX_SCHEMA_LEVELS,
@@ -49,7 +51,8 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     message = {"role": ROLES[role], "content": _content(f"{name}.content", content or "")}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if value.get(key) not in (None, ""):
-            message[key] = valid_unicode(f"{name}.{key}", text_up_to(MAX_COUNT)(key, value[key]))
+            place = f"{name}.{key}"
+            message[key] = valid_unicode(place, text_up_to(MAX_COUNT)(place, value[key]))
     if role == "tool" and "tool_call_id" not in message:
         raise invalid(f"{name}.tool_call_id", "the id of a tool call", None)
     if calls:
@@ -76,6 +79,8 @@ def _tool_calls(name: str, value: Any) -> list[dict[str, Any]]:
             raise invalid(place, "an object of type function with a function", call)
         arguments = function.get("arguments")
         arguments = "{}" if arguments in (None, "") else arguments
+        if type(arguments) is str:
+            check_structure(arguments.encode("utf-8", "replace"), f"{place}.function.arguments")
         try:
             parsed = DECODER.decode(arguments) if type(arguments) is str else arguments
         except (ValueError, RecursionError):
@@ -132,14 +137,56 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     return {"type": "function", "function": parsed}
 
 
-def tool_choice(name: str, value: Any) -> str | tuple[str]:
-    """none, auto or required, or the name of a tool in a tuple."""
-    if type(value) is dict:
-        function = value.get("function")
-        if value.get("type") == "function" and type(function) is dict:
-            return (tool_name(f"{name}.function.name", function.get("name")),)
-        raise invalid(name, "none, auto, required or an object that names a function", value)
-    return one_of("none", "auto", "required")(name, value)
+class ToolChoice(NamedTuple):
+    """Which tools an answer calls.
+
+    mode: none, auto or required. names: of those that it may call; None for all. single: it calls
+    one.
+    """
+
+    mode: str
+    names: tuple[str, ...] | None = None
+    single: bool = False
+
+    def among(self, tools: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+        """The tools that an answer may call, with their places in the list."""
+        names = () if self.mode == "none" else self.names
+        return [
+            (place, tool)
+            for place, tool in enumerate(tools)
+            if names is None or tool["function"]["name"] in names
+        ]
+
+
+def tool_choice(name: str, value: Any) -> ToolChoice:
+    """A choice of OpenAI's API: a mode, a function, or a mode with some of the tools."""
+    if type(value) is not dict:
+        return ToolChoice(one_of("none", "auto", "required")(name, value))
+    kind = value.get("type")
+    choice = value.get(kind) if kind in ("function", "allowed_tools") else None
+    if type(choice) is not dict:
+        rule = "none, auto, required, or an object of type function or allowed_tools"
+        raise invalid(name, rule, value)
+    if kind == "function":
+        return ToolChoice("required", (_chosen_name(name, value),), single=True)
+    check_keys(name, value, {"type", kind})
+    place = f"{name}.allowed_tools"
+    check_keys(place, choice, {"mode", "tools"})
+    mode = one_of("auto", "required")(f"{place}.mode", choice.get("mode"))
+    tools = choice.get("tools")
+    if type(tools) is not list or not tools:
+        raise invalid(f"{place}.tools", "a list of at least one tool", tools)
+    names = [_chosen_name(f"{place}.tools[{at}]", tool) for at, tool in enumerate(tools)]
+    return ToolChoice(mode, tuple(names))
+
+
+def _chosen_name(name: str, value: Any) -> str:
+    function = value.get("function") if type(value) is dict else None
+    if type(function) is not dict or value.get("type") != "function":
+        raise invalid(name, "an object of type function with a function", value)
+    check_keys(name, value, {"type", "function"})
+    check_keys(f"{name}.function", function, {"name"})
+    return tool_name(f"{name}.function.name", function.get("name"))
 
 
 def _is_text_part(part: Any) -> bool:

@@ -27,10 +27,6 @@ class Bucket:
         self.left, self.at = min(self.per_minute, self.left + gain), now
         return self.left
 
-    def seconds_until(self, needed: float) -> float:
-        """The time until so much is left."""
-        return max(0.0, (needed - self.left) * 60 / self.per_minute)
-
 
 @dataclass
 class RateLimits:
@@ -46,11 +42,11 @@ class RateLimits:
 
     def check(self, tenant: Tenant) -> None:
         """Raise APIError unless the key may send a request now."""
-        for noun, needed in (("requests", 1.0), ("tokens", 1.0)):
+        for noun in ("requests", "tokens"):
             bucket = self._bucket(tenant, noun)
-            if bucket is not None and bucket.fill(self.clock()) < needed:
+            if bucket is not None and bucket.fill(self.clock()) < 1:
                 message = f"this API key may use {bucket.per_minute} {noun} a minute; wait"
-                seconds = bucket.seconds_until(needed)
+                seconds = (1 - bucket.left) * 60 / bucket.per_minute
                 raise APIError(429, message, "rate_limit_exceeded", retry=seconds)
 
     def use(self, tenant: Tenant, requests: int = 0, tokens: int = 0) -> None:

@@ -24,7 +24,7 @@ from jaxkv.serve.http.answer_form import (
     tool_form_of,
 )
 from jaxkv.serve.http.body import parse
-from jaxkv.serve.http.checks import invalid, is_ids
+from jaxkv.serve.http.checks import check_known, invalid, is_ids
 from jaxkv.serve.http.errors import APIError, shown
 from jaxkv.serve.http.fields import ignored, template_variables, validate
 from jaxkv.serve.http.protocols import EngineProtocol, LanguageProtocol
@@ -35,6 +35,7 @@ from jaxkv.serve.http.server import ServerConfig
 from jaxkv.serve.http.tools import AnswerParser
 
 COMPOSED = 4  # characters that a tokenizer may normalize into one, at most
+MAX_SCORES = 2**18  # written in less than half a second
 TOTAL = 2**20  # characters of all prompts of a request, or more if one prompt may have more
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOO_LONG = "context_length_exceeded"
@@ -109,7 +110,7 @@ def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: Serv
     A prompt may be longer than those that are answered, so that clients can count and shorten it.
     """
     body = parse(raw)
-    format = CHAT if "messages" in body else format
+    format = CHAT if body.get("messages") is not None else format
     ignored(False)("return_token_strs", body.pop("return_token_strs", None) or False)
     values = validate(format.kind, body)
     if values["model"] not in model.names:
@@ -131,9 +132,7 @@ def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: Serv
 def parse_text(raw: bytes, format: ResponseFormat, tenant: Tenant, model: ServedModel) -> Values:
     """The text of token ids, special ones written out, as vLLM's route has it."""
     body = parse(raw)
-    unknown = next((name for name in body if name not in ("model", "tokens")), None)
-    if unknown is not None:
-        raise APIError(400, f"unknown field {shown(unknown)}; leave it out", param=unknown[:60])
+    check_known(body, ("model", "tokens"))
     if body.get("model") is not None and body["model"] not in model.names:
         raise model.unknown(body["model"])
     tokens = body.get("tokens")
@@ -198,7 +197,8 @@ RESPONSE_NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format", "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-    "].function": "]", "messages": "input",
+    "tool_choice.allowed_tools": "tool_choice", "tool_choice.function": "tool_choice",
+    ".tool_call_id": ".call_id", "].function": "]", "messages": "input",
 }  # fmt: skip
 
 
@@ -252,11 +252,11 @@ def _chat(values: Values, model: ServedModel) -> list[tuple[str, list[int]]]:
     variables = template_variables(
         values["chat_template_kwargs"], values["reasoning_effort"], model.language.variables
     )
-    if values["tools"] and values["tool_choice"] != "none":
-        variables["tools"] = values["tools"]
+    if tools := [tool for _, tool in values["tool_choice"].among(values["tools"])]:
+        variables["tools"] = tools
     texts = [text for message in messages for text in message.values() if isinstance(text, str)]
     calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
-    texts += [json.dumps(value) for value in (*calls, variables) if value]
+    texts += [json.dumps(value) for value in (*calls, variables, values["tools"]) if value]
     _check_length(sum(map(len, texts)), "messages", model)
     begins_answer = values["add_generation_prompt"] is not False
     try:
@@ -277,8 +277,22 @@ def _texts(
     prompts: list[tuple[str, list[int]]] = []
     for prompt in values["prompt"]:
         prompts.append(_prompt(prompt, values, model, format))
-        _check_waiting([len(ids) for _, ids in prompts], values["n"], model.config)
+        sizes = [len(ids) for _, ids in prompts]
+        _check_waiting(sizes, values["n"], model.config)
+        _check_scores(values, sum(sizes) * values["n"])
     return prompts
+
+
+def _check_scores(values: Values, tokens: int) -> None:
+    """Raise APIError for so many scores of echoed prompts that writing them delays others.
+
+    tokens: of all echoes.
+    """
+    scores = tokens * (1 + (values["logprobs"] or 0))
+    if values["echo"] and values["logprobs"] is not None and scores > MAX_SCORES:
+        message = f"echo with logprobs may give {MAX_SCORES} log probabilities of prompts, got "
+        message += f"{scores}; send several requests, or a smaller logprobs"
+        raise APIError(400, message, param="logprobs")
 
 
 def _prompt(

@@ -142,9 +142,17 @@ def _tool(name: str, value: Any) -> Json:
 
 
 def _tool_choice(value: Any) -> Any:
-    if type(value) is dict and value.get("type") == "function" and "name" in value:
-        return {"type": "function", "function": {"name": value["name"]}}
-    return value
+    if type(value) is not dict or value.get("type") != "allowed_tools":
+        return _chosen(value)
+    allowed = {name: member for name, member in value.items() if name != "type"}
+    if type(allowed.get("tools")) is list:
+        allowed["tools"] = [*map(_chosen, allowed["tools"])]
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _chosen(value: Any) -> Any:
+    """The choice of a tool in the form of a chat."""
+    return _tool("", value) if type(value) is dict and value.get("type") == "function" else value
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
@@ -163,11 +171,9 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
     thought = ""  # which comes before the item that it led to
     for number, item in enumerate(value):
         name = f"input[{number}]"
-        kind = mapping(name, item).get("type", "message")
-        known = ITEMS.get(kind)
-        if known is None:
-            raise invalid(name, f"of type {', '.join(ITEMS)}", kind)
-        check_members(name, item, known)
+        kind = mapping(name, item).get("type")
+        kind = "message" if kind is None else one_of(*ITEMS)(f"{name}.type", kind)
+        check_members(name, item, ITEMS[kind])
         if kind == "reasoning":
             for part in _listed(f"{name}.content", item.get("content")):
                 content = mapping(f"{name}.content", part).get("text")

@@ -32,8 +32,8 @@ def call_rules(
     if form.named:
         calls = f"call{'+' if several else ''}"
     if form.listed:
-        others = '(", " call)*' if several else ""
-        calls = f'{begin} "[" call {others} "]"'
+        further = '(", " call)*' if several else ""
+        calls = f'{begin} "[" call {further} "]"'
     choices = []
     for number, function in enumerate(functions):
         before = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '

@@ -7,8 +7,8 @@ content and calls as it comes.
 from __future__ import annotations
 
 import json
+import re
 import secrets
-import string
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -84,12 +84,9 @@ class Call(NamedTuple):
 Part = Thought | Content | Call
 
 
-ID_LETTERS = string.ascii_letters + string.digits
-
-
 def call_id() -> str:
     """The id of a new call: 9 letters and digits, because Mistral's templates refuse others."""
-    return "".join(secrets.choice(ID_LETTERS) for _ in range(9))
+    return secrets.token_hex(5)[:9]
 
 
 class BraceCounter:
@@ -301,7 +298,9 @@ def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
         name = name.partition(CALL_ID)[0].strip()
         if not mark:
             raise _Incomplete
-    value, rest = _decoded(text.lstrip(), form.end)
+    text = text.lstrip()
+    value, end = _decoded(text, mark=form.end)
+    rest = text[end:]
     if form.end:
         after = rest.lstrip()
         if not after.startswith(form.end):
@@ -312,29 +311,29 @@ def _first_call(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
 
 def _calls_in(text: str, form: ToolForm) -> tuple[list[tuple[str, str]], str]:
     """All calls of a text, which has nothing else."""
-    calls, rest = [], text.strip()
-    while rest:
-        value, rest = _decoded(rest)
+    calls, text = [], text.strip()
+    between, at = re.compile(f"[ \\n;]*(?:{re.escape(form.begin)})?"), 0
+    while at < len(text):
+        value, at = _decoded(text, at)
         values = value if form.listed and isinstance(value, list) else [value]
         calls += [_checked(value, form) for value in values]
-        rest = rest.lstrip(" \n;").removeprefix(form.begin)
+        at = between.match(text, at).end()
     if not calls:
         raise _Incomplete
     return calls, ""
 
 
-def _decoded(text: str, end: str = "") -> tuple[Any, str]:
-    """The JSON at the beginning of a text, and the text after it. end: follows the JSON."""
+def _decoded(text: str, start: int = 0, mark: str = "") -> tuple[Any, int]:
+    """The JSON that begins at a character, and where it ends. mark: follows the JSON."""
     try:
-        value, size = DECODER.raw_decode(text)
+        return DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         # A text that ends within the JSON is the beginning of a call.
-        quoted = error.msg.startswith("Unterminated string") and not (end and end in text)
+        quoted = error.msg.startswith("Unterminated string") and not (mark and mark in text)
         cut = quoted or not text[error.pos :].strip()
         raise (_Incomplete if cut else _NoCall) from None
     except (ValueError, RecursionError):
         raise _NoCall from None
-    return value, text[size:]
 
 
 def _no_constant(name: str) -> None:

@@ -26,7 +26,7 @@ def waits(layer, chunks, insertion=0.0, step=lambda number: 0.025, before=0, unl
     """
     prefills, works, of_steps, now = PrefillPace(LIMIT), [], [], 0.0
     if unlimited:
-        prefills.begin(None)
+        prefills.begin(None, 0, 1)
         assert prefills.take(LAYER, LAYERS) == LAYERS and prefills.take(INSERTION) == 1
         prefills.dispatched(STEP, follows=False)
     plan = [(LAYER, LAYERS)] * chunks + [(INSERTION, 1)]
@@ -41,7 +41,7 @@ def waits(layer, chunks, insertion=0.0, step=lambda number: 0.025, before=0, unl
             prefills.delivered(works[-2], now)
         if len(works) <= before:
             continue
-        prefills.begin(STEP)
+        prefills.begin(STEP, 1, 1)
         while index < len(plan):
             piece = plan[index][0]
             count = prefills.take(piece, left)
@@ -113,7 +113,7 @@ def test_steps_with_several_kinds_of_work_are_learned_from():
         now += 0.025 + took[-2]
         if number:
             prefills.delivered(works[-2], now)
-        prefills.begin(STEP)
+        prefills.begin(STEP, 1, 1)
         if prefills.take(LAYER, LAYERS) == LAYERS:
             prefills.take(INSERTION)
     assert max(took[170:]) <= 0.06 and statistics.median(took[170:]) <= LIMIT + 1e-9
@@ -150,13 +150,13 @@ def test_noise_changes_the_wait_little():
 
 def test_without_waiting_answers_nothing_is_divided():
     prefills = PrefillPace(LIMIT)
-    prefills.begin(None)
+    prefills.begin(None, 0, 1)
     assert prefills.take(LAYER, LAYERS) == LAYERS and prefills.take(INSERTION) == 1
     assert not prefills.limited
-    prefills.begin(STEP)  # an answer that was just inserted waits
+    prefills.begin(STEP, 1, 1)  # an answer that was just inserted waits
     assert prefills.limited and prefills.take(LAYER, LAYERS) == 0
     unlimited = PrefillPace(None)
-    unlimited.begin(STEP)
+    unlimited.begin(STEP, 1, 1)
     assert unlimited.take(LAYER, LAYERS) == LAYERS and unlimited.take(INSERTION) == 1
 
 

@@ -85,6 +85,9 @@ COMPLETIONS = {
     "min_tokens": ({"min_tokens": 17}, "min_tokens", "at most the 16 new tokens"),
     "stop_token_ids": ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "128 token ids"),
     "service_tier": ({"service_tier": "priority"}, "service_tier", "'auto' or 'default'"),
+    "scores of a long prompt": (
+        {"prompt": [1] * 13_000, "echo": True, "logprobs": 20}, "logprobs", "262144", "273000"
+    ),
     "an empty salt": ({"cache_salt": ""}, "cache_salt", "1 to 1000"),
     "a salt with a lone surrogate": ({"cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
 }  # fmt: skip

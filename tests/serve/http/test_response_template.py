@@ -83,19 +83,21 @@ def test_an_answer_is_divided_alike_in_any_pieces(template, prompt, text, expect
         assert parser.called == any(isinstance(part, Call) for part in parts)
 
 
-@pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
-def test_parts_are_those_of_transformers(template, prompt, text, expected):
+# Without the anchor, transformers takes the prompt for the answer. It knows no names of tools, of a
+# field without `repeats` it keeps the last region, and it refuses a call that is cut.
+COMMON_CASES = [
+    (template, prompt, text)
+    for template, prompt, text, _ in CASES
+    if template["start_anchor"] in prompt and "none" not in text and text.count(ROME) < 2
+    and text != CUT_CALL
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "prompt", "text"), COMMON_CASES)
+def test_parts_are_those_of_transformers(template, prompt, text):
     from transformers.utils.chat_parsing import parse_response
 
-    # Without the anchor, transformers takes the prompt for the answer. It knows no names of tools,
-    # and of a field without `repeats` it keeps the last region.
-    if template["start_anchor"] not in prompt or "none" in text or text.count(ROME) > 1:
-        return
-    try:
-        message = parse_response(text, template, prefix=prompt)
-    except ValueError:
-        assert text == CUT_CALL
-        return
+    message = parse_response(text, template, prefix=prompt)
     parser = TemplateParser(response_parser(template, prompt), template, NAMES)
     parts = joined(parser.push(text, last=True))
     texts = {

@@ -66,18 +66,18 @@ def test_the_events_of_a_stream_add_up(served):
         with client.responses.stream(input=text, **ASK) as stream:
             events = list(stream)
             final = stream.get_final_response()
-        whole = client.responses.create(input=text, **ASK)
+        complete = client.responses.create(input=text, **ASK)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == "response.completed"
-    for response in (final, whole):
+    for response in (final, complete):
         assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
         assert response.output_text == "Sure."
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert text == "Sure."
     calls = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
-    assert calls == whole.output[2].arguments
+    assert calls == complete.output[2].arguments
     added = [e for e in events if e.type == "response.output_item.added"]
     done = [e for e in events if e.type == "response.output_item.done"]
     assert [e.item.id for e in added] == [e.item.id for e in done] == [i.id for i in final.output]
@@ -140,6 +140,11 @@ CALLED = [
 ]
 
 
+NESTED = NOW = {"type": "function", "name": "now"}
+for _ in range(400):
+    NESTED = {"type": "allowed_tools", "mode": "auto", "tools": [NESTED]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -147,7 +152,15 @@ CALLED = [
         ({"store": True}, "store", "stores no responses"),
         ({"background": True}, "background", "stores no responses"),
         ({"input": []}, "input", "at least one item"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "one of message"),
+        ({"input": [{"type": [], "content": "a"}]}, "input[0].type", "one of message"),
+        ({"tool_choice": NESTED, "tools": [NOW]}, "tool_choice.tools[0]", "of type function"),
+        ({"tool_choice": {"type": "function", "name": "now", "x": 1}, "tools": [NOW]},
+         "tool_choice", "'x'"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [NOW]}, "tools": [NOW]},
+         "tool_choice.mode", "one of auto, required"),
+        ({"input": [*CALLED[:-1], {"type": "function_call_output", "call_id": 5, "output": "a"}]},
+         "input[2].call_id", "a text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content.type", "input_text"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "one of system"),

@@ -31,7 +31,7 @@ def test_texts_and_messages_have_the_tokens_of_an_answer(served):
 def test_texts_longer_than_the_server_allows_are_counted(served):
     """A client counts them to shorten them."""
     room = served.engine.max_len
-    answer = ask(served, "/tokenize", prompt="a" * room).json
+    answer = ask(served, "/tokenize", prompt="a" * room, messages=None).json
     assert (answer["count"], answer["max_model_len"]) == (room + 1, room)
     assert ask(served, "/tokenize", prompt=[1] * (room + 1)).json["count"] == room + 1
 

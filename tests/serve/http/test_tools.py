@@ -140,7 +140,7 @@ def test_one_call_alone_is_shown_without_parallel_calls():
 def test_long_arguments_are_read_once(form, monkeypatch):
     """Otherwise a call of a page with many braces would halt all streams for seconds."""
     reads, decoder = [], tools.DECODER
-    count = lambda text, decode=decoder.raw_decode: reads.append(len(text)) or decode(text)
+    count = lambda text, start: reads.append(len(text)) or decoder.raw_decode(text, start)
     monkeypatch.setattr(tools, "DECODER", SimpleNamespace(raw_decode=count))
     arguments = {"code": ["if (x) { y }"] * 500, "n": [{"a": {}}] * 100}
     text = f"<tool_call>{json.dumps({'name': 'a', 'arguments': arguments})}</tool_call>"
@@ -212,9 +212,9 @@ def test_a_streamed_call_adds_up(served):
         chunks = list(client.chat.completions.create(
             model="bytes", tools=[WEATHER], messages=messages, stream=True
         ))  # fmt: skip
-        whole = client.chat.completions.create(model="bytes", tools=[WEATHER], messages=messages)
+        answer = client.chat.completions.create(model="bytes", tools=[WEATHER], messages=messages)
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    message = whole.choices[0].message
+    message = answer.choices[0].message
     assert "".join(delta.content or "" for delta in deltas) == message.content == "One."
     thoughts = "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas)
     assert thoughts == message.reasoning_content == "Hm."
@@ -225,7 +225,7 @@ def test_a_streamed_call_adds_up(served):
         assert not any(part.id or part.function.name for part in parts[1:])
         assert "".join(part.function.arguments for part in parts) == call.function.arguments
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
-    assert reasons[-1] == whole.choices[0].finish_reason == "tool_calls"
+    assert reasons[-1] == answer.choices[0].finish_reason == "tool_calls"
     assert set(reasons[:-1]) == {None}
 
 
@@ -284,13 +284,13 @@ def test_tokens_of_thoughts_are_counted(served):
     text = "x|<think>\nHm.</think>Yes."
     ask = {"model": "bytes", "messages": [{"role": "user", "content": text}]}
     with served.client() as client:
-        whole = client.chat.completions.create(**ask)
+        complete = client.chat.completions.create(**ask)
         *_, last = client.chat.completions.create(
             **ask, stream=True, stream_options={"include_usage": True}
         )
         response = client.responses.create(model="bytes", input=text)
         *_, end = client.responses.create(model="bytes", input=text, stream=True)
-    for usage in (whole.usage, last.usage):
+    for usage in (complete.usage, last.usage):
         assert usage.completion_tokens_details.reasoning_tokens == len("\nHm.")
     for usage in (response.usage, end.response.usage):
         assert usage.output_tokens_details.reasoning_tokens == len("\nHm.")
@@ -365,6 +365,26 @@ def test_a_choice_of_a_tool_is_a_grammar(served, choice):
     assert names == ({"now", "weather"} if choice == "required" else {"now"})
 
 
+def test_allowed_tools(served):
+    """The prompt and the grammar have no others."""
+    tools = [WEATHER, NOW]
+    for mode, matched in (("auto", False), ("required", True)):
+        choice = allowed(mode, tool(name="now"))
+        assert served.chat("x|y", tools=tools, tool_choice=choice).status == 200
+        request = served.engine.requests[-1]
+        prompt = bytes(t for t in request.tokens if t < 256).decode()
+        assert '"now"' in prompt and '"weather"' not in prompt
+        assert (request.matcher is not None) == matched
+    choice = {"type": "allowed_tools", "mode": "auto"}
+    choice |= {"tools": [{"type": "function", "name": "now"}]}
+    ask = {"model": "bytes", "input": f"x|{ROME}", "tool_choice": choice}
+    with served.client() as client:
+        response = client.responses.create(
+            **ask, tools=[{"type": "function", "strict": False, **t["function"]} for t in tools],
+        )  # fmt: skip
+    assert ROME in response.output_text, "a call of another tool is text"
+
+
 def tool(**function):
     return {"type": "function", "function": {"name": "a"} | function}
 
@@ -389,6 +409,17 @@ def test_what_frameworks_send(served):
         assert served.chat("x", messages=history, tools=[WEATHER]).status == 200
 
 
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+CHOICES = [
+    (allowed("auto", tool(), tool(name="b")), "tool_choice", "'b' needs a tool of that name"),
+    (allowed("none", tool()), "tool_choice.allowed_tools.mode", "auto, required"),
+    (allowed("auto"), "tool_choice.allowed_tools.tools", "at least one"),
+    (allowed("auto", 1), "tool_choice.allowed_tools.tools[0]", "of type function"),
+    ({}, "tool_choice", "function or allowed_tools"),
+]
 NESTED = {"properties": {}}
 for _ in range(70):
     NESTED = {"properties": {"x": NESTED}}
@@ -415,6 +446,17 @@ CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{
         ({"tool_choice": "always"}, "tool_choice", "one of none, auto, required"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
          "tool_choice", "'b' needs a tool of that name, got a"),
+        *(({"tools": [tool()], "tool_choice": {"type": "allowed_tools"} | choice}, param, words)
+          for choice, param, words in CHOICES),
+        ({"tools": [tool(), tool(name="b", parameters={"not": {}})],
+          "tool_choice": allowed("required", tool(name="b"))},
+         "tools[1].function.parameters", "Unimplemented keys"),
+        ({"tools": [tool()], "tool_choice": tool() | {"x": 1}}, "tool_choice", "'x'"),
+        ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "a text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "a", "arguments": "[" * 2**19}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "members"),
+        ({"guided_json": "[" * 2**21}, "guided_json", "may have 1048576 characters"),
         ({"tools": [tool()], "tool_choice": "required", "guided_regex": "a"}, "tool_choice",
          "exclude each other"),
         *(({"tools": [tool()], "tool_choice": "required", name: value}, name, f"leave {name} out")
