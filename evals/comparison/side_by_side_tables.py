@@ -49,7 +49,8 @@ def cost() -> str:
     heads = ("policy", "KV budget (tokens)", "memory during prefill", "memory during decode",
              "time per token over full's", "compiling (seconds)")  # fmt: skip
     rows = {f"`{name}`": row["long"] for name, row in results["rows"].items()}
-    rows |= {f"`{row['policy']}`": row for row in results["other_costs"].values()}
+    others = results.get("other_costs", {})  # absent from records before December 2026
+    rows |= {f"`{row['policy']}`": row for row in others.values()}
     return table(heads, (
         (name, ranged(long["tokens"], "mean", ",.0f"), show(long["reading_bytes"]),
          show(long["state_bytes"]),
