@@ -534,8 +534,8 @@ STATEMENTS = (
               [above(RATE.format("llama.cpp, float32", n), RATE.format(OURS_DEFAULT, n))
                for n in (1, 4, 16)]),
     Statement("docs/results/speed.md",
-              "With continuous batching it stalls for over 20 seconds", "servers",
-              [above("cases/transformers, continuous batching/gap/with_prompts", 20)]),
+              "With continuous batching it stalls for over 15 seconds", "servers",
+              [above("cases/transformers, continuous batching/gap/with_prompts", 15)]),
     Statement("docs/results/speed.md", "llama.cpp's stream stalls for over 5 seconds", "servers",
               [above("cases/llama.cpp, float32/gap/with_prompts", 5)]),
 )  # fmt: skip
