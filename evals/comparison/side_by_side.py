@@ -108,11 +108,12 @@ def measure(run: Run) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         calibration = Path(folder) / "FILE"
         calibration.write_text(head_shares.write(calibrate(llm, PASSAGE.read_text("utf-8"))))
-        equal, calibrated = after_long["retrieval"], f"budgets=calibrated,calibration={calibration}"
-        extra = {budgets.CALIBRATED: f"{equal},{calibrated}"} | {
-            f"{name}, repeated": string
-            for name, string in budgets.repeated(BUDGET, EVERY, WINDOW, str(calibration)).items()
-        }
+        repeated = budgets.repeated(BUDGET, EVERY, WINDOW, str(calibration))
+        extra = {f"{name}, repeated": string for name, string in repeated.items()}
+        if equal := after_long.get("retrieval"):
+            calibrated = f"{equal},budgets=calibrated,calibration={calibration}"
+            extra[budgets.CALIBRATED] = calibrated
+        extra = {n: string for n, string in extra.items() if string.split(":")[0] in after_long}
         cost = costs(llm, ids[:long], after_long | extra, 3 if quick else 9)
     for name in rows:
         rows[name]["long"] = {"policy": after_long[name], **cost[name]}

@@ -32,7 +32,7 @@ SMALLER = {
                          "facts.DOCUMENTS": 4, "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
     "comparison.side_by_side": {
-        "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "topk")}
+        "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "retrieval")}
     },
     "balancekv.single_layer": {"METHODS": {"uniform": "uniform:weighted=true"}, "BLOCK": 32,
                                "saturated": lambda *_: 0.5},
