@@ -28,8 +28,11 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
 MAX_JSON = 2**20  # characters of the JSON of a schema, with descriptions, which are left out
 MAX_RULES = 500  # of a grammar in the form of llama.cpp, which is translated in quadratic time
+MAX_PATTERN = 2**14  # characters of a regular expression, which is read in quadratic time
+LEXER_FUEL = 250_000  # of an expression before the answer: less than a tenth of a second
 MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait
 MAX_NUMBER = 2**53  # larger whole numbers are rounded
+MAX_REASON = 300  # characters
 MAX_TOKEN = 200  # bytes of a token: llguidance takes no tree of tokens with thousands of levels
 
 
@@ -92,10 +95,19 @@ def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
         raise UserError("an answer that obeys a grammar ends, and this model has no EOS token")
     guidance = _llguidance()
     text = _compiled(guidance, grammar)
-    limits = guidance.LLParserLimits(verbose_errors=False, step_max_items=MAX_ITEMS)
+    limits = guidance.LLParserLimits(
+        verbose_errors=False, step_max_items=MAX_ITEMS, initial_lexer_fuel=LEXER_FUEL
+    )
     matcher = guidance.LLMatcher(_tokens_of(guidance, llm), text, log_level=0, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        first = next((int(token) for token in allowed if token not in llm.eos), None)
+        trial = matcher.deep_copy()  # some expressions fail at the first token
+        if first is not None and not matcher.is_error():
+            trial.consume_token(first)
+            trial.compute_bitmask()
+            matcher = trial if trial.is_error() else matcher
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):
@@ -174,12 +186,15 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
     elif not isinstance(value, str) or not value:
         raise UserError(f"{kind} must be a text, got {value!r:.60}; give one")
     text = _text(kind, value)
+    if kind == "grammar":
+        _check_rules(text)
+    if kind == "regex":
+        _check_pattern(text)
     try:
         if kind.startswith("json"):
             return guidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_LAYOUT)
         if kind == "grammar":  # llguidance searches runs of blank lines for a long time
             text = "\n".join(line for line in text.split("\n") if line.strip())
-            _check_rules(text)
         return guidance.grammar_from(kind, text)
     except ValueError as error:
         raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
@@ -189,6 +204,15 @@ def _check_rules(text: str) -> None:
     """Raise UserError for a grammar of llama.cpp with so many rules that it takes seconds."""
     if (count := text.count("::=")) > MAX_RULES:
         raise UserError(f"grammar may have {MAX_RULES} rules, got {count}; give a smaller one")
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise UserError for an expression so long that reading it takes longer than 0.1 s."""
+    if len(pattern) > MAX_PATTERN:
+        raise UserError(
+            f"a regular expression may have {MAX_PATTERN} characters, got {len(pattern)}; "
+            "give a shorter one"
+        )
 
 
 def _text(kind: str, value: Any) -> str:
@@ -243,6 +267,8 @@ def _check_members(value: Any) -> None:
     if isinstance(value, dict):
         if "x-guidance" in value:
             raise UserError("json_schema must not have x-guidance, got one; leave it out")
+        if isinstance(value.get("pattern"), str):
+            _check_pattern(value["pattern"])
         for member in value.values():
             _check_members(member)
     elif isinstance(value, list):
@@ -296,10 +322,17 @@ def _required_parts(schema: Any, root: Any) -> list[Any]:
     parts += [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
     parts += schema["allOf"] if isinstance(schema.get("allOf"), list) else []
     required, properties = schema.get("required"), schema.get("properties")
-    if schema.get("type") in ("object", ["object"]) and isinstance(required, list):
-        others = True if "patternProperties" in schema else schema.get("additionalProperties")
+    if schema.get("type") in ("object", ["object"]):
         properties = properties if isinstance(properties, dict) else {}
+        required = required if isinstance(required, list) else []
+        patterns = schema.get("patternProperties")
+        others = [*patterns.values()] if isinstance(patterns, dict) else []
+        others.append(schema.get("additionalProperties", True))
+        others = [other for other in others if other is not False]  # of any other name
         parts += [properties.get(name, others) for name in required if isinstance(name, str)]
+        count = schema.get("minProperties")
+        if isinstance(count, int) and count > 0 and not required:
+            parts.append([*properties.values(), *others])
     count = schema.get("minItems")
     if schema.get("type") in ("array", ["array"]) and isinstance(count, int):
         items, first = schema.get("items"), schema.get("prefixItems")
@@ -344,7 +377,8 @@ def _reason(message: str) -> str:
     first, *lines = (line.strip() for line in message.strip().splitlines())
     why = next((line for line in lines if line.startswith("error:")), "")
     reason = f"{first.removeprefix('panic: ')} {why.removeprefix('error:')}".strip().rstrip(". ")
-    return reason.replace(COERCE, "use anyOf in place of oneOf")
+    reason = reason.replace(COERCE, "use anyOf in place of oneOf")
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
 
 
 COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
