@@ -181,7 +181,9 @@ def blend(logits: Float32[Array, "B K G T S"], v: Rows) -> Partial:
     v, scales = xla_cpu.flat_rows(v)
     weights = weights.astype(v.dtype) if scales is None else weights * scales
     product = partial(batched_dot, contract=(2, 1))
-    out = (product if queries > 1 else partial(xla_cpu.sum_of_parts, product))(weights, v) / safe
+    if queries == 1:
+        product = partial(xla_cpu.sum_of_parts, product)
+    out = product(weights, v) / safe
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
     out = out.reshape(batch, kv_heads, group, queries, -1).transpose(0, 3, 1, 2, 4)
     lse = lse.reshape(batch, kv_heads, group, queries).transpose(0, 3, 1, 2)

@@ -24,7 +24,7 @@ CACHED_LOGITS = 2**20  # of all heads, 4 MiB; attention writes two arrays of the
 WIDENED = 2**20  # integers of a quantised matrix that are converted to floats at a time
 FEW_ROWS = 16  # of the left side of a product with a cache in int8
 FEW_TOKENS = 16  # of all sequences, in a product with a weight
-PART = 512  # slots of a cache
+PART_SLOTS = 512  # of a cache, whose products with values are summed at once
 PARTS, LARGE = 8, 2**18  # of the product of one token with a weight of at least LARGE elements
 
 
@@ -84,15 +84,15 @@ def attend_filled(
     """`attend(q, k, v, bias, 0, size=S)`; on a CPU without most of the slots that no query sees.
 
     A cache that grows may have slots for a text many times as long, as in a server. XLA:CPU
-    otherwise reads them all for every token. Of the sizes PART, 2 * PART, 4 * PART and so on, it
-    reads the first that has all that is seen; a size that is not that of the cache is copied.
-    `sum_of_parts` gives each the same bits. With jax 0.7.2 it does not where S is no multiple of
-    PART, so versions before 0.12 read all slots of such a cache.
+    otherwise reads them all for every token. Of the sizes PART_SLOTS, twice that, four times that
+    and so on, it reads the first that has all that is seen; a size that is not that of the cache is
+    copied. `sum_of_parts` gives each the same bits. With jax 0.7.2 it does not where S is no
+    multiple of PART_SLOTS, so versions before 0.12 read all slots of such a cache.
     Measured in evals/results/workarounds.json, row attend_filled.
     """
     slots = k.shape[2]
-    uneven = slots % PART != 0 and jax.__version_info__ < (0, 12)
-    if bias is None or bias.shape[-1] != slots or slots <= PART or uneven:
+    uneven = slots % PART_SLOTS != 0 and jax.__version_info__ < (0, 12)
+    if bias is None or bias.shape[-1] != slots or slots <= PART_SLOTS or uneven:
         return attend(q, k, v, bias, 0, size=slots)
     filled = partial(_attend_filled, attend)
     together = lambda q, k, v, bias: attend(q, k, v, bias, 0, size=slots)
@@ -101,7 +101,7 @@ def attend_filled(
 
 def _attend_filled(attend, q, k, v, bias) -> Partial:
     heads, slots = k.shape[:2], k.shape[2]
-    sizes = [PART]
+    sizes = [PART_SLOTS]
     while 2 * sizes[-1] < slots:
         sizes.append(2 * sizes[-1])
 
@@ -123,24 +123,25 @@ def _attend_filled(attend, q, k, v, bias) -> Partial:
 def sum_of_parts(
     product: Callable[[Array, Array], Array], weights: Float[Array, "X M S"], v: Array
 ) -> Float32[Array, "X M H"]:
-    """`product(weights, v)`; on a CPU as a sum of products of PART slots.
+    """`product(weights, v)`; on a CPU as a sum of products of PART_SLOTS slots.
 
     The order in which XLA:CPU adds up depends on the number of slots. So the bits of a token would
     depend on empty slots, and on the texts beside it.
     """
-    parts, rest = divmod(weights.shape[2], PART)
-    if parts + (rest > 0) < 2:
+    batch, rows, slots = weights.shape
+    if slots <= PART_SLOTS:
         return product(weights, v)
+    parts = slots // PART_SLOTS
+    end = parts * PART_SLOTS
 
     def add_up(weights: Array, v: Array) -> Array:
-        total = product(weights[:, :, parts * PART :], v[:, parts * PART :]) if rest else 0
-        weights, v = weights[:, :, : parts * PART], v[:, : parts * PART]
-        batch, rows = weights.shape[:2]
-        split = weights.reshape(batch, rows, parts, PART).transpose(0, 2, 1, 3)
-        out = product(
-            split.reshape(batch * parts, rows, PART), v.reshape(batch * parts, PART, v.shape[2])
+        split = weights[:, :, :end].reshape(batch, rows, parts, PART_SLOTS).transpose(0, 2, 1, 3)
+        of_parts = product(
+            split.reshape(batch * parts, rows, PART_SLOTS),
+            v[:, :end].reshape(batch * parts, PART_SLOTS, -1),
         )
-        return jnp.sum(out.reshape(batch, parts, rows, v.shape[2]), axis=1) + total
+        total = jnp.sum(of_parts.reshape(batch, parts, rows, -1), axis=1)
+        return total if end == slots else total + product(weights[:, :, end:], v[:, end:])
 
     return jax.lax.platform_dependent(weights, v, cpu=add_up, default=product)
 

@@ -42,7 +42,7 @@ def low_thresholds(monkeypatch):
     """ProgramSizes from which forms apply, so that they apply to tiny programs."""
     monkeypatch.setattr(xla_cpu, "CACHED_LOGITS", 0)
     monkeypatch.setattr(xla_cpu, "WIDENED", 2**9)
-    monkeypatch.setattr(xla_cpu, "PART", 8)
+    monkeypatch.setattr(xla_cpu, "PART_SLOTS", 8)
     monkeypatch.setattr(xla_cpu, "LARGE", 1)
     monkeypatch.setattr(xla_cpu, "LOGITS_AT_ONCE", {"cpu": 2**10})
     monkeypatch.setattr(xla_cpu, "query_block", lambda: 8)
