@@ -67,9 +67,9 @@ class Matcher:
 
     def allowed(self) -> Bool[np.ndarray, " V"]:
         """Which tokens may come next. Raises UserError beyond the limits of llguidance."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = _allowed(self._matcher, self._vocab)
         self._check()
-        return np.unpackbits(bits, bitorder="little")[: self._vocab].astype(bool)
+        return allowed
 
     def advance(self, token: int) -> None:
         """Add a token to the answer. Raises UserError for one that is not allowed."""
@@ -89,6 +89,12 @@ class Matcher:
             raise UserError(f"{_reason(self._matcher.get_error())}; give a simpler grammar")
 
 
+def _allowed(matcher: Any, vocab: int) -> Bool[np.ndarray, " V"]:
+    """Which tokens a matcher of llguidance allows next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, bitorder="little")[:vocab].astype(bool)
+
+
 def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
     """A matcher of an empty answer. Raises UserError for a grammar that no text obeys."""
     if not llm.eos:
@@ -100,8 +106,7 @@ def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
     )
     matcher = guidance.LLMatcher(_tokens_of(guidance, llm), text, log_level=0, limits=limits)
     if not matcher.is_error():
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        allowed = np.flatnonzero(_allowed(matcher, llm.config.vocab))
         first = next((int(token) for token in allowed if token not in llm.eos), None)
         trial = matcher.deep_copy()  # some expressions fail at the first token
         if first is not None and not matcher.is_error():
@@ -187,7 +192,7 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         raise UserError(f"{kind} must be a text, got {value!r:.60}; give one")
     text = _text(kind, value)
     if kind == "grammar":
-        _check_rules(text)
+        _check_count(kind, text.count("::="), MAX_RULES, "rules")
     if kind == "regex":
         _check_pattern(text)
     try:
@@ -200,19 +205,16 @@ def _compiled(guidance: Any, grammar: Grammar) -> str:
         raise UserError(f"{kind} cannot be used: {_reason(str(error))}; correct it") from None
 
 
-def _check_rules(text: str) -> None:
-    """Raise UserError for a grammar of llama.cpp with so many rules that it takes seconds."""
-    if (count := text.count("::=")) > MAX_RULES:
-        raise UserError(f"grammar may have {MAX_RULES} rules, got {count}; give a smaller one")
+def _check_count(
+    name: str, count: int, limit: int, noun: str = "characters", remedy: str = "give a smaller one"
+) -> None:
+    if count > limit:
+        raise UserError(f"{name} may have {limit} {noun}, got {count}; {remedy}")
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise UserError for an expression so long that reading it takes longer than 0.1 s."""
-    if len(pattern) > MAX_PATTERN:
-        raise UserError(
-            f"a regular expression may have {MAX_PATTERN} characters, got {len(pattern)}; "
-            "give a shorter one"
-        )
+    name, remedy = "a regular expression", "give a shorter one"
+    _check_count(name, len(pattern), MAX_PATTERN, remedy=remedy)
 
 
 def _text(kind: str, value: Any) -> str:
@@ -221,10 +223,7 @@ def _text(kind: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         raise UserError(f"{kind} must be JSON, got {value!r:.60}; correct it") from None
-    if len(text) > MAX_SIZE:
-        raise UserError(
-            f"{kind} may have {MAX_SIZE} characters, got {len(text)}; give a smaller one"
-        )
+    _check_count(kind, len(text), MAX_SIZE)
     return text
 
 
@@ -242,10 +241,7 @@ def _schema(value: Any) -> dict[str, Any]:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if isinstance(value, str):
-        if len(value) > MAX_JSON:
-            raise UserError(
-                f"json_schema may have {MAX_JSON} characters, got {len(value)}; give a smaller one"
-            )
+        _check_count("json_schema", len(value), MAX_JSON)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

@@ -100,7 +100,7 @@ def matcher_of(
             choices.append("answer")
         if form.calls is not None:
             choice = values["tool_choice"]
-            tools = [tool for _, tool in choice.among(values["tools"])]
+            tools = choice.among(values["tools"])
             several = values["parallel_tool_calls"] and not choice.single
             rules |= call_rules(language, form.calls, tools, several)
             choices.append("calls")
@@ -118,8 +118,10 @@ def _check_schemas(values: Values, form: AnswerForm, language: LanguageProtocol)
     """Raise APIError for the first schema that cannot be used alone."""
     structure = values["structure"]
     schemas = [] if structure is None else [(structure.name, structure.kind, structure.value)]
-    tools = () if form.calls is None else values["tool_choice"].among(values["tools"])
-    for number, tool in tools:
+    tools = () if form.calls is None else values["tools"]
+    for number, tool in enumerate(tools):
+        if tool not in values["tool_choice"].among(tools):
+            continue
         place = f"tools[{number}].function.parameters"
         schemas.append((place, "json_schema", object_schema(tool["function"]["parameters"])))
     for name, kind, value in schemas:
@@ -137,9 +139,7 @@ def parser_of(
     format: ResponseFormat,
 ) -> dict[str, Any]:
     """What divides an answer into thoughts, content and calls, if there are any."""
-    tools = []
-    if format.is_chat:
-        tools = [tool for _, tool in values["tool_choice"].among(values["tools"])]
+    tools = values["tool_choice"].among(values["tools"]) if format.is_chat else []
     names = frozenset(tool["function"]["name"] for tool in tools)
     several = bool(values.get("parallel_tool_calls", True))
     template = language.response_template

@@ -40,6 +40,7 @@ from jaxkv.serve.http.responses import (
     Finish,
     Json,
     ResponseFormat,
+    TokenText,
     choice_of,
     parsed_message,
     part_deltas,
@@ -53,6 +54,7 @@ STREAM = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # a proxy must forward every event at once
 }
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 COMMENT = b": waiting\n\n"  # which clients of server-sent events skip
 
 
@@ -94,7 +96,7 @@ class CompletionRoute:
         """
         with contextlib.ExitStack() as running:
             try:
-                write = lambda *arguments: written(parse(*arguments))
+                write = lambda *arguments: encoded_in_pieces(parse(*arguments))
                 read = self._read(http_request.scope, http_request.receive, running, write)
                 return Response(await read, media_type="application/json")
             except ClientDisconnect:
@@ -279,9 +281,12 @@ class Reply:
         def chunk(choice: Json) -> bytes:
             return server_sent(encoded(head | {"choices": [choice]}))
 
-        def prompt_chunk(event: Delta) -> bytes:
+        def read(event: Delta | Finish) -> tuple[str, Sequence[TokenText] | None, Json | None]:
             text, tokens = readers[event.index].read(event)
-            logprobs = self.format.logprobs(tokens) if tokens else None
+            return text, tokens, self.format.logprobs(tokens) if tokens else None
+
+        def prompt_chunk(event: Delta) -> bytes:
+            text, _, logprobs = read(event)
             return chunk(self.format.delta(event.index, text, logprobs, None))
 
         async def write(choice: Json) -> None:
@@ -293,8 +298,7 @@ class Reply:
             if not last and event.prompt:  # in a thread, because prompts may be long
                 await self.writer.write(await asyncio.to_thread(prompt_chunk, event))
                 return
-            text, tokens = readers[event.index].read(event)
-            logprobs = self.format.logprobs(tokens) if tokens else None
+            text, tokens, logprobs = read(event)
             if dividers is None:
                 if text or tokens or reason:
                     await write(self.format.delta(event.index, text, logprobs, reason))
@@ -393,13 +397,12 @@ def thought_tokens(dividers: Sequence[AnswerDivider] | None) -> int | None:
 
 
 def encoded(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return ENCODER.encode(value).encode("utf-8", "replace")
 
 
-def written(value: Json) -> bytes:
+def encoded_in_pieces(value: Json) -> bytes:
     """As `encoded`, in small pieces, between which other threads run."""
-    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value)
-    return "".join(pieces).encode("utf-8", "replace")
+    return "".join(ENCODER.iterencode(value)).encode("utf-8", "replace")
 
 
 def server_sent(content: bytes) -> bytes:

@@ -115,12 +115,18 @@ def tools(name: str, value: Any) -> list[dict[str, Any]]:
     return parsed
 
 
-def _tool(name: str, value: Any) -> dict[str, Any]:
+def _function(name: str, value: Any, accepted: set[str]) -> dict[str, Any]:
+    """The function of a tool. accepted: its members."""
     function = value.get("function") if type(value) is dict else None
     if type(function) is not dict or value.get("type") != "function":
         raise invalid(name, "an object of type function with a function", value)
     check_keys(name, value, {"type", "function"})
-    check_keys(f"{name}.function", function, {"name", "description", "parameters", "strict"})
+    check_keys(f"{name}.function", function, accepted)
+    return function
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    function = _function(name, value, {"name", "description", "parameters", "strict"})
     parsed = {"name": tool_name(f"{name}.function.name", function.get("name"))}
     if function.get("description") is not None:
         place = f"{name}.function.description"
@@ -148,14 +154,10 @@ class ToolChoice(NamedTuple):
     names: tuple[str, ...] | None = None
     single: bool = False
 
-    def among(self, tools: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-        """The tools that an answer may call, with their places in the list."""
+    def among(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The tools that an answer may call."""
         names = () if self.mode == "none" else self.names
-        return [
-            (place, tool)
-            for place, tool in enumerate(tools)
-            if names is None or tool["function"]["name"] in names
-        ]
+        return [tool for tool in tools if names is None or tool["function"]["name"] in names]
 
 
 def tool_choice(name: str, value: Any) -> ToolChoice:
@@ -181,11 +183,7 @@ def tool_choice(name: str, value: Any) -> ToolChoice:
 
 
 def _chosen_name(name: str, value: Any) -> str:
-    function = value.get("function") if type(value) is dict else None
-    if type(function) is not dict or value.get("type") != "function":
-        raise invalid(name, "an object of type function with a function", value)
-    check_keys(name, value, {"type", "function"})
-    check_keys(f"{name}.function", function, {"name"})
+    function = _function(name, value, {"name"})
     return tool_name(f"{name}.function.name", function.get("name"))
 
 

@@ -252,7 +252,7 @@ def _chat(values: Values, model: ServedModel) -> list[tuple[str, list[int]]]:
     variables = template_variables(
         values["chat_template_kwargs"], values["reasoning_effort"], model.language.variables
     )
-    if tools := [tool for _, tool in values["tool_choice"].among(values["tools"])]:
+    if tools := values["tool_choice"].among(values["tools"]):
         variables["tools"] = tools
     texts = [text for message in messages for text in message.values() if isinstance(text, str)]
     calls = [message["tool_calls"] for message in messages if "tool_calls" in message]

@@ -132,27 +132,34 @@ def _check_metadata(metadata: Json) -> None:
 def _format(value: Any) -> Any:
     if type(value) is not dict or value.get("type") != "json_schema":
         return value
-    return {"type": "json_schema", "json_schema": {k: v for k, v in value.items() if k != "type"}}
+    return _nested(value)
+
+
+def _nested(value: Json) -> Json:
+    """An object in the form of a chat, which has its members in one that is named by its type."""
+    return {
+        "type": value["type"],
+        value["type"]: {name: member for name, member in value.items() if name != "type"},
+    }
 
 
 def _tool(name: str, value: Any) -> Json:
     if type(value) is not dict or value.get("type") != "function":
         raise invalid(name, "an object of type function, the only tools of this server", value)
-    return {"type": "function", "function": {k: v for k, v in value.items() if k != "type"}}
+    return _nested(value)
 
 
 def _tool_choice(value: Any) -> Any:
     if type(value) is not dict or value.get("type") != "allowed_tools":
         return _chosen(value)
-    allowed = {name: member for name, member in value.items() if name != "type"}
-    if type(allowed.get("tools")) is list:
-        allowed["tools"] = [*map(_chosen, allowed["tools"])]
-    return {"type": "allowed_tools", "allowed_tools": allowed}
+    if type(value.get("tools")) is list:
+        value = value | {"tools": [*map(_chosen, value["tools"])]}
+    return _nested(value)
 
 
 def _chosen(value: Any) -> Any:
     """The choice of a tool in the form of a chat."""
-    return _tool("", value) if type(value) is dict and value.get("type") == "function" else value
+    return _nested(value) if type(value) is dict and value.get("type") == "function" else value
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[list[Json], list[MessagePlace]]:
