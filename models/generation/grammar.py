@@ -263,8 +263,11 @@ def _check_members(value: Any) -> None:
     if isinstance(value, dict):
         if "x-guidance" in value:
             raise UserError("json_schema must not have x-guidance, got one; leave it out")
-        if isinstance(value.get("pattern"), str):
-            _check_pattern(value["pattern"])
+        patterns = value.get("patternProperties")
+        names = [*patterns] if isinstance(patterns, dict) else []
+        for pattern in [value.get("pattern"), *names]:
+            if isinstance(pattern, str):
+                _check_pattern(pattern)
         for member in value.values():
             _check_members(member)
     elif isinstance(value, list):

@@ -25,14 +25,14 @@ from jaxkv.serve.http.checks import (
 from jaxkv.serve.http.errors import APIError
 from jaxkv.serve.http.tools import DECODER
 
-MAX_TOOLS = 128
+MAX_MESSAGES, MAX_TOOLS = 2**13, 128
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
 def messages(name: str, value: Any) -> list[dict[str, Any]]:
     """Role and content of each message; parts of a content are joined."""
-    if type(value) is not list or not value:
-        raise invalid(name, "a list of at least one message", value)
+    if type(value) is not list or not 1 <= len(value) <= MAX_MESSAGES:
+        raise invalid(name, f"a list of 1 to {MAX_MESSAGES} messages", value)
     return [_message(f"{name}[{at}]", message) for at, message in enumerate(value)]
 
 
@@ -176,8 +176,8 @@ def tool_choice(name: str, value: Any) -> ToolChoice:
     check_keys(place, choice, {"mode", "tools"})
     mode = one_of("auto", "required")(f"{place}.mode", choice.get("mode"))
     tools = choice.get("tools")
-    if type(tools) is not list or not tools:
-        raise invalid(f"{place}.tools", "a list of at least one tool", tools)
+    if type(tools) is not list or not 1 <= len(tools) <= MAX_TOOLS:
+        raise invalid(f"{place}.tools", f"a list of 1 to {MAX_TOOLS} tools", tools)
     names = [_chosen_name(f"{place}.tools[{at}]", tool) for at, tool in enumerate(tools)]
     return ToolChoice(mode, tuple(names))
 

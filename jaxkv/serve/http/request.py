@@ -110,7 +110,11 @@ def parse_tokens(raw: bytes, format: ResponseFormat, tenant: Tenant, model: Serv
     A prompt may be longer than those that are answered, so that clients can count and shorten it.
     """
     body = parse(raw)
-    format = CHAT if body.get("messages") is not None else format
+    if body.get("messages") is not None:
+        format = CHAT
+        if body.get("prompt") is not None:
+            message = "prompt and messages exclude each other; give one"
+            raise APIError(400, message, param="messages")
     ignored(False)("return_token_strs", body.pop("return_token_strs", None) or False)
     values = validate(format.kind, body)
     if values["model"] not in model.names:

@@ -102,7 +102,7 @@ CHATS = {
     "a user's message to continue": (
         {"continue_final_message": True}, "continue_final_message", "assistant, got user"
     ),
-    "no messages": ({"messages": []}, "messages", "at least one"),
+    "no messages": ({"messages": []}, "messages", "1 to 8192 messages"),
     "a role that is a list": (
         {"messages": [{"role": [], "content": ""}]}, "messages[0].role", "one of"
     ),

@@ -48,6 +48,7 @@ def test_tokens_have_a_text(served):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
         ("/tokenize", {"prompt": [10**6]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ("/tokenize", {"prompt": "a", "nothing": 1}, "nothing"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "n": 2}, "n"),
         ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),

@@ -416,7 +416,8 @@ def allowed(mode, *tools):
 CHOICES = [
     (allowed("auto", tool(), tool(name="b")), "tool_choice", "'b' needs a tool of that name"),
     (allowed("none", tool()), "tool_choice.allowed_tools.mode", "auto, required"),
-    (allowed("auto"), "tool_choice.allowed_tools.tools", "at least one"),
+    (allowed("auto"), "tool_choice.allowed_tools.tools", "1 to 128 tools"),
+    (allowed("auto", *[tool()] * 129), "tool_choice.allowed_tools.tools", "1 to 128 tools"),
     (allowed("auto", 1), "tool_choice.allowed_tools.tools[0]", "of type function"),
     ({}, "tool_choice", "function or allowed_tools"),
 ]
@@ -453,6 +454,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{
          "tools[1].function.parameters", "Unimplemented keys"),
         ({"tools": [tool()], "tool_choice": tool() | {"x": 1}}, "tool_choice", "'x'"),
         ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "a text"),
+        ({"messages": [{"role": "user", "content": "a"}] * 8193}, "messages", "1 to 8192 messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"type": "function", "function": {"name": "a", "arguments": "[" * 2**19}}]}]},
          "messages[0].tool_calls[0].function.arguments", "members"),
