@@ -1,4 +1,4 @@
-"""The files of deploy: commands, ports, users and probes agree, and the image's wheel installs."""
+"""The files of deploy: commands, ports, users and probes agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 
 from jaxkv.cli import _parser as cli_parser
 from jaxkv.cli import serve
-from tests.lab.test_wheel import build_wheel, git_files
+from tests.lab.test_wheel import git_files
 from tests.pages import ROOT, blocks
 from tests.serve.http.conftest import serving
 from tests.serve.http.fake import FakeEngine
@@ -385,38 +385,3 @@ def test_the_context_of_the_image_has_only_the_sources():
     assert folders == {"LICENSE", "README.md", "pyproject.toml", "jaxkv", "models",
                        "pallas_kernels", "colab"}  # fmt: skip
     assert is_ignored(".git/config") and is_ignored("jaxkv/cli/__pycache__/serve.pyc")
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from the files that Docker copies."""
-    source, target = (tmp_path_factory.mktemp(name) for name in ("src", "dist"))
-    names = [name for name in git_files() if not is_ignored(name)]
-    build_wheel(names, source, "wheel", "--no-deps", "--wheel-dir", target)
-    (path,) = target.glob("*.whl")
-    return path
-
-
-def test_the_wheel_installs_with_its_extra_and_without_network(wheel, tmp_path):
-    """Into a new environment that finds the dependencies of this one, as the image does."""
-    folder = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    binaries = folder / ("Scripts" if os.name == "nt" else "bin")
-    (packages,) = folder.rglob("site-packages")
-    outside = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(outside))
-    pip = [sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--no-index"]
-    done = subprocess.run([*pip, f"{wheel}[serve]"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (packages / "jaxkv/serve/http/server.py").is_file()
-    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [binaries / "jaxkv", "serve", "--help"], cwd=tmp_path, env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "--api-key-file" in done.stdout and not done.stderr
-    code = "import jaxkv.models, jaxkv.serve.http as http; print(http.__file__)"
-    done = subprocess.run([binaries / "python", "-c", code], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert Path(done.stdout.strip()).is_relative_to(packages), done.stderr

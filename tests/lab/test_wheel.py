@@ -76,6 +76,10 @@ def test_the_first_command_of_readme_runs(installed, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_the_server_of_the_wheel_starts(installed, tmp_path):
+    assert "--api-key-file" in run(installed, tmp_path, "-m", "jaxkv", "serve", "--help")
+
+
 def test_one_package_is_installed(installed):
     """Nobody's site-packages gets a top-level `models`, and no wheel has the experiments."""
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}

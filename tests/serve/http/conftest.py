@@ -107,6 +107,11 @@ def eventually(holds: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.005)
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The header of an API key."""
+    return {"authorization": f"Bearer {key}"}
+
+
 def events(raw: bytes) -> list[Any]:
     """The JSON objects of a finished stream; asserts its framing."""
     assert raw.endswith(b"\n\n")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv import UserError
 from jaxkv.serve.http import parse_api_keys
-from tests.serve.http.conftest import ENDLESS, eventually, serving
+from tests.serve.http.conftest import ENDLESS, bearer, eventually, serving
 from tests.serve.http.fake import FakeEngine
 
 FILE = """\
@@ -26,10 +26,6 @@ def guarded():
     tenants, admins = parse_api_keys(FILE, "keys"), parse_api_keys("root\n", "admins", salts=False)
     with serving(FakeEngine(), tenants=tenants, admins=admins, max_per_key=2) as served:
         yield served
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize("headers", [

@@ -8,14 +8,10 @@ from jaxkv.serve.http import parse_api_keys
 from jaxkv.serve.http.access import Tenant
 from jaxkv.serve.http.errors import APIError
 from jaxkv.serve.http.rates import RateLimits
-from tests.serve.http.conftest import eventually, serving
+from tests.serve.http.conftest import bearer, eventually, serving
 from tests.serve.http.fake import FakeEngine
 
 KEYS = "slow requests=2\nshort name=brief tokens=20\nboth ours name=two requests=9 tokens=9\nfree"
-
-
-def bearer(key):
-    return {"authorization": f"Bearer {key}"}
 
 
 def test_the_options_of_a_key_come_in_any_order():

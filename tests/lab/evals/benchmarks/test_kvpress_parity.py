@@ -8,14 +8,8 @@ import pytest
 from jaxkv import models
 from jaxkv.evals.benchmarks import kvpress_cases as cases
 from jaxkv.evals.benchmarks import kvpress_parity as compare
-from tests.tiny import write_tiny
 
 PROMPT, SCORED = 160, 8
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("peers") / "model"))
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,11 @@ import json
 import pytest
 
 from jaxkv.evals.device import flash, rates
-from jaxkv.evals.lib import parts, record
+from jaxkv.evals.lib import record
 from jaxkv.evals.lib.run import run
 
 SMALL = ["--quick", "--models", "SmolLM2-135M", "--lengths", "24", "--batches", "1", "2", "--new",
          "4", "--rounds", "1"]  # fmt: skip
-
-
-@pytest.fixture
-def trials(tmp_path, monkeypatch):
-    for module in (record, parts):
-        monkeypatch.setattr(module, "TRIALS", tmp_path)
-    return tmp_path
 
 
 def results(trials, name):

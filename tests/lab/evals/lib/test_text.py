@@ -2,15 +2,8 @@
 
 import pytest
 
-from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.evals.lib.text import stretches_of
-from tests.tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return models.load(write_tiny(tmp_path_factory.mktemp("text") / "model"))
 
 
 @pytest.fixture
