@@ -15,7 +15,7 @@ COMMIT = "ebae2f4"
 GONE = (  # records that only the command at their commit makes
     "attention_error", "backcopy", "cache_int8", "default_model", "emergence", "host_time",
     "learned_memory", "lookup", "operations", "quantised_weights", "questions", "rates_gpu",
-    "rehearsal", "remat", "sampling", "stream_eval", "training_peers", "tree_slots",
+    "recall", "rehearsal", "remat", "sampling", "stream_eval", "training_peers", "tree_slots",
 )  # fmt: skip
 PAST = {  # what the commit measures and the present code does not, by record
     "known_answers": "`denominator_lost` and `epsilon`",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.evals.reservoir.facts import VALUES
+from jaxkv.evals.reservoir.recall import VALUES
 from jaxkv.models.tools import pictures
 from jaxkv.models.tools.palette import (
     COLOURS,

@@ -27,9 +27,6 @@ SMALLER = {
         "LARGER": {tables.LARGE_BASE: tables.LARGER[tables.LARGE_BASE]},
     },
     "reservoir.stream_losses": {"cached_tokens": NO_TOKENS, "H2O": 800, "VARIANTS": {}},
-    "reservoir.recall": {"MIN_ACCURACY": 0.0, "COMPRESSED": {}, "FAR": (64,),
-                         "POLICIES": {"full": "full", "window": "window:window=8"},
-                         "facts.DOCUMENTS": 4, "facts.LENGTH": 6_000},
     "reservoir.sampled": {"CACHES": {"balance-stream": "balance-stream"}},
     "comparison.side_by_side": {
         "POLICIES": {name: POLICIES[name] for name in ("full", "streaming", "retrieval")}
@@ -48,7 +45,6 @@ WORDS = {
     "streaming.endless": f"{MODEL} --texts {{text}} --tokens 80 --block 40 --chunk 20",
     "streaming.tables": f"{TEXTS} --tokens 4000",
     "reservoir.stream_losses": f"{TEXTS} --tokens 900",
-    "reservoir.recall": "--seeds 0 --rows 2 --steps 2",
     "reservoir.sampled": f"{MODEL} --written 4 --prompt 300 --rounds 1",
     "balancekv.single_layer": f"{TEXT} --tokens 300 --rounds 1 --seeds 1",
     "magicpig.tune_lsh": f"{TEXT} --tokens 300 --seeds 1 --bits 4 --tables 10 20",
@@ -63,7 +59,7 @@ WORDS = {
     "benchmarks.schemas": "valid --models {model}",
     "comparison.endless_losses": f"{TEXTS} --tokens 600 --budget 64 --every 16",
 }
-SLOW = ("reservoir.recall", "reservoir.sampled")  # over ten seconds
+SLOW = ("reservoir.sampled",)  # over ten seconds
 
 
 @pytest.fixture(scope="module")
