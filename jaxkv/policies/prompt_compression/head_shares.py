@@ -97,7 +97,7 @@ def read(name: str) -> HeadShares:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read the head shares {name!r}: {reason}; {remedy}") from None
     try:
-        return _parsed(json.loads(raw))
+        return _parsed(raw)
     except UserError as error:
         raise UserError(f"{name}: {error}; {remedy}") from None
     # Of JSON, of UTF-8, of a field.
@@ -110,8 +110,10 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
-def _parsed(fields: dict[str, Any]) -> HeadShares:
-    """The head shares of a JSON object; raises one of the errors that `read` catches."""
+@lru_cache(maxsize=8)  # each layer of a model reads its file
+def _parsed(raw: bytes) -> HeadShares:
+    """The head shares of a file's bytes; raises one of the errors that `read` catches."""
+    fields = json.loads(raw)
     for number in (number for layer in fields["shares"] for number in layer):
         if type(number) not in (int, float) or not 0 <= number <= 1:
             raise UserError(f"shares must be numbers from 0 to 1, got {number!r:.60}")

@@ -40,7 +40,8 @@ class KeyDiff(CompressionPolicy):
     algorithm evicts block by block while it reads the prompt; here the whole prompt is scored once.
     Generated tokens are cached exactly. A prompt of at most `capacity` tokens is not compressed.
 
-    keys: rotated, as in the paper, or unrotated, as they were before their rotation. budgets: equal
+    keys: rotated, as in the paper, or unrotated, as they were before their rotation; scores of
+    unrotated keys are rounded to 2^-14, and of equal ones the older token stays. budgets: equal
     for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer together
     (AdaKV, arXiv 2407.11550); calibrated for as many in all heads of the model together, of which
     each head has a fixed number, and each layer one of eight sums. calibration: for

@@ -43,7 +43,8 @@ class RKV(CompressionPolicy):
 
     After the authors' code (github.com/Zefan-Cai/R-KV), which keeps one of the tokens that are
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
-    the code a key without any like it is not counted against the first token; here it is.
+    the code a key without any like it is not counted against the first token; here it is. Its
+    positions are those of the text, here positions=absolute.
 
     capacity, every, positions, budgets, calibration: as in keydiff. 128 tokens is the published
     interval. start: slots before the prompt, doubled as they fill. storage: as in streaming.

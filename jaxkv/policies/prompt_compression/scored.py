@@ -23,7 +23,7 @@ from jaxkv.policies.prompt_compression.base import (
 )
 from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float32
+from jaxkv.typing import Array, Float32, Int32
 
 ScoreFunction = Callable[[Spec, ScoredTokens], Float32[Array, "B K C"]]
 
@@ -33,7 +33,8 @@ class Scored(CompressionPolicy):
     """Keep a prompt's ends and, of the others, the tokens with the largest scores of the caller.
 
     Some scores need the model again, as those of KVzip do (arXiv 2505.23416), or a network of their
-    own. The caller computes them after the prompt and puts them into the state:
+    own. So this policy is for Python alone. The caller computes the scores after the prompt and
+    puts them into the state:
 
         state = policy.with_scores(state, scores)  # [B,K,S], a score for each token of the prompt
         state = policy.finish_prefill(spec, state)
@@ -100,9 +101,9 @@ class Scored(CompressionPolicy):
     def with_scores(self, state: CompressedState, scores: ArrayLike) -> CompressedState:
         """The state with the scores [B,K,S] of its tokens, in their order.
 
-        Raises UserError for scores of another shape and for NaN.
+        Raises UserError for scores of another shape, for fewer scores than tokens, and for NaN.
         """
-        check_scores(scores, state.statistics.shape)
+        check_scores(scores, state.statistics.shape, state.dense.count)
         set_scores = state.statistics.at[:, :, : scores.shape[2]].set(scores)
         return state._replace(statistics=set_scores)
 
@@ -121,15 +122,25 @@ class Scored(CompressionPolicy):
         return chosen, jnp.where(unknown, jnp.nan, weight)
 
 
-def check_scores(scores: ArrayLike, slots: tuple[int, int, int]) -> None:
-    """Raise UserError for scores that do not fit these slots, and for NaN where that is known."""
+def check_scores(scores: ArrayLike, slots: tuple[int, int, int], count: Int32[Array, " B"]) -> None:
+    """Raise UserError for scores that do not fit these slots, and outside of compiled code for NaN
+    and for scores of fewer than the longest sequence's tokens.
+
+    count: tokens of each sequence.
+    """
     shape = tuple(scores.shape)
     if len(shape) != 3 or shape[:2] != slots[:2] or shape[2] > slots[2]:
         raise UserError(
             f"scores must be [B,K,S] with B={slots[0]}, K={slots[1]} and S of at most {slots[2]} "
             f"slots, got {list(shape)}; give one for each token of the prompt"
         )
-    if not isinstance(scores, jax.core.Tracer) and np.isnan(np.asarray(scores)).any():
+    if any(isinstance(array, jax.core.Tracer) for array in (scores, count)):
+        return
+    if shape[2] < (tokens := int(np.max(count))):
+        raise UserError(
+            f"scores must be one for each of {tokens} tokens, got {shape[2]}; give all of them"
+        )
+    if np.isnan(np.asarray(scores)).any():
         raise UserError("scores must be numbers, got NaN; check what computes them")
 
 

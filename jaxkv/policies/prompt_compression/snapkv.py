@@ -158,8 +158,8 @@ def attention_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array
     # The j-th of the last queries belongs to token count - W + j and sees the tokens up to it.
     num_queries = last.q.shape[2]
     number = tokens.count[..., None] - num_queries + jnp.arange(num_queries)[None, None]
-    seen = slot[None, None, None] <= number[..., None]
-    return jnp.sum(shares(logits_of_last_queries(spec, tokens), seen[:, :, None]), axis=3)
+    visible = slot[None, None, None] <= number[..., None]
+    return jnp.sum(shares(logits_of_last_queries(spec, tokens), visible[:, :, None]), axis=3)
 
 
 def logits_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K G W S"]:
@@ -178,10 +178,10 @@ def logits_of_last_queries(spec: Spec, tokens: ScoredTokens) -> Float32[Array, "
 
 
 def shares(
-    logits: Float32[Array, "B K #G W S"], seen: Bool[Array, "#B #K #G #W S"]
+    logits: Float32[Array, "B K #G W S"], visible: Bool[Array, "#B #K #G #W S"]
 ) -> Float32[Array, "B K #G W S"]:
-    """The softmax over the tokens that are seen; zeros where none is."""
-    top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
+    """The softmax over the tokens that are visible; zeros where none is."""
+    top = jnp.max(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total == 0, 1.0, total)

@@ -56,7 +56,9 @@ class TriAttention(CompressionPolicy):
     After the authors' code (github.com/WeianMao/triattention, version 0.2.0) with its option of
     pruning per layer and head; by default its layers share one choice. The code takes the centres
     from a calibration text and keeps the prompt. Here they are the mean of all queries so far, and
-    a prompt is compressed like any text. A distance penalty (ALiBi) is added; a softcap is ignored.
+    a prompt is compressed like any text. The authors' server, and not their code for transformers'
+    models, keeps the newest 128 tokens; here `window` keeps the newest. Their positions are those
+    of the text, here positions=absolute. A distance penalty (ALiBi) is added; a softcap is ignored.
     A model that rotates a part of each head is refused.
     The authors' server disables prefix caching, and TensorRT-LLM's port never evicts the prompt.
     Here a snapshot of a prefix has the centres too.
@@ -66,6 +68,7 @@ class TriAttention(CompressionPolicy):
     """
 
     capacity: int = 1024
+    window: int = 0
     furthest: int = 65536
     budgets: Budgets = "equal"
     calibration: str | None = None
@@ -77,18 +80,23 @@ class TriAttention(CompressionPolicy):
 
     summary: ClassVar[str] = "the tokens that the mean query of a head would attend to later"
     source: ClassVar[str] = "TriAttention, arXiv 2604.04921"
-    ends: ClassVar[ExactEnds] = ExactEnds(0, 0)
     statistics_leaves: ClassVar[QueryCentres] = QueryCentres(
         Leaf("B K M G H"), Leaf("B K M G F"), Leaf("B C", shared=True)
     )
 
     def __post_init__(self) -> None:
-        base.check_capacity(self.capacity, self.start)
+        if self.window < 0:
+            raise UserError(f"window must be 0 or more, got {self.window}; try window=128")
+        base.check_capacity(self.capacity, self.start, window=self.window)
         if not 1 <= self.furthest < 2**31:
             raise UserError(
                 f"furthest must be from 1 to 2^31 - 1, got {self.furthest}; try furthest=65536"
             )
         super().__post_init__()
+
+    @property
+    def ends(self) -> ExactEnds:
+        return ExactEnds(0, self.window)
 
     def statistics(self, spec: Spec, batch: int) -> QueryCentres:
         base.check_group(spec)

@@ -42,7 +42,8 @@ class VaSE(CompressionPolicy):
     This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
     MATH-500; the variant VaSE-DKV is left out. The code compresses a prompt when the answer begins,
     and the answer again and again; with `every` a long prompt is compressed while it is read, and
-    without it the answer is cached in full. every, positions: as in keydiff.
+    without it the answer is cached in full. The code's positions are those of the text, here
+    positions=absolute. every, positions: as in keydiff.
     start: slots before the prompt, doubled as they fill. storage: as in streaming.
     """
 

@@ -168,7 +168,7 @@ CASES = [
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.least_alike(capacity=9,
               theta=THETA)), capacity=9, chunks=FEW, longest=36),
     Case("retrieval", policy=Retrieval(capacity=15, sinks=2, window=3, start=16),
-         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.least_alike_of_layer(
+         rule=oracle.compressed(sinks=2, size=3, rounds=0, choose=oracle.best_of_competing(
               capacity=15, ends=5)), capacity=15, exact=2, chunks=FEW, longest=52),
     # With `every`, token number capacity + every is the first that evicts others.
     Case("tova", policy=TOVA(capacity=9, every=2),
@@ -244,6 +244,39 @@ VARIANTS = [
          rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.attended_by_centres(
               capacity=9, furthest=65536, theta=ROTATIONS[YARN])),
          capacity=9, chunks=FEW, longest=36, encoding=YARN),
+    Case("triattention-window", policy=TriAttention(capacity=12, window=3, furthest=20, every=4),
+         rule=oracle.repeated(capacity=12, every=4, sinks=0, size=3,
+              choose=oracle.attended_by_centres(capacity=9, furthest=20, theta=THETA,
+                   relative=True)), capacity=15, relative=True, chunks=FEW),
+    Case("tova-prompt", policy=TOVA(capacity=9, every=None, start=16),
+         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.attended_by_newest(
+              capacity=9, **ROTATED)), capacity=9, chunks=FEW, longest=36),
+    Case("rkv-prompt", policy=RKV(capacity=9, window=3, kernel=3, every=None, start=16),
+         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=oracle.attended_without_like(
+              capacity=9, size=3, kernel=3, mix=0.1, threshold=0.5, **ROTATED)),
+         capacity=9, chunks=FEW, longest=36),
+    Case("vase-prompt", policy=VaSE(capacity=12, sinks=1, window=3, kernel=3, every=None, start=16),
+         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=oracle.large_and_drawn(
+              capacity=12, sinks=1, size=3, large=3, kernel=3, **ROTATED)),
+         capacity=12, chunks=FEW, longest=36, drawn=True),
+    Case("vase-int8", policy=VaSE(capacity=12, sinks=1, window=3, kernel=3, every=20,
+         positions="absolute", storage="int8"),
+         rule=oracle.repeated(capacity=12, every=20, sinks=0, size=3, choose=oracle.large_and_drawn(
+              capacity=12, sinks=1, size=3, large=3, kernel=3, **ROTATED)),
+         capacity=31, chunks=FEW, drawn=True),
+    Case("snapkv-adaptive", policy=SnapKV(capacity=9, window=3, kernel=3, budgets="adaptive",
+         start=16),
+         rule=oracle.compressed(sinks=0, size=3, rounds=0, choose=oracle.best_of_competing(
+              capacity=9, ends=3, score=oracle.score_attended(size=3, kernel=3, pool="max",
+                   **ROTATED))), capacity=9, chunks=FEW, longest=36),
+    Case("keydiff-adaptive", policy=KeyDiff(capacity=9, budgets="adaptive", start=16),
+         rule=oracle.compressed(sinks=0, size=0, rounds=0, choose=oracle.best_of_competing(
+              capacity=9, ends=0, score=oracle.unlike(THETA))), capacity=9, chunks=FEW, longest=36),
+    Case("triattention-adaptive", policy=TriAttention(capacity=9, furthest=20, every=4,
+         budgets="adaptive"),
+         rule=oracle.repeated_of_layer(capacity=9, every=4, sinks=0, size=0,
+              score=oracle.score_by_centres(furthest=20, theta=THETA, relative=True)),
+         capacity=12, relative=True, chunks=FEW),
     Case("rkv-int8", policy=RKV(capacity=9, window=3, kernel=3, threshold=0.2, every=20,
          positions="absolute", storage="int8"),
          rule=oracle.repeated(capacity=9, every=20, sinks=0, size=3,

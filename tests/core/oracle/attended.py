@@ -112,7 +112,12 @@ def large_and_drawn(capacity, sinks, size, large, kernel, theta, scale, relative
     return choose
 
 
-def attended_by_centres(capacity, furthest, theta, relative=False):
+def attended_by_centres(capacity, **fields):
+    """TriAttention: the highest of its scores."""
+    return highest(score_by_centres(**fields), capacity)
+
+
+def score_by_centres(furthest, theta, relative=False):
     """TriAttention: the trigonometric series of the mean query, and what the mean does not tell."""
 
     def score(numbers, inputs):
@@ -139,4 +144,4 @@ def attended_by_centres(capacity, furthest, theta, relative=False):
             highest_score = np.maximum(highest_score, normalised)
         return highest_score
 
-    return highest(score, capacity)
+    return score

@@ -161,20 +161,25 @@ def at_random(rounds):
     return choose
 
 
-def most_attended(capacity, size, kernel, pool, theta, scale, relative=False, softcap=None):
-    """SnapKV: the tokens with the most attention from the last `size` queries, pooled per head.
+def most_attended(capacity, size, **fields):
+    """SnapKV: the highest of its scores."""
+    return highest(score_attended(size, **fields), capacity - size)
+
+
+def score_attended(size, kernel, pool, theta, scale, relative=False, softcap=None):
+    """SnapKV: the attention from the last `size` queries, pooled per head.
 
     relative: by positions in the cache.
     """
 
-    def choose(numbers, inputs):
+    def score(numbers, inputs):
         cached = list(range(inputs.prompt)) if inputs.cached is None else inputs.cached
         place = np.arange(len(cached)) if relative else np.array(cached)
         k, side = inputs.k[cached], kernel // 2
         k = k if theta is None else rotate(k, place, theta)
         pooled = np.zeros(len(numbers))
         for head in range(len(inputs.q[0])):
-            score = np.zeros(len(cached))
+            shares = np.zeros(len(cached))
             for i in range(max(0, len(cached) - size), len(cached)):
                 query = inputs.q[cached[i]][head]
                 query = query if theta is None else rotate(query[None], place[i : i + 1], theta)[0]
@@ -184,14 +189,13 @@ def most_attended(capacity, size, kernel, pool, theta, scale, relative=False, so
                 if inputs.slopes is not None:
                     logits = logits - inputs.slopes[head] * (place[i] - place[: i + 1])
                 e = np.exp(logits)
-                score[: i + 1] += e / e.sum()
-            padded = np.pad(score[: len(numbers)], side)
+                shares[: i + 1] += e / e.sum()
+            padded = np.pad(shares[: len(numbers)], side)
             around = [padded[i : i + kernel] for i in range(len(numbers))]
             pooled += [x.max() if pool == "max" else x.mean() for x in around]
-        best = sorted(range(len(numbers)), key=lambda i: -pooled[i])[: capacity - size]
-        return [numbers[i] for i in best]
+        return pooled
 
-    return choose
+    return score
 
 
 def least_alike(capacity, theta):
@@ -221,13 +225,13 @@ def least_alike_of_heads(capacities):
     return choose
 
 
-def least_alike_of_layer(capacity, ends):
-    """Retrieval: keys before rotation; KV heads compete, each with a fifth of an equal share."""
+def best_of_competing(capacity, ends, score=None):
+    """KV heads compete, each with a fifth of an equal share; by default with unrotated keys."""
 
     def choose(numbers, inputs):
         share, heads = min(capacity - ends, len(numbers)), range(inputs.layer_k.shape[1])
         asked = [inputs.of_head(head) for head in heads]
-        best = best_of_layer([numbers for _ in heads], asked, share, unlike(None))
+        best = best_of_layer([numbers for _ in heads], asked, share, score or unlike(None))
         return [n for _, head, n in best if head == inputs.head]
 
     return choose

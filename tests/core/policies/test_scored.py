@@ -87,9 +87,11 @@ def test_scores_that_do_not_fit():
 
 
 @pytest.mark.parametrize("known", [0, TOKENS - 9])
-def test_tokens_without_a_score_give_nan(known):
-    policy = Scored(capacity=12, **ENDS)
-    state = policy.with_scores(read(policy), np.ones((2, 2, known), "f4"))
+def test_tokens_without_a_score_are_refused_or_give_nan_in_compiled_code(known):
+    policy, scores = Scored(capacity=12, **ENDS), np.ones((2, 2, known), "f4")
+    with pytest.raises(UserError, match=f"must be one for each of {TOKENS} tokens, got {known};"):
+        policy.with_scores(read(policy), scores)
+    state = jax.jit(policy.with_scores)(read(policy), scores)
     state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 5)
     token = chunk(SPEC, 1, TOKENS, batch=2)
     assert np.isnan(policy.update(SPEC, state, token)[0].out).all()
