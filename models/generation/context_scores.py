@@ -2,9 +2,10 @@
 
 The model reads a context once, and then again in pieces, each after a request to repeat it. What it
 attends to while it repeats, a later question may ask for (KVzip, arXiv 2505.23416, section 3). The
-wording, the pieces of 2,048 tokens and the eight tokens that announce a piece are those of the
-published code. So is the softmax: over the sinks, the piece and its repetition. Layer by layer, so
-that one layer at a time has its cache in memory.
+wording, the pieces of 2,048 tokens and the eight tokens that announce a piece are those of kvpress.
+So is the softmax: over the sinks, the piece and its repetition. The authors' code has pieces of
+2,000 tokens, keeps every token of the system prompt, and has all of them in the softmax. Layer by
+layer, so that one layer at a time has its cache in memory.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def piece_scores(
     kv_heads, tokens = spec.kv_heads, context.k.shape[1]
     piece = start + jnp.arange(size)
     place = jnp.concatenate([jnp.arange(sinks), jnp.minimum(piece, tokens - 1)])
-    rotated = spec.encoding.rotate(context.k, context.positions)[0][place]
+    rotated = spec.encoding.rotate(context.k[:, place], context.positions[:, place])[0]
     keys = jnp.concatenate([rotated, spec.encoding.rotate(repeat.k, repeat.positions)[0]])
     in_context = (piece < tokens) & context.valid[0, place[sinks:]]
     written = jnp.concatenate([jnp.ones(sinks, bool), in_context])
@@ -252,7 +253,8 @@ def piece_scores(
 
     def of_head(head: tuple[Array, Array, Array | None]) -> Float32[Array, " P"]:
         (q, k), sink = (x.astype(jnp.float32) for x in head[:2]), head[2]  # [T,G,H], [S,H]
-        logits = jnp.einsum("tgh,sh->gts", q, k) * jnp.float32(spec.scale)
+        logits = jnp.einsum("tgh,sh->gts", q, k, precision=jax.lax.Precision.HIGHEST)
+        logits = logits * jnp.float32(spec.scale)
         logits = jnp.where(visible[None], logits, -jnp.inf)
         shares = jax.nn.softmax(logits, axis=-1)
         if sink is not None:

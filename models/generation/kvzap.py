@@ -5,15 +5,16 @@ predicts the logarithm of the score of a key from what the attention of the laye
 token. `fit_kvzap` fits one ridge regression per layer, with an output for each KV head, on plain
 text: the linear form of the published code, which has a small network as well.
 
-Two choices differ from that code. Its scores multiply the attention by the norm of the projected
-value and divide it by the norm of the query's hidden state (KVzip+); ours are those of KVzip. It
-keeps all tokens above a score; `Scored` keeps a number of tokens.
+Five choices differ from that code. Its scores multiply the attention by the norm of the projected
+value and divide it by the norm of the query's hidden state (KVzip+); ours are those of KVzip. Its
+queries are those of the repetition; ours are those of the request and of the template, too. Its
+softmax is over all keys; ours is that of context_scores.py. It fits all logarithms; ours are cut at
+FLOOR. It keeps all tokens above a score; `Scored` keeps a number of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -32,7 +33,12 @@ from jaxkv.models.generation.context_scores import (
     token_parts,
 )
 from jaxkv.models.generation.decoding import end_chunk
-from jaxkv.models.generation.kvzip import check_scored, compress, layer_policies
+from jaxkv.models.generation.kvzip import (
+    check_scored,
+    compress,
+    layer_policies,
+    while_reading,
+)
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import layer_weights
@@ -123,9 +129,7 @@ def kvzap_stream(
     """
     check_scored(policy)
     prompt = _prompt(llm, weights, ids)
-    # The budgets of heads follow from the scores. During a prompt the caches are the same.
-    fields = {"budgets": "adaptive", "head_budgets": ()} if policy.budgets == "global" else {}
-    stream = Stream(llm, replace(policy, **fields), seed=seed, tokens=len(ids))
+    stream = Stream(llm, while_reading(policy), seed=seed, tokens=len(ids))
     stream.reserve(len(ids))
     decoding = stream.decoding._replace(states=())
     layers = zip(stream.policies, stream.decoding.states, strict=True)

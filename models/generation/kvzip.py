@@ -31,16 +31,28 @@ def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed:
 
     ids, front: as in `context_scores`. policy: of every layer; `budgets=global` shares
     `capacity` tokens a KV head among all layers, as the published code does by default. Each
-    context then has caches of sizes of its own, for which programs are compiled.
+    context then has caches of sizes of its own, for which the end of the prompt and the answer are
+    compiled.
 
     Raises UserError for another policy, and as `context_scores` does.
     """
     check_scored(policy)
     scores = context_scores(llm, ids, front)
-    stream = Stream(llm, layer_policies(policy, scores), seed=seed, tokens=len(ids))
+    stream = Stream(llm, while_reading(policy), seed=seed, tokens=len(ids))
     stream.prefill([ids])
+    stream.static = stream.static._replace(policies=tuple(layer_policies(policy, scores)))
     compress(stream, scores)
     return stream
+
+
+def while_reading(policy: Scored) -> Scored:
+    """The policy during a prompt, when caches are the same under all budgets.
+
+    Global budgets follow from the scores, and would compile a program for each layer.
+    """
+    if policy.budgets != "global":
+        return policy
+    return replace(policy, budgets="adaptive", head_budgets=())
 
 
 def check_scored(policy: object) -> None:

@@ -69,7 +69,7 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
                 of_stream[layer] = policy.reserve(llm.spec, of_stream[layer], tokens=before + size)
         weights = layer_weights(llm.weights, layer)
         for number, part in enumerate(parts):
-            x[number], states[0][layer], seen = run_recorded(
+            x[number], states[0][layer], inputs = run_recorded(
                 of_layer(llm.config, layer),
                 programs[0][layer],
                 weights,
@@ -80,7 +80,7 @@ def prefill(streams: Sequence[Stream], prompt: Sequence[int]) -> Iterator[int]:
             )
             for of_layers, of_stream in zip(programs[1:], states[1:], strict=True):
                 policy = of_layers[layer]
-                of_stream[layer] = absorb(policy, llm.specs[layer], of_stream[layer], seen)
+                of_stream[layer] = absorb(policy, llm.specs[layer], of_stream[layer], inputs)
         for of_layers, of_stream in zip(programs, states, strict=True):
             policy = of_layers[layer]
             if policy.min_prompt is not None:
@@ -113,7 +113,7 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
             weights = layer_weights(llm.weights, layer)
             static, spec = (of_layer(llm.config, layer), policies[0][layer]), llm.specs[layer]
             arrays = weights, x, layer_states[0], *places
-            seen = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
+            inputs = jax.eval_shape(partial(_run_recorded, *static), *arrays)[2]
             for number, of_stream in enumerate(policies):
                 policy = of_stream[layer]
                 if (number, policy, spec) in listed:
@@ -122,7 +122,7 @@ def programs(streams: Sequence[Stream], size: int) -> Iterator[tuple[Callable, t
                 if number == 0:
                     yield run_recorded, (*static, *arrays)
                 else:
-                    yield absorb, (policy, spec, layer_states[number], seen)
+                    yield absorb, (policy, spec, layer_states[number], inputs)
     for of_layers, of_stream in zip(policies, states, strict=True):
         kinds = list(zip(of_layers, llm.specs, strict=True))
         for policy, spec in dict.fromkeys(kinds):
@@ -146,14 +146,14 @@ def _run_recorded(
         out, state = step(policy, spec, state, *new)
         return out, (state, AttentionInputs(*new[:5]))
 
-    x, (state, seen) = run_layer(config, policy, record, weights, x, state, positions, valid)
-    return x, state, seen
+    x, (state, inputs) = run_layer(config, policy, record, weights, x, state, positions, valid)
+    return x, state, inputs
 
 
 run_recorded = jax.jit(_run_recorded, static_argnums=(0, 1), donate_argnums=(3, 4))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def absorb(policy: Policy, spec: Spec, state: State, seen: AttentionInputs) -> State:
+def absorb(policy: Policy, spec: Spec, state: State, inputs: AttentionInputs) -> State:
     """The state of one layer after a chunk; XLA drops its attention, which nothing uses."""
-    return step(policy, spec, state, *seen)[1]
+    return step(policy, spec, state, *inputs)[1]
