@@ -9,7 +9,7 @@ from jaxkv.evals.comparison.side_by_side_tables import over
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, ranged, table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
-from jaxkv.evals.tasks.budgets import CALIBRATED, CALIBRATED_HALF_WINDOW
+from jaxkv.evals.tasks.budgets import CALIBRATED, CALIBRATED_HALF_WINDOW, SCORED
 from jaxkv.evals.tasks.report import ANSWERS, BUDGETED, EIGHTH, QUARTER, needle_results, of_needles
 from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policies import POLICIES
@@ -86,6 +86,11 @@ STATEMENTS = (
               "budgets=calibrated", BUDGETED,
               [above(of_needles("needle", "1024", EIGHTH, CALIBRATED),
                      of_needles("needle", "1024", EIGHTH))]),
+    Statement(PAGE, "a quarter of 1,024 tokens answers all needles and pass keys", "needles_1024",
+              [within(of_needles(task, LENGTH, QUARTER, name), 1)
+               for task in ANSWERS for name in SCORED]),
+    Statement(PAGE, "From an eighth, most pass keys are lost with KVzap", "needles_1024",
+              [below(of_needles("passkey", LENGTH, EIGHTH, "kvzap"), 0.5)]),
     Statement(PAGE, "with a quarter it finds half of the needles in 1,024 tokens", "needles",
               [within(of_needles("needle", "1024", QUARTER, "keydiff"), 0.5)]),
     Statement(PAGE, "and few in 4,096", "needles_4096",

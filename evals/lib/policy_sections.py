@@ -65,8 +65,9 @@ USES = {
         "softcap",
     ),
     "keydiff": (
-        "a prompt with single facts, of which a quarter or more is cached",
-        "endless text without `every`; removing most of a prompt",
+        "a prompt with single facts where KV heads must have equal budgets",
+        "endless text without `every`; removing most of a prompt; long prompts, in which it loses "
+        "most single facts",
     ),
     "retrieval": (
         "a prompt that is asked about afterwards: single facts anywhere in it",

@@ -3,9 +3,9 @@
 A context is read, prefill is finished, and only then follow the question and the answer, so that no
 policy knows the question when it drops tokens; with --query-aware the question is part of the
 prefill. A task is scored only where full attention reaches the gate. Divergence from full attention
-is measured in any case, on the answer that full attention gives. --gates measures full attention
-alone, for a record of its own: which tasks a model solves at all. Parts are kept under out/, so
-that an interrupted run continues, and a longer one starts from them.
+is measured in any case, but in RULER's tasks, on the answer that full attention gives. --gates
+measures full attention alone, for a record of its own: which tasks a model solves at all. Parts are
+kept under out/, so that an interrupted run continues, and a longer one starts from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxkv.errors import UserError
 from jaxkv.evals.lib.parts import Parts, named
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.tasks import budgets, model_rows, ruler, score
-from jaxkv.evals.tasks.budgets import CALIBRATED, NAMES, RATIOS, SCORED
+from jaxkv.evals.tasks.budgets import CALIBRATED, EQUAL, NAMES, RATIOS, SCORED
 from jaxkv.evals.tasks.generators import TASKS, depth_of
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_of, check, prompts
 from jaxkv.evals.tasks.run import COLUMNS, WIDTH, Batch
@@ -30,13 +30,14 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.models.tools.passage import PASSAGE
 
 RULER = "ruler"  # all of its tasks
+SELDOM = (CALIBRATED, *SCORED, *EQUAL)  # policies to be named
 FLAGS = (
     flag("--tasks", tuple(TASKS), f"{RULER}: all 13 of RULER's own, from {ruler.PACKAGE}",
          choices=[*TASKS, RULER, *ruler.NAMES]),
     flag("--lengths", (1024, 2048, 4096), "tokens of a context", minimum=1),
     flag("--ratios", (0.25, 0.5), "budgets, as shares of the context", choices=list(RATIOS)),
-    flag("--policies", tuple(name for name in NAMES if name not in (CALIBRATED, *SCORED)),
-         f"by default all but {CALIBRATED}, {' and '.join(SCORED)}", choices=NAMES),
+    flag("--policies", tuple(name for name in NAMES if name not in SELDOM),
+         f"by default all but {', '.join(SELDOM)}", choices=NAMES),
     flag("--samples", 20, "of a task and length", minimum=1),
     flag("--batch", 4, "samples read at a time", minimum=1),
     flag("--seed", 0, minimum=0),

@@ -25,13 +25,14 @@ MIN_CAPACITY = 14  # under which vase has no room for its sinks and window
 RATIOS = {0.75: 1, 0.5: 2, 0.25: 3, 0.125: 4}  # of the context: how often its middle is halved
 TUNED = ("magicpig", "topp")
 SCORED = ("kvzip", "kvzap")  # by scores of the context
+EQUAL = ("keydiff-unrotated", "retrieval-equal")  # budgets of all KV heads, as a mesh needs them
 CALIBRATED = "retrieval-calibrated"
 HALF_WINDOW = "retrieval-half-window"  # half of the capacity, in endless text
 CALIBRATED_HALF_WINDOW = "retrieval-half-window-calibrated"
 QUERIES, QUERY_STRIDE = 256, 16  # tokens after the prompt; every so-many-th is a query
 NAMES = ("window", "streaming", "h2o", "reservoir", "stratified", "balance-stream", "uniform",
          "balance", "snapkv", "pyramidkv", "expected-attention", "keydiff", "retrieval", "tova",
-         "rkv", "vase", "triattention", CALIBRATED, *SCORED, "topk",
+         "rkv", "vase", "triattention", CALIBRATED, *SCORED, *EQUAL, "topk",
          "quest", "loki", "oracle", "vattention", *TUNED)  # fmt: skip
 
 
@@ -99,6 +100,8 @@ def at_budget(
         "expected-attention": f"expected-attention:{capacity},{start}",
         "keydiff": f"keydiff:{capacity},{start}",
         "retrieval": f"retrieval:{capacity},window={queries},{start}",
+        "keydiff-unrotated": f"keydiff:{capacity},keys=unrotated,{start}",
+        "retrieval-equal": f"retrieval:{capacity},window={queries},budgets=equal,{start}",
         "tova": f"tova:{prompt_form}",
         "rkv": f"rkv:{prompt_form},window={min(RECENT, budget // 4)}",
         "vase": f"vase:{prompt_form},window={budget // 8},sinks={min(SINKS, budget // 4)}",

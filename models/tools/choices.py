@@ -24,15 +24,16 @@ CHOICES = (
     Choice(ENDLESS, GIST, ANY, "streaming",
            "memory and time per token are constant, and the loss does not grow with the text"),
     Choice(ENDLESS, FACTS, ANY, "retrieval",
-           "as retrieval:capacity=896,window=448,every=128,budgets=calibrated,calibration=FILE it "
-           "finds needles that left the window of streaming, in 8,192 tokens; `jaxkv calibrate` "
-           "writes FILE"),
+           "with every=N, half of capacity as the window and budgets=calibrated it finds needles "
+           "that left the window of streaming, in 8,192 tokens; capacity + N must fit the trained "
+           "context, and `jaxkv calibrate` writes the budgets, for models of Llama's form"),
     Choice(PROMPT, GIST, ANY, "snapkv",
            "after 1,024 tokens with half evicted it loses less than streaming; after 2,048 and "
            "4,096 tokens the two do not differ, and streaming needs no memory for the prompt"),
     Choice(PROMPT, FACTS, ANY, "retrieval",
            "the budget goes to the heads that retrieve; with an eighth of 1,024 tokens cached it "
-           "finds more needles with budgets=calibrated"),
+           "finds more needles with budgets=calibrated, in a text of the novel that the budgets "
+           "were measured on"),
     Choice(PROMPT, FACTS, MESH, "keydiff",
            "it has equal budgets per KV head and needs no query; with a quarter it finds half of "
            "the needles in 1,024 tokens, and few in 4,096"),
