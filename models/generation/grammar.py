@@ -29,7 +29,7 @@ MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a
 MAX_JSON = 2**20  # characters of the JSON of a schema, with descriptions, which are left out
 MAX_RULES = 500  # of a grammar in the form of llama.cpp, which is translated in quadratic time
 MAX_PATTERN = 2**14  # characters of a regular expression, which is read in quadratic time
-LEXER_FUEL = 250_000  # of an expression before the answer: less than a tenth of a second
+LEXER_FUEL = 80_000, 4  # of an expression before the answer, and more a character: some 30 ms
 MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait
 MAX_NUMBER = 2**53  # larger whole numbers are rounded
 MAX_REASON = 300  # characters
@@ -101,8 +101,11 @@ def matcher_of(llm: Llm, grammar: Grammar) -> Matcher:
         raise UserError("an answer that obeys a grammar ends, and this model has no EOS token")
     guidance = _llguidance()
     text = _compiled(guidance, grammar)
+    fuel, per_character = LEXER_FUEL
     limits = guidance.LLParserLimits(
-        verbose_errors=False, step_max_items=MAX_ITEMS, initial_lexer_fuel=LEXER_FUEL
+        verbose_errors=False,
+        step_max_items=MAX_ITEMS,
+        initial_lexer_fuel=fuel + per_character * len(text),
     )
     matcher = guidance.LLMatcher(_tokens_of(guidance, llm), text, log_level=0, limits=limits)
     if not matcher.is_error():

@@ -41,6 +41,7 @@ from jaxkv.serve.http.messages import ToolChoice, messages, tool_choice, tools
 MAX_TOP_LOGPROBS = 20  # log probabilities beside each token
 MAX_STOPS, MAX_BIASES = 4, 300
 MAX_STOP = 200  # characters
+MAX_GRAMMAR = 2**20  # characters of the JSON of a grammar, with descriptions: some 30 ms
 
 
 class Field(NamedTuple):
@@ -321,16 +322,20 @@ def validate(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
             message = f"{clash} and {name} exclude each other; leave {clash} out"
             raise APIError(400, message, param=clash)
     if grammars:
-        _check_unicode(grammars[0])
+        _check_grammar(grammars[0])
     if kind == "chat":
         _check_tool_choice(values, grammars)
     return values | {"structure": grammars[0] if grammars else None}
 
 
-def _check_unicode(grammar: GrammarField) -> None:
-    """Raise APIError for a grammar with lone surrogates."""
+def _check_grammar(grammar: GrammarField) -> None:
+    """Raise APIError for a grammar that is too large to look at, or has lone surrogates."""
     with contextlib.suppress(RecursionError):  # such a schema is refused when it is read
-        valid_unicode(grammar.name, json.dumps(grammar.value, ensure_ascii=False))
+        text = json.dumps(grammar.value, ensure_ascii=False)
+        if len(text) > MAX_GRAMMAR:
+            message = f"{grammar.name} may have {MAX_GRAMMAR} characters, got {len(text)}"
+            raise APIError(400, f"{message}; give a smaller one", param=grammar.name)
+        valid_unicode(grammar.name, text)
 
 
 def _check_tool_choice(values: dict[str, Any], grammars: Sequence[GrammarField]) -> None:

@@ -60,8 +60,11 @@ COMPLETIONS = {
     "surrogates": ({"guided_choice": ["\ud800"]}, "guided_choice", "without lone surrogates"),
     "an empty expression": ({"guided_regex": ""}, "guided_regex", "regex must be a text"),
     "no choices": ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one"),
+    "a schema that is too large": (
+        {"guided_json": {"enum": ["x" * 2**17]}}, "guided_json", "65536 characters, got 131086"
+    ),
     "a megabyte of schema": (
-        {"guided_json": {"enum": ["x" * 2**20]}}, "guided_json", "65536 characters, got 1048"
+        {"guided_json": {"description": "x" * 2**20}}, "guided_json", "1048576 characters, got 10"
     ),
     "two grammars": (
         {"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "exclude each other"
