@@ -8,7 +8,6 @@ import pytest
 from jaxkv import UserError
 from jaxkv.models.generation import kvzap
 from jaxkv.models.generation.context_scores import (
-    SINKS,
     around_context,
     context_scores,
     repetitions,
@@ -40,7 +39,7 @@ def oracle(llm, ids, front):
         inputs = np.array([[*ids, *tokens]], np.int32)
         layers = forward(llm.config, llm.weights, inputs, attend_with_probabilities)[2]
         counted = np.zeros(inputs.shape[1], bool)
-        counted[: min(front, SINKS)] = counted[piece] = counted[len(ids) :] = True
+        counted[: min(front, 4)] = counted[piece] = counted[len(ids) :] = True
         for layer, attention in enumerate(layers):
             attention = np.asarray(attention[0], np.float64)[:, len(ids) :]
             others = attention[:, :, ~counted].sum(axis=2, keepdims=True)
@@ -62,7 +61,8 @@ def test_scores_are_the_largest_attention_from_the_repetition(llm, monkeypatch, 
         config=dataclasses.replace(llm.config, sink_logit="learned"),
         weights=llm.weights | {f"layers.{i}.sink_logits": row for i, row in enumerate(drawn)},
     )
-    for model, chat in ((llm, llm.chat), (llm, Chat(TEMPLATE)), (learned, llm.chat)):
+    longer = Chat("<system>" + TEMPLATE)  # more tokens than sinks
+    for model, chat in ((llm, llm.chat), (llm, longer), (learned, llm.chat)):
         reader = dataclasses.replace(model, chat=chat)
         front, _ = around_context(reader)
         ids = front + llm.tokenizer.encode(TEXT, bos=False)

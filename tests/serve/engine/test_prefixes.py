@@ -30,6 +30,7 @@ from tests.serve.engine.plain import (
 
 STREAMING = "streaming:sinks=2,window=14"
 RETRIEVAL = "retrieval:capacity=12,sinks=2,window=4,every=7"
+TRIATTENTION = "triattention:capacity=8,every=5"
 # Two layers with equal budgets for their heads in another order, so that they share programs.
 CALIBRATED = "retrieval:capacity=12,sinks=2,window=4,budgets=calibrated,calibration=heads.json"
 HEADS = HeadShares("plain", "", KV_HEADS, HEAD_DIM, SPEC.encoding, {}, ((0.1, 0.4), (0.4, 0.1)))
@@ -49,18 +50,19 @@ EVICTING = ("streaming:sinks=2,window=14", "streaming:sinks=2,window=14,position
               "balance-stream:sinks=2,window=6,levels=2,block=4",
               "balance-stream:sinks=2,window=6,levels=1,block=4",
               "0=full;*=streaming:sinks=2,window=14", "streaming:sinks=2,window=14,storage=int8",
-              RETRIEVAL, f"{CALIBRATED},every=7",
+              RETRIEVAL, f"{CALIBRATED},every=7", f"{RETRIEVAL},storage=int8",
               "keydiff:capacity=8,every=1,positions=absolute,storage=int8",
               "snapkv:capacity=8,window=4,every=5", "pyramidkv:capacity=8,window=4,every=5",
               "expected-attention:capacity=8,sinks=2,future=16,every=5",
               "tova:capacity=8", "rkv:capacity=8,window=4,every=5",
-              "vase:capacity=16,window=4,every=5", "triattention:capacity=8,every=5",
+              "vase:capacity=16,window=4,every=5", TRIATTENTION,
               "balance-stream:sinks=2,window=6,levels=2,block=4,storage=int8")  # fmt: skip
 OFTEN = {
     "full",
     "full:storage=int8",
     STREAMING,
     RETRIEVAL,
+    TRIATTENTION,
     "0=full;*=streaming:sinks=2,window=14",
 }
 
