@@ -65,13 +65,13 @@ USES = {
         "softcap",
     ),
     "keydiff": (
-        "a prompt with single facts where KV heads must have equal budgets",
+        "a baseline of `retrieval`, with the rotated keys of the paper",
         "endless text without `every`; removing most of a prompt; long prompts, in which it loses "
         "most single facts",
     ),
     "retrieval": (
         "a prompt that is asked about afterwards: single facts anywhere in it",
-        "a mesh that splits KV heads",
+        "a mesh that splits KV heads, but with `budgets=equal`",
     ),
     "tova": (
         "a baseline of caches that evict by the newest query's attention",

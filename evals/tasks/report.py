@@ -30,7 +30,8 @@ LENGTHS = {"tasks": "1,024", "tasks_2048": "2,048", "tasks_4096": "4,096"}  # of
 MEASURED = ("1024", "2048", "4096")  # lengths of the records of needles
 BUDGETED = "needles_calibrated"  # adaptive and calibrated budgets at all lengths
 # Of caches that evict or compress, with more samples. A later record replaces rows of earlier ones.
-NEEDLES = ("needles", "needles_1024", "needles_4096", "needles_4096_quarter", BUDGETED)
+NEEDLES = ("needles", "needles_1024", "needles_4096", "needles_4096_quarter", "needles_equal",
+           BUDGETED)  # fmt: skip
 MISSING = "–"  # in a cell of several numbers, one that is not measured
 QUARTER, EIGHTH = "0.25", "0.125"  # of the context
 LOSS = 0.1  # of all answers: a smaller loss counts as none
@@ -354,6 +355,15 @@ STATEMENTS = (
               "find at most 4 of 20 needles and 7 of 20 pass keys", "needles_4096_quarter",
               [below(f"tasks/{task}/4096/ratios/{QUARTER}/{{policy}}/score", most)
                for task, most in (("needle", 0.201), ("passkey", 0.351))]),
+    Statement(PAGE, "With equal budgets in all KV heads, `retrieval` finds 14 and 16 of 20 needles "
+              "with a quarter of 1,024 and 2,048 tokens", "needles_equal",
+              [within(of_needles("needle", length, QUARTER, "retrieval-equal"), right / 20)
+               for length, right in (("1024", 14), ("2048", 16))]),
+    Statement(PAGE, "Scoring keys before their rotation alone makes `keydiff` find as many",
+              "needles_equal",
+              [within(of_needles("needle", length, QUARTER, "keydiff-unrotated"),
+                      of_needles("needle", length, QUARTER, "retrieval-equal"))
+               for length in ("1024", "2048")]),
     Statement(PAGE, "In 4,096 tokens, with a quarter, `retrieval` has the pass key in more heads "
               "than with calibrated budgets, and gives fewer", BUDGETED,
               [above(of_needles("passkey", "4096", QUARTER, field="answer_heads"),
