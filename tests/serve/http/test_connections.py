@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -50,6 +51,19 @@ def is_closed(connection: socket.socket) -> bool:
 def strict():
     with serving(FakeEngine(pause=0.002), header_seconds=0.3) as served:
         yield served
+
+
+def test_a_kept_connection_answers_at_once(strict):
+    """Not after the 40 ms for which a system delays an acknowledgement."""
+    connection = http.client.HTTPConnection("127.0.0.1", strict.port, timeout=20)
+    seconds = []
+    for _ in range(8):
+        start = time.monotonic()
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        seconds.append(time.monotonic() - start)
+    connection.close()
+    assert min(seconds[1:]) < 0.03
 
 
 @pytest.mark.parametrize("sent", [b"", GET[:-2] + b"a" * 1000], ids=["nothing", "each byte"])
