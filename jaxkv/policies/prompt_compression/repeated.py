@@ -85,8 +85,12 @@ def in_two_passes(
 
 def find_sampled(sample: Sample, log_weight: Float32[Array, "B X C"], kv_heads: int) -> Sampled:
     """Where the sampled tokens of each KV head are."""
-    rows, filled = flat(sample), log_weight.reshape(log_weight.shape[0], 1, -1) > -jnp.inf
-    filled &= rows.head == jnp.arange(kv_heads)[None, :, None]
+    filled = log_weight > -jnp.inf
+    if isinstance(sample, PerHeadTokens):  # the filled slots of a head are its first ones
+        first = jnp.arange(kv_heads, dtype=jnp.int32) * filled.shape[2]
+        count = jnp.sum(filled, axis=2, dtype=jnp.int32)
+        return Sampled(jnp.broadcast_to(first[None], count.shape), count)
+    filled &= sample.head == jnp.arange(kv_heads)[None, :, None]
     return Sampled(
         jnp.argmax(filled, axis=2).astype(jnp.int32), jnp.sum(filled, axis=2, dtype=jnp.int32)
     )
