@@ -27,7 +27,7 @@ from jaxkv.typing import Bool
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_SIZE = 2**16  # characters of a grammar: compiling so many takes less than a second
 MAX_JSON = 2**20  # characters of the JSON of a schema, with descriptions, which are left out
-MAX_RULES = 500  # of a grammar in the form of llama.cpp, which is translated in quadratic time
+MAX_RULES = 200  # of a grammar in the form of llama.cpp, which is translated in quadratic time
 MAX_PATTERN = 2**14  # characters of a regular expression, which is read in quadratic time
 LEXER_FUEL = 50_000, 6  # of an expression before the answer, and more a character: some 20 ms
 MAX_ITEMS = 10_000  # of the parser in a step: some 10 ms, in which other answers wait

@@ -167,9 +167,9 @@ def fit(llm: Llm, budget: int, policies: Sequence[str], prompt: int, scored: int
     name = max(needs, key=needs.get, default=None)
     if name is not None and needs[name] > budget:
         raise UserError(
-            f"--budget must be at least {memory.show(needs[name])} ({needs[name]} bytes) for "
-            f"{name}, got {budget} bytes per sequence; raise it, or name "
-            "other policies with --policy"
+            f"--budget must be at least {needs[name]} bytes (about {memory.show(needs[name])}) for "
+            f"{name}, got {budget} bytes per sequence; raise it, or name other policies with "
+            "--policy"
         )
     return list(
         dict.fromkeys(

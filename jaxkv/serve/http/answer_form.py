@@ -33,8 +33,10 @@ def tool_form_of(values: Values, language: LanguageProtocol) -> ToolForm | None:
     form = tool_form(language.template) if "tools" in language.variables else None
     divided = language.response_template is not None and values["tool_choice"].mode == "auto"
     if form is None and not (divided and "tools" in language.variables):
-        message = "this model's chat template has no tools in a form that jaxkv knows; "
-        message += "leave tools out, or ask for JSON by response_format"
+        message = "this model's chat template has no tools in a form that jaxkv knows"
+        if language.template is None:
+            message = "this model has no chat template, and so no form of tools"
+        message += "; leave tools out, or ask for JSON by response_format"
         raise APIError(400, message, param="tools")
     return form
 

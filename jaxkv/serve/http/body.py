@@ -151,7 +151,8 @@ def parse(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         raise APIError(400, "the body is nested too deeply; a request needs five levels") from None
     except json.JSONDecodeError as error:
-        message = f"the body must be JSON: {error.msg} at character {error.pos}; correct it"
+        reason = error.msg.removesuffix(" at")
+        message = f"the body must be JSON: {reason} at character {error.pos}; correct it"
         raise APIError(400, message) from None
     except ValueError:  # from int(), for thousands of digits
         raise APIError(400, "a number in the body has too many digits; give fewer") from None

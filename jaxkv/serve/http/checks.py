@@ -122,7 +122,11 @@ def variables(name: str, value: Any, max_levels: int = MAX_LEVELS) -> dict[str, 
         depth, level = depth + 1, [part for outer in level for part in _parts(outer)]
     if depth > max_levels:
         raise invalid(name, f"an object of at most {max_levels} levels", value)
-    valid_unicode(name, json.dumps(value, ensure_ascii=False))
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise invalid(name, "an object with finite numbers", value) from None
+    valid_unicode(name, written)
     return value
 
 

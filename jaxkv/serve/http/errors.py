@@ -74,4 +74,6 @@ def server_failed() -> APIError:
 
 def shown(value: object) -> str:
     """A short one-line quotation of a value, however long or deep it is."""
+    if value is None or type(value) is bool:
+        return json.dumps(value)
     return _short.repr(value)

@@ -178,7 +178,8 @@ def _request(
             for request in _requests(values, ids, tenant, model, format, matcher)
         ]
     except UserError as error:
-        raise APIError(400, str(error)) from None
+        param = "messages" if format.is_chat else "prompt"
+        raise APIError(400, str(error), param=param) from None
     n, sampling = values["n"], requests[0].sampling
     applied = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     return CompletionRequest(
@@ -202,7 +203,8 @@ RESPONSE_NAMES = {
     "response_format.json_schema": "text.format", "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
     "tool_choice.allowed_tools": "tool_choice", "tool_choice.function": "tool_choice",
-    ".tool_call_id": ".call_id", "].function": "]", "messages": "input",
+    ".tool_call_id": ".call_id", "].function": "]", "instructions.content": "instructions",
+    "messages": "input",
 }  # fmt: skip
 
 

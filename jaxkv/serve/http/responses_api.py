@@ -22,6 +22,7 @@ from jaxkv.serve.http.checks import (
     valid_unicode,
 )
 from jaxkv.serve.http.errors import APIError, shown
+from jaxkv.serve.http.messages import MAX_TOOLS
 from jaxkv.serve.http.responses import Json
 from jaxkv.serve.http.tools import Call, Content, Part, Thought
 
@@ -90,6 +91,8 @@ def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[MessagePlace]]:
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     tools = _listed("tools", body.get("tools"))
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"a list of at most {MAX_TOOLS} tools", tools)
     if tools:
         chat["tools"] = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
     if body.get("tool_choice") is not None:
@@ -132,6 +135,8 @@ def _check_metadata(metadata: Json) -> None:
 def _format(value: Any) -> Any:
     if type(value) is not dict or value.get("type") != "json_schema":
         return value
+    if type(value.get("schema")) is not dict:
+        raise invalid("text.format", "an object with a schema", value)
     return _nested(value)
 
 
