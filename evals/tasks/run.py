@@ -19,12 +19,13 @@ import numpy as np
 from jaxkv import models
 from jaxkv.contract import Policy, State
 from jaxkv.evals.tasks import model_rows, score
-from jaxkv.evals.tasks.budgets import SCORED
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_places
+from jaxkv.models.generation.kvzip import compress, while_reading
 from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
+from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.typing import Array, Float, Float32
 
 WIDTH = 64  # tokens of every compiled program, so that each policy compiles one
@@ -70,8 +71,7 @@ class Batch:
             answers = full.answers if (agreement == 1).all() else self.greedy(stream)
         texts = [self.llm.tokenizer.decode(answer) for answer in answers]
         right = [self.match(t, p.answers) for t, p in zip(texts, self.prompts, strict=True)]
-        filled = stream.state_bytes - model_rows.empty_bytes(stream)
-        state_bytes = np.full(len(counts), filled / len(counts))
+        state_bytes = np.full(len(counts), stream.state_bytes / len(counts))
         return np.stack([right, kl, agreement, counts, state_bytes, answer_heads], axis=1)
 
     def answer_heads(self, stream: models.Stream) -> Float[np.ndarray, " B"]:
@@ -126,7 +126,8 @@ class Batch:
         """A stream that has read the contexts, prefill finished, with room for the rest."""
         llm = self.llm
         chosen = model_rows.policy_of(policy)
-        stream = models.Stream(llm, chosen, batch=len(self.prompts), seed=self.seeds)
+        reading = while_reading(chosen) if isinstance(chosen, Scored) else chosen
+        stream = models.Stream(llm, reading, batch=len(self.prompts), seed=self.seeds)
         contexts = [prompt.context for prompt in self.prompts]
         lengths = np.array(list(map(len, contexts)))
         stream.reserve(lengths)
@@ -143,10 +144,12 @@ class Batch:
             _, states, _ = self.read(policies, states, np.zeros_like(lengths), contexts)
         position = jnp.asarray(lengths, jnp.uint32)
         stream.decoding = stream.decoding._replace(states=states, position=position)
-        if (method := policy.partition(":")[0]) in SCORED:
+        if isinstance(chosen, Scored):
+            method = policy.partition(":")[0]
             scores = [model_rows.scores(llm, method, tuple(context)) for context in contexts]
-            model_rows.compress(stream, scores)
-        stream.finish_prefill()
+            compress(stream, chosen, scores)
+        else:
+            stream.finish_prefill()
         stream.reserve(ROOM)
         stream.lengths = lengths
         return stream

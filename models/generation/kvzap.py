@@ -33,12 +33,7 @@ from jaxkv.models.generation.context_scores import (
     token_parts,
 )
 from jaxkv.models.generation.decoding import end_chunk
-from jaxkv.models.generation.kvzip import (
-    check_scored,
-    compress,
-    layer_policies,
-    while_reading,
-)
+from jaxkv.models.generation.kvzip import check_scored, compress, while_reading
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.decoder import layer_weights
@@ -134,11 +129,10 @@ def kvzap_stream(
     decoding = stream.decoding._replace(states=())
     layers = zip(stream.policies, stream.decoding.states, strict=True)
     scores, states = zip(*_read(llm, weights, prompt, layers), strict=True)
-    static = stream.static._replace(policies=tuple(layer_policies(policy, np.stack(scores))))
     for part in zip(prompt.x, prompt.ids, prompt.valid, strict=True):
-        decoding = end_chunk(static.of_model, llm.weights, decoding, *part)
-    stream.static, stream.decoding = static, decoding._replace(states=states)
-    compress(stream, np.stack(scores))
+        decoding = end_chunk(stream.static.of_model, llm.weights, decoding, *part)
+    stream.decoding = decoding._replace(states=states)
+    compress(stream, policy, [np.stack(scores)])
     return stream
 
 

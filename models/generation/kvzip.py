@@ -12,7 +12,9 @@ from jaxkv.models.generation.context_scores import context_scores
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
-from jaxkv.typing import Float32
+from jaxkv.typing import Float32, Integer
+
+ROWS = 256  # a multiple of the rows of a layer under global budgets
 
 
 def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed: int = 0) -> Stream:
@@ -30,9 +32,8 @@ def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed:
         tokens, ended = stream.decode(llm.sampling, 64, llm.eos)
 
     ids, front: as in `context_scores`. policy: of every layer; `budgets=global` shares
-    `capacity` tokens a KV head among all layers, as the published code does by default. Each
-    context then has caches of sizes of its own, for which the end of the prompt and the answer are
-    compiled.
+    `capacity` tokens a KV head among all layers, as the published code does by default. The rows of
+    a layer are then rounded up to a multiple of ROWS, so that contexts share programs.
 
     Raises UserError for another policy, and as `context_scores` does.
     """
@@ -40,19 +41,13 @@ def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed:
     scores = context_scores(llm, ids, front)
     stream = Stream(llm, while_reading(policy), seed=seed, tokens=len(ids))
     stream.prefill([ids])
-    stream.static = stream.static._replace(policies=tuple(layer_policies(policy, scores)))
-    compress(stream, scores)
+    compress(stream, policy, [scores])
     return stream
 
 
 def while_reading(policy: Scored) -> Scored:
-    """The policy during a prompt, when caches are the same under all budgets.
-
-    Global budgets follow from the scores, and would compile a program for each layer.
-    """
-    if policy.budgets != "global":
-        return policy
-    return replace(policy, budgets="adaptive", head_budgets=())
+    """The policy during a prompt: global budgets follow from its scores."""
+    return replace(policy, budgets="adaptive") if policy.budgets == "global" else policy
 
 
 def check_scored(policy: object) -> None:
@@ -64,18 +59,29 @@ def check_scored(policy: object) -> None:
         )
 
 
-def compress(stream: Stream, scores: Float32[np.ndarray, "L K S"]) -> None:
-    """Finish the prefill of a stream of one sequence under `Scored` by the scores of its keys."""
-    layers = zip(stream.policies, stream.decoding.states, scores, strict=True)
-    states = tuple(policy.with_scores(state, of_layer[None]) for policy, state, of_layer in layers)
+def compress(
+    stream: Stream, policy: Scored, scores: Sequence[Float32[np.ndarray, "L K S"]]
+) -> None:
+    """Finish a prefill under `while_reading(policy)` by the scores of the keys of each sequence."""
+    layers, kv_heads, _ = scores[0].shape
+    size = max(of_sequence.shape[2] for of_sequence in scores)
+    padded = np.zeros((layers, len(scores), kv_heads, size), np.float32)
+    for number, of_sequence in enumerate(scores):
+        padded[:, number, :, : of_sequence.shape[2]] = of_sequence
+    policies, budgets = [policy] * layers, [None] * layers
+    if policy.budgets == "global":
+        budgets = np.stack([_global_budgets(policy, x) for x in scores], axis=1)  # [L,B,K]
+        rows = -(-budgets.sum(axis=2).max(axis=1) // ROWS) * ROWS
+        policies = [replace(policy, rows=int(count)) for count in rows]
+    of_layers = zip(policies, stream.decoding.states, padded, budgets, strict=True)
+    states = tuple(of_layer.with_scores(*arguments) for of_layer, *arguments in of_layers)
+    stream.static = stream.static._replace(policies=tuple(policies))
     stream.decoding = stream.decoding._replace(states=states)
     stream.finish_prefill()
 
 
-def layer_policies(policy: Scored, scores: Float32[np.ndarray, "L K S"]) -> list[Scored]:
-    """The policy of each layer, with the budgets of its KV heads where they are global."""
-    if policy.budgets != "global":
-        return [policy] * len(scores)
-    between = scores[:, :, policy.sinks : max(policy.sinks, scores.shape[2] - policy.window)]
-    budgets = global_budgets(between, policy.budget)
-    return [replace(policy, head_budgets=of_layer) for of_layer in budgets]
+def _global_budgets(
+    policy: Scored, scores: Float32[np.ndarray, "L K S"]
+) -> Integer[np.ndarray, "L K"]:
+    end = max(policy.sinks, scores.shape[2] - policy.window)
+    return global_budgets(scores[:, :, policy.sinks : end], policy.budget)

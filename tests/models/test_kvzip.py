@@ -14,7 +14,7 @@ from jaxkv.models.generation.context_scores import (
     scores_by_layer,
 )
 from jaxkv.models.generation.kvzap import fit_kvzap, kvzap_scores, kvzap_stream
-from jaxkv.models.generation.kvzip import compress, kvzip_stream, layer_policies
+from jaxkv.models.generation.kvzip import compress, kvzip_stream, while_reading
 from jaxkv.models.generation.streams import Stream
 from jaxkv.models.loading.chat import Chat
 from jaxkv.models.loading.llm import load
@@ -227,9 +227,9 @@ def test_a_stream_is_scored_by_predictions(llm, weights, budgets, storage, share
     ids = llm.tokenizer.encode(NEW, bos=True)
     policy = Scored(capacity=20, sinks=4, window=6, budgets=budgets, start=16, storage=storage)
     scores = kvzap_scores(llm, weights, ids)
-    expected = Stream(llm, layer_policies(policy, scores))
+    expected = Stream(llm, while_reading(policy))
     expected.prefill([ids])
-    compress(expected, scores)
+    compress(expected, policy, [scores])
     stream = kvzap_stream(llm, ids, weights, policy)
     places = [cached_places(llm, s) for s in (stream, expected)]
     assert len(places[0]) == len(places[1]) == 2 * 2 * 20

@@ -48,7 +48,7 @@ class CompressedState(NamedTuple):
     sample, log_weight: the compressed prompt; no slots before the end of prefill. X is K, or 1
     where KV heads have unequal budgets and the rows of all are together. statistics: what the
     method gathers of all tokens for its score; empty after prefill. rng: seeds of the draws.
-    head_budgets: of the KV heads, where a calibration fixes them.
+    head_budgets: how many tokens each KV head keeps, where these numbers are fixed.
 
     With `every` all sizes are constant, and dense has the ends and up to `every` tokens between.
     """
@@ -219,8 +219,6 @@ class CompressionPolicy(Policy):
             minimum = self.budget // SAFEGUARD
             return keep(partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum))
         heads, total = state.head_budgets, self.layer_budgets.total
-        if self.budgets != "calibrated":
-            heads = jnp.asarray([self.layer_budgets.by_head], jnp.int32)
         chosen, weight = keep(partial(per_layer.best_of_heads, budgets=heads, total=total))
         unknown = jnp.any(heads < 0, axis=1)[:, None, None]
         return chosen, jnp.where(unknown, jnp.nan, weight)
@@ -238,7 +236,7 @@ class CompressionPolicy(Policy):
         like = ring.DENSE_LEAVES if self.every is None else ring.LEAVES
         exact = ring.leaves(self.storage, self.ends.sinks, like)
         leaves = LEAVES._replace(dense=exact, statistics=self.scorer.statistics_leaves)
-        if self.budgets == "calibrated":
+        if self.layer_budgets is not None:
             leaves = leaves._replace(head_budgets=Leaf("B K"))
         if self.rows_of_layer:
             sample, weight = per_layer.leaves(self.storage), Leaf("B I R")
@@ -287,10 +285,10 @@ class CompressionPolicy(Policy):
 
     def init(self, spec: Spec, batch: int, rng: jax.Array) -> CompressedState:
         layer_budgets, head_budgets = self.layer_budgets, ()
-        if self.budgets not in ("equal", "adaptive"):
-            check_head_budgets(spec, self.budgets, layer_budgets)
         if self.budgets == "calibrated":
-            # `program` does not know them: -1 gives NaN, as compiled code cannot raise.
+            check_head_budgets(spec, layer_budgets)
+        if layer_budgets is not None:
+            # Where they are not known yet, -1 gives NaN, as compiled code cannot raise.
             heads = jnp.asarray(layer_budgets.by_head or (-1,), jnp.int32)
             head_budgets = jnp.broadcast_to(heads, (batch, spec.kv_heads))
         slots, size = self.start, 0
@@ -480,15 +478,13 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"rounds must be from 1 to 10, got {rounds}; try rounds=2")
 
 
-def check_head_budgets(spec: Spec, budgets: str, layer_budgets: LayerBudgets | None) -> None:
-    """Raise UserError unless every KV head has a fixed budget, or the state has them."""
+def check_head_budgets(spec: Spec, layer_budgets: LayerBudgets | None) -> None:
+    """Raise UserError unless every KV head has a calibrated budget, or the state has them."""
     heads = () if layer_budgets is None else layer_budgets.by_head
     if layer_budgets is None or (heads and len(heads) != spec.kv_heads):
-        source = "call for_layer(layer, num_layers) with calibration= of this model"
         raise UserError(
-            f"budgets={budgets} needs a budget for each of {spec.kv_heads} KV heads, got "
-            f"{len(heads)}; "
-            f"{source if budgets == 'calibrated' else 'use those of `global_budgets`'}"
+            f"budgets=calibrated needs a budget for each of {spec.kv_heads} KV heads, got "
+            f"{len(heads)}; call for_layer(layer, num_layers) with calibration= of this model"
         )
 
 

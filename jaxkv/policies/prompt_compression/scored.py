@@ -23,7 +23,7 @@ from jaxkv.policies.prompt_compression.base import (
 )
 from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Float32, Int32
+from jaxkv.typing import Array, Float32, Int32, Integer
 
 ScoreFunction = Callable[[Spec, ScoredTokens], Float32[Array, "B K C"]]
 
@@ -42,8 +42,9 @@ class Scored(CompressionPolicy):
     function: computes the scores in place of that, from `ScoredTokens`. A state without scores, or
     with NaN among them, gives NaN after the prompt.
 
-    budgets: equal and adaptive as in keydiff; global for the numbers of `head_budgets`, which
-    `global_budgets` computes from the scores of all layers. The other fields are those of
+    budgets: equal and adaptive as in keydiff; global for numbers of tokens that the caller puts
+    into the state with the scores, those of `global_budgets` for example. Then the compressed
+    prompt has `rows` of all KV heads together, empty ones too. The other fields are those of
     retrieval.
     """
 
@@ -54,7 +55,7 @@ class Scored(CompressionPolicy):
     start: int = 512
     storage: Storage = "float"
     function: ScoreFunction | None = None
-    head_budgets: tuple[int, ...] = ()
+    rows: int = 0
 
     summary: ClassVar[str] = "a prompt's ends, and the tokens with the largest scores of the caller"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416, for scores of `context_scores`"
@@ -68,12 +69,14 @@ class Scored(CompressionPolicy):
                 "sinks=4,window=0"
             )
         base.check_capacity(self.capacity, self.start, sinks=self.sinks, window=self.window)
-        if min(self.head_budgets, default=0) < 0 or (
-            self.head_budgets and self.budgets != "global"
-        ):
+        if self.rows < 0 or (self.rows and self.budgets != "global"):
             raise UserError(
-                "head_budgets are 0 or more tokens of each KV head, for budgets=global, got "
-                f"{self.head_budgets} with budgets={self.budgets}; leave them out"
+                f"rows must be 0 or more, for budgets=global, got {self.rows} with "
+                f"budgets={self.budgets}; leave it out"
+            )
+        if self.function is not None and self.budgets == "global":
+            raise UserError(
+                "budgets=global needs the scores of all layers, got a function; take adaptive"
             )
         super().__post_init__()
 
@@ -83,7 +86,7 @@ class Scored(CompressionPolicy):
 
     @property
     def layer_budgets(self) -> LayerBudgets | None:
-        return LayerBudgets.of(self.head_budgets) if self.head_budgets else None
+        return LayerBudgets((), self.rows, self.rows, 0) if self.budgets == "global" else None
 
     def statistics(self, spec: Spec, batch: int) -> Float32[Array, "B K S"]:
         """The scores that are set: NaN for each slot; none where a function computes them."""
@@ -98,14 +101,38 @@ class Scored(CompressionPolicy):
         padding = ((0, 0), (0, 0), (0, slots - scores.shape[2]))
         return state._replace(statistics=jnp.pad(scores, padding, constant_values=jnp.nan))
 
-    def with_scores(self, state: CompressedState, scores: ArrayLike) -> CompressedState:
+    def with_scores(
+        self, state: CompressedState, scores: ArrayLike, head_budgets: ArrayLike | None = None
+    ) -> CompressedState:
         """The state with the scores [B,K,S] of its tokens, in their order.
 
-        Raises UserError for scores of another shape, for fewer scores than tokens, and for NaN.
+        head_budgets: the number of tokens [B,K] that each KV head keeps, for budgets=global.
+        Raises UserError for scores of another shape, for fewer scores than tokens, for NaN, and for
+        budgets that do not fit.
         """
         check_scores(scores, state.statistics.shape, state.dense.count)
         set_scores = state.statistics.at[:, :, : scores.shape[2]].set(scores)
-        return state._replace(statistics=set_scores)
+        state = state._replace(statistics=set_scores)
+        if self.budgets != "global" and head_budgets is None:
+            return state
+        self._check_head_budgets(head_budgets, scores.shape[:2])
+        return state._replace(head_budgets=jnp.asarray(head_budgets, jnp.int32))
+
+    def _check_head_budgets(self, head_budgets: ArrayLike | None, shape: tuple[int, int]) -> None:
+        if self.budgets != "global" or head_budgets is None or head_budgets.shape != shape:
+            got = None if head_budgets is None else list(head_budgets.shape)
+            raise UserError(
+                f"head_budgets [B,K] of shape {list(shape)} belong to budgets=global, got {got} "
+                f"with budgets={self.budgets}; give those of `global_budgets`"
+            )
+        if isinstance(head_budgets, jax.core.Tracer):
+            return
+        largest = int(np.sum(head_budgets, axis=1).max(initial=0))
+        if np.min(head_budgets, initial=0) < 0 or largest > self.rows:
+            raise UserError(
+                f"head_budgets must be 0 or more, of at most rows={self.rows} together, got "
+                f"{largest}; raise rows"
+            )
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         if self.function is None:
@@ -144,12 +171,11 @@ def check_scores(scores: ArrayLike, slots: tuple[int, int, int], count: Int32[Ar
         raise UserError("scores must be numbers, got NaN; check what computes them")
 
 
-def global_budgets(scores: Float32[np.ndarray, "L K S"], budget: int) -> list[tuple[int, ...]]:
+def global_budgets(scores: Float32[np.ndarray, "L K S"], budget: int) -> Integer[np.ndarray, "L K"]:
     """How many of the largest scores of all layers together each KV head of each layer has.
 
     scores: of the tokens between the ends. budget: the mean number of tokens of a KV head.
     """
     layers, kv_heads, size = scores.shape
     best = np.argsort(-scores, axis=None, kind="stable")[: layers * kv_heads * min(budget, size)]
-    counts = np.bincount(best // size, minlength=layers * kv_heads).reshape(layers, kv_heads)
-    return [tuple(layer) for layer in counts.tolist()]
+    return np.bincount(best // size, minlength=layers * kv_heads).reshape(layers, kv_heads)

@@ -28,7 +28,6 @@ def length_of_value(spec, tokens):
     [
         {},
         {"budgets": "adaptive", "storage": "int8"},
-        {"budgets": "global", "head_budgets": (4, 0, 9)},  # three heads, as the laws have
     ],
     ids=str,
 )
@@ -36,11 +35,32 @@ def test_laws(fields):
     check_policy(Scored(capacity=12, function=length_of_value, **ENDS, **fields))
 
 
-@pytest.mark.parametrize("budgets, numbers", [("equal", (4, 4)), ("adaptive", (4, 4)),
-                                              ("global", (4, -1))])  # fmt: skip
-def test_impossible_budgets_of_heads(budgets, numbers):
-    with pytest.raises(UserError, match=rf"head_budgets are .* got .* with budgets={budgets}; lea"):
-        Scored(budgets=budgets, head_budgets=numbers)
+@pytest.mark.parametrize("budgets, rows", [("equal", 4), ("adaptive", 4), ("global", -1)])
+def test_impossible_rows(budgets, rows):
+    with pytest.raises(UserError, match=rf"rows must be .* got {rows} with budgets={budgets}; lea"):
+        Scored(budgets=budgets, rows=rows)
+
+
+def test_global_budgets_need_scores_of_all_layers():
+    with pytest.raises(UserError, match="got a function; take adaptive"):
+        Scored(budgets="global", function=length_of_value)
+
+
+@pytest.mark.parametrize(
+    "heads, words",
+    [
+        (None, "got None with budgets=global; give"),
+        (np.zeros((2, 3), int), r"got \[2, 3\] with"),
+        (np.array([[4, 9], [7, 8]]), "at most rows=14 together, got 15; raise rows"),
+        (np.array([[4, 9], [-7, 8]]), "must be 0 or more"),
+    ],
+)
+def test_budgets_of_heads_that_do_not_fit(heads, words):
+    policy, scores = Scored(capacity=12, budgets="global", rows=14, **ENDS), np.ones((2, 2, TOKENS))
+    with pytest.raises(UserError, match=words):
+        policy.with_scores(read(policy), scores, heads)
+    with pytest.raises(UserError, match="with budgets=equal; give"):
+        Scored(**ENDS).with_scores(read(Scored(**ENDS)), scores, np.zeros((2, 2), int))
 
 
 def read(policy):
@@ -49,7 +69,7 @@ def read(policy):
 
 @pytest.mark.parametrize(
     "budgets",
-    [{}, {"budgets": "adaptive"}, {"budgets": "global", "head_budgets": (11, 3)}],
+    [{}, {"budgets": "adaptive"}],
     ids=str,
 )
 def test_scores_that_are_set_choose_as_a_function_does(budgets):
@@ -64,9 +84,23 @@ def test_scores_that_are_set_choose_as_a_function_does(budgets):
         assert cached(policy, SPEC, state)[0][0] == {0, 1, *best.tolist(), 27, 28, 29}
 
 
+@pytest.mark.parametrize("rows", [14, 20, 99])
+def test_each_head_of_a_sequence_keeps_its_number(rows):
+    policy = Scored(capacity=12, budgets="global", rows=rows, **ENDS)
+    state, heads = read(policy), np.array([[11, 3], [0, 9]])
+    scores = np.random.default_rng(0).random((2, 2, TOKENS)).astype("f4")
+    state = jax.jit(policy.with_scores)(state, scores, heads)
+    ends = {0, 1, 27, 28, 29}
+    for sequence, kept in enumerate(cached(policy, SPEC, state)):
+        for head, positions in enumerate(kept):
+            order = np.argsort(-scores[sequence, head, 2:-3], kind="stable") + 2
+            assert positions == ends | {*order[: heads[sequence, head]].tolist()}
+
+
 def test_a_layer_may_keep_only_the_ends():
-    policy = Scored(capacity=12, budgets="global", head_budgets=(0, 0), **ENDS)
-    state = policy.with_scores(read(policy), np.ones((2, 2, TOKENS), "f4"))
+    policy = Scored(capacity=12, budgets="global", **ENDS)
+    none = np.zeros((2, 2), int)
+    state = policy.with_scores(read(policy), np.ones((2, 2, TOKENS), "f4"), none)
     assert cached(policy, SPEC, state) == [[{0, 1, 27, 28, 29}] * 2] * 2
     finished = policy.finish_prefill(SPEC, state)
     with pytest.raises(UserError, match="finished already"):
@@ -82,8 +116,6 @@ def test_scores_that_do_not_fit():
     scores[1, 0, 5] = np.nan
     with pytest.raises(UserError, match="scores must be numbers, got NaN"):
         policy.with_scores(state, scores)
-    with pytest.raises(UserError, match="each of 2 KV heads, got 0; use those of `global_budgets`"):
-        read(Scored(budgets="global"))
 
 
 @pytest.mark.parametrize("known", [0, TOKENS - 9])
@@ -101,7 +133,7 @@ def test_global_budgets_count_the_largest_scores_of_all_layers():
     scores = np.random.default_rng(0).random((3, 2, 50)).astype("f4") ** 3
     budgets = global_budgets(scores, 12)
     threshold = np.sort(scores, axis=None)[-6 * 12]
-    assert budgets == [tuple((layer >= threshold).sum(axis=1)) for layer in scores]
-    assert global_budgets(scores, 99) == [(50, 50)] * 3
+    assert budgets.tolist() == (scores >= threshold).sum(axis=2).tolist()
+    assert global_budgets(scores, 99).tolist() == [[50, 50]] * 3
     scores[1] = 0
-    assert global_budgets(scores, 4)[1] == (0, 0)
+    assert global_budgets(scores, 4)[1].tolist() == [0, 0]
