@@ -10,7 +10,8 @@ does not depend on chunking. Rows in int8 pass no gradient to their tokens.
 Both arrays of `Int8Rows` have the slots on axis 2, so storage handles rows of either form with
 `jax.tree.map`. Attention multiplies logits by the scales of keys, and weights by those of values:
 decoding on a CPU makes no float copy of the cache (jaxkv/platform/cpu.py). Before jax 0.12 it makes
-one, of one layer at a time.
+one, of one layer at a time. A sample whose keys are rotated to positions in the cache is copied at
+each token, in a layer at a time, on every version.
 
 More tokens than slots in a cache that evicts nothing raise UserError. Inside a compiled call
 nothing can be raised, so the count becomes OVERFULL and the sequence outputs NaN from then on: lost

@@ -31,8 +31,9 @@ MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 class HeadShares(NamedTuple):
     """The head shares of a model, with what they were measured on.
 
-    name, fingerprint: of the model. text: the sha256 and the number of tokens. shares: a number
-    from 0 to 1 for each layer and KV head, which `jaxkv calibrate` makes add up to 1.
+    name, fingerprint: the model's. text: the sha256 and the number of tokens of the text that was
+    read. shares: a number from 0 to 1 for each layer and KV head, which `jaxkv calibrate` makes add
+    up to 1.
     """
 
     name: str
@@ -46,10 +47,11 @@ class HeadShares(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerBudgets:
-    """The tokens of the KV heads of one layer, which are fixed.
+    """The fixed numbers of tokens that the KV heads of one layer keep.
 
-    by_head: of each KV head; none in the policy of a compiled program, which has them as an array.
-    total: of all KV heads. largest, smallest: no KV head has more, or fewer.
+    by_head: the number of each KV head; none in the policy of a compiled program, which has them as
+    an array. total: rows of all KV heads together. largest, smallest: no number is greater, or
+    less.
     """
 
     by_head: tuple[int, ...]
