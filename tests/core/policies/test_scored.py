@@ -137,3 +137,12 @@ def test_global_budgets_count_the_largest_scores_of_all_layers():
     assert global_budgets(scores, 99).tolist() == [[50, 50]] * 3
     scores[1] = 0
     assert global_budgets(scores, 4)[1].tolist() == [0, 0]
+
+
+def test_global_budgets_that_are_not_set_give_nan():
+    policy = Scored(capacity=12, budgets="global", rows=14, **ENDS)
+    state = read(policy)
+    state = state._replace(statistics=jnp.zeros_like(state.statistics))
+    state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 5)
+    out = policy.update(SPEC, state, chunk(SPEC, 1, TOKENS, batch=2))[0].out
+    assert np.isnan(out).any(axis=(1, 2, 3)).all()  # of each sequence, in one of its heads
