@@ -50,8 +50,8 @@ class LayerBudgets:
     """The fixed numbers of tokens that the KV heads of one layer keep.
 
     by_head: the number of each KV head; none in the policy of a compiled program, which has them as
-    an array. total: rows of all KV heads together. largest, smallest: no number is greater, or
-    less.
+    an array. total: rows for all KV heads. largest, smallest: bounds of the number of any KV head,
+    in all layers that share the program.
     """
 
     by_head: tuple[int, ...]

@@ -103,10 +103,15 @@ tool_name = check_of(
 )
 
 
+tool_list = check_of(
+    f"a list of at most {MAX_TOOLS} tools",
+    lambda value: type(value) is list and len(value) <= MAX_TOOLS,
+)
+
+
 def tools(name: str, value: Any) -> list[dict[str, Any]]:
     """The functions that an answer may call, as in OpenAI's API."""
-    if type(value) is not list or len(value) > MAX_TOOLS:
-        raise invalid(name, f"a list of at most {MAX_TOOLS} tools", value)
+    tool_list(name, value)
     parsed = [_tool(f"{name}[{at}]", tool) for at, tool in enumerate(value)]
     names = [tool["function"]["name"] for tool in parsed]
     twice = next((text for text in names if names.count(text) > 1), None)

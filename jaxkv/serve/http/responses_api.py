@@ -22,7 +22,7 @@ from jaxkv.serve.http.checks import (
     valid_unicode,
 )
 from jaxkv.serve.http.errors import APIError, shown
-from jaxkv.serve.http.messages import MAX_TOOLS
+from jaxkv.serve.http.messages import tool_list
 from jaxkv.serve.http.responses import Json
 from jaxkv.serve.http.tools import Call, Content, Part, Thought
 
@@ -90,9 +90,7 @@ def chat_body(body: Mapping[str, Any]) -> tuple[Json, list[MessagePlace]]:
             one_of("auto", "concise", "detailed")(f"reasoning.{name}", reasoning[name])
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    tools = _listed("tools", body.get("tools"))
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"a list of at most {MAX_TOOLS} tools", tools)
+    tools = tool_list("tools", _listed("tools", body.get("tools")))
     if tools:
         chat["tools"] = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
     if body.get("tool_choice") is not None:
