@@ -20,7 +20,10 @@ from jaxkv import models
 from jaxkv.cache import per_head
 from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Policy, Spec
+from jaxkv.evals.tasks import model_rows
+from jaxkv.models.generation import shared_prompt
 from jaxkv.models.generation.decoding import Static
+from jaxkv.models.generation.kvzip import compress, while_reading
 from jaxkv.models.generation.score import hidden_by_chunk
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.cross_entropy import target_losses
@@ -36,7 +39,8 @@ from jaxkv.policies import (
     Uniform,
 )
 from jaxkv.policies.prompt_compression import base
-from jaxkv.policies.prompt_compression.base import CompressedState, CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.base import CompressionPolicy, ExactEnds
+from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.rows import Storage
 from jaxkv.typing import Array, Bool, Float, Int32, UInt8
 
@@ -44,6 +48,7 @@ RATIOS = (0.25, 0.5, 0.75, 0.875)  # removed
 WINDOW, KERNEL, SINKS, BETA = 64, 5, 4, 20
 ENDS, BUDGETS = "ends of the prompt", "pyramidkv, kvpress's budgets"
 ADAPTIVE = "keydiff, adaptive budgets"  # the two parts of `retrieval` that kvpress has
+ADAPTIVE_SNAPKV = "snapkv, adaptive budgets"
 
 
 class PressNames(NamedTuple):
@@ -62,9 +67,12 @@ PRESSES = {
     "expected-attention": PressNames("ExpectedAttentionPress"),
     "keydiff": PressNames("KeyDiffPress"),
     ADAPTIVE: PressNames("KeyDiffPress", "AdaKVPress"),
+    ADAPTIVE_SNAPKV: PressNames("SnapKVPress", "AdaKVPress"),
     "tova": PressNames("TOVAPress"),
+    "kvzip": PressNames("KVzipPress"),
 }
 HALVED = {"balance": Balance, "uniform": Uniform}  # kvpress has neither
+KVZAP = "kvzap"  # of which kvpress has weights for other models
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class PromptEnds(CompressionPolicy):
         return ExactEnds(self.sinks, self.window)
 
     def choose(
-        self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array
+        self, spec: Spec, state: base.CompressedState, tokens: PerHeadTokens, count: Array
     ) -> base.Chosen:
         none = per_head.init(spec, tokens.k.shape[0], 1)
         return base.weighted_sample(none, jnp.zeros_like(count), 0.0)
@@ -99,22 +107,25 @@ def budget(prompt: int, ratio: float) -> int:
 
 def policies(prompt: int, ratio: float, layers: int) -> dict[str, Policy | tuple[Policy, ...]]:
     """The policies of one ratio, by case; a tuple has one per layer."""
-    capacity, start = budget(prompt, ratio), {"start": prompt}
-    snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"} | start
+    capacity = budget(prompt, ratio)
+    snap = {"window": WINDOW, "kernel": KERNEL, "pool": "mean"}
     by_name: dict[str, Policy | tuple[Policy, ...]] = {
         "snapkv": SnapKV(capacity, **snap),
         "pyramidkv": PyramidKV(capacity, beta=BETA, **snap),
-        ENDS: PromptEnds(SINKS, capacity - SINKS, **start),
+        ENDS: PromptEnds(SINKS, capacity - SINKS),
         "streaming": Streaming(SINKS, capacity - SINKS, "absolute"),
-        "expected-attention": ExpectedAttention(capacity, SINKS, **start),
-        "keydiff": KeyDiff(capacity, **start),
-        ADAPTIVE: KeyDiff(capacity, budgets="adaptive", **start),
-        "tova": TOVA(capacity, every=None, **start),  # kvpress's always keeps the newest token
+        "expected-attention": ExpectedAttention(capacity, SINKS),
+        "keydiff": KeyDiff(capacity),
+        ADAPTIVE: KeyDiff(capacity, budgets="adaptive"),
+        ADAPTIVE_SNAPKV: SnapKV(capacity, budgets="adaptive", **snap),
+        "tova": TOVA(capacity, every=None),  # kvpress's always keeps the newest token
+        "kvzip": Scored(capacity, SINKS, budgets="global"),
+        KVZAP: Scored(capacity, SINKS, min(model_rows.NEWEST, capacity // 4), "global"),
     }
     # Halved once more than to the budget, so that there is room for the ends.
     rounds = round(math.log2(2 * prompt / capacity))
     ends = (capacity * 2**rounds - prompt) // (2**rounds - 1)
-    fields = {"sinks": SINKS, "window": ends - SINKS, "rounds": rounds} | start
+    fields = {"sinks": SINKS, "window": ends - SINKS, "rounds": rounds}
     by_name |= {name: policy(**fields) for name, policy in HALVED.items()}
     budgets = pyramid_budgets(prompt, ratio, layers)
     if len(set(budgets)) > 1:
@@ -180,21 +191,48 @@ def stored(rows: Sequence[CaseRow]) -> np.ndarray:
     return np.array(list(map(tuple, rows)), dtype)
 
 
-def row_of(
-    policy: Policy | tuple[Policy, ...] | str,
+def rows_of(
     llm: Llm,
+    named: Sequence[tuple[str, Policy | tuple[Policy, ...] | str]],
     prompt: Sequence[int],
     answer: Sequence[int],
-) -> CaseRow:
-    """What a policy keeps of a prompt, and how answer tokens 1, 2, ... are predicted then.
+) -> list[CaseRow]:
+    """What policies keep of a prompt, and how answer tokens 1, 2, ... are predicted then.
 
-    policy: one for all layers or one per layer. answer: the tokens after the prompt.
+    named: cases and their policies, one for all layers or one per layer. answer: the tokens after
+    the prompt. Policies that attend exactly until the end of prefill share the reading.
     SystemExit where a loss is not finite.
     """
-    stream = models.Stream(llm, policy, tokens=len(prompt) + len(answer))
-    stream.prefill([prompt])
-    stream.finish_prefill()
-    kept = np.zeros((llm.config.layers, llm.spec.kv_heads, len(prompt)), bool)
+    streams = [
+        models.Stream(
+            llm,
+            while_reading(policy) if isinstance(policy, Scored) else policy,
+            tokens=len(prompt) + len(answer),
+        )
+        for _, policy in named
+    ]
+    sharing = [
+        stream for stream, (_, policy) in zip(streams, named, strict=True)
+        if shared_prompt.attends_exactly(stream.policies) and not isinstance(policy, Scored)
+    ]  # fmt: skip
+    if sharing:
+        for _ in shared_prompt.prefill(sharing, prompt):
+            pass
+    rows = []
+    for stream, (name, policy) in zip(streams, named, strict=True):
+        if not stream.lengths.any():
+            stream.prefill([prompt])
+        if isinstance(policy, Scored):
+            compress(stream, policy, [model_rows.scores(llm, name, tuple(prompt))])
+        stream.finish_prefill()
+        rows.append(row_of(llm, name, stream, answer))
+    return rows
+
+
+def row_of(llm: Llm, name: str, stream: models.Stream, answer: Sequence[int]) -> CaseRow:
+    """The row of a stream whose prefill is finished. name: of the case."""
+    prompt = int(stream.lengths[0])
+    kept = np.zeros((llm.config.layers, llm.spec.kv_heads, prompt), bool)
     for layer, of_layer, state in zip(stream.policies, kept, stream.decoding.states, strict=True):
         positions, weight = (np.asarray(x)[0] for x in layer.cached(llm.spec, state))
         head, slot = np.nonzero(np.isfinite(weight))
@@ -207,7 +245,7 @@ def row_of(
     ]
     losses, hits = map(np.concatenate, zip(*chunks, strict=True))
     if not np.isfinite(losses).all():
-        raise SystemExit(f"{policy} gives losses that are not finite")
+        raise SystemExit(f"{name} gives losses that are not finite")
     per_head = float(kept.sum(axis=2).mean())
     return CaseRow(per_head, losses.astype(np.float64), hits, np.packbits(kept, axis=-1))
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.evals.benchmarks import kvpress_cases as cases
-from jaxkv.evals.benchmarks.weights import as_folder
+from jaxkv.evals.benchmarks.weights import add_chat, as_folder
 from jaxkv.evals.lib.parts import Parts
 from jaxkv.evals.lib.record import read, standard_error
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
@@ -61,7 +61,7 @@ FLAGS = (
     flag("--prompts", (1024,), "tokens of a prompt"),
     flag("--scored", 128, "tokens after a prompt"),
     flag("--needles", 0, "prompts of each length with a needle"),
-    flag("--skip", (), "cases", nargs="*", choices=(*cases.PRESSES, *cases.HALVED)),
+    flag("--skip", (), "cases", nargs="*", choices=(*cases.PRESSES, *cases.HALVED, cases.KVZAP)),
 )
 
 
@@ -138,10 +138,8 @@ def compare(
 def of_jaxkv(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key]) -> np.ndarray:
     """A row per case, and one for full attention at the end."""
     prompt, layers = passage.prompt, llm.config.layers
-    policies = [cases.policies(len(prompt), ratio, layers)[name] for name, ratio in keys]
-    return cases.stored(
-        [cases.row_of(policy, llm, prompt, passage.rest) for policy in (*policies, "full")]
-    )
+    named = [(name, cases.policies(len(prompt), ratio, layers)[name]) for name, ratio in keys]
+    return cases.stored(cases.rows_of(llm, [*named, ("full", "full")], prompt, passage.rest))
 
 
 def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str) -> np.ndarray:
@@ -149,7 +147,7 @@ def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str
     prompt = len(passage.prompt)
     with tempfile.TemporaryDirectory() as folder:
         request = {
-            "model": str(as_folder(llm, Path(folder))), "prompt": prompt,
+            "model": str(folder_of(llm, Path(folder))), "prompt": prompt,
             "tokens": list(map(int, [*passage.prompt, *passage.rest])),
             "cases": [cases.press(*key) for key in keys],
         }  # fmt: skip
@@ -160,6 +158,15 @@ def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str
                       np.frombuffer(bytes.fromhex(kept), np.uint8).reshape(shape))
         for cached, losses, hits, kept in answer
     ])  # fmt: skip
+
+
+def folder_of(llm: Llm, folder: Path) -> Path:
+    """A folder with the model, and the tokenizer that KVzip asks for a repetition with."""
+    if llm.path.is_dir():
+        return llm.path
+    as_folder(llm, folder)
+    add_chat(llm, folder)
+    return folder
 
 
 def called(python: str, *words: str, stdin: str = "") -> str:
@@ -258,6 +265,8 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 SAME = 0.02  # nats: a smaller difference counts as none
 STREAMING = [f"prompts/4096/cases/streaming/{ratio}/difference" for ratio in (0.25, 0.5)]
 SHOWN_AS = {cases.ENDS: "streaming", cases.ADAPTIVE: "retrieval"}  # the colour of a policy
+NEWER = (cases.ADAPTIVE, cases.ADAPTIVE_SNAPKV, "tova", "kvzip", cases.KVZAP)  # than the record
+UNPLOTTED = (cases.BUDGETS, *NEWER[1:])  # so that each line has a colour
 RIVALS = {  # of a method: those that its paper or its board compares it with
     "expected-attention": ("snapkv", "keydiff", cases.ENDS),
     "balance": ("uniform", "snapkv", "pyramidkv"),
@@ -380,10 +389,10 @@ def answers_of(row: Mapping[str, Any] | None) -> str:
 def plot(axes: Any, results: dict[str, Any]) -> None:
     """Loss after a prompt minus full attention's, by the part of the prompt that is removed, with
     two standard errors over texts. Lines: jaxkv. Crosses: kvpress, same weights and prompts;
-    it has no balance and no uniform."""
+    it has no balance and no uniform. Other methods stand in the tables alone."""
     at = next(iter(results["prompts"].values()))
     for name, rows in at["cases"].items():
-        if name == cases.BUDGETS:
+        if name in UNPLOTTED:
             continue
         colour = COLOURS[SHOWN_AS.get(name, name)]
         removed = [100 * float(ratio) for ratio in rows]
@@ -438,7 +447,6 @@ TABLES = {
     "peers_needles": needles_table,
 }
 PAGE = "docs/results/compression.md"
-NEWER = (cases.ADAPTIVE, "tova")  # than the record
 EQUAL = [x for x in cases.PRESSES if x not in ("pyramidkv", "streaming", *NEWER)]
 STATEMENTS = (
     Statement(PAGE, "At equal budgets, the loss differs from kvpress's by under 0.001 nats",

@@ -23,7 +23,9 @@ import numpy as np
 def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     asked = json.load(sys.stdin)
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(

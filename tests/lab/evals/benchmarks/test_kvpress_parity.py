@@ -32,7 +32,7 @@ def test_budgets_are_those_of_kvpress():
 
 
 def test_the_ends_of_a_prompt_are_kept(llm, ids):
-    stream = models.Stream(llm, cases.PromptEnds(4, 16, PROMPT), tokens=len(ids))
+    stream = models.Stream(llm, cases.PromptEnds(4, 16), tokens=len(ids))
     stream.prefill([ids[:PROMPT]])
     stream.finish_prefill()
     (policy, *_), (state, *_) = stream.policies, stream.decoding.states
@@ -42,11 +42,12 @@ def test_the_ends_of_a_prompt_are_kept(llm, ids):
 
 @pytest.mark.parametrize("name", ["snapkv", "streaming"])
 def test_the_answer_is_scored_after_its_prompt(llm, ids, name):
-    policy = cases.policies(PROMPT, 0.5, 2)[name]
-    cached, losses, _, kept = cases.row_of(policy, llm, ids[:PROMPT], ids[PROMPT:])
+    named = [(name, cases.policies(PROMPT, 0.5, 2)[name]), ("full", "full")]
+    (cached, losses, _, kept), (_, full, hits, _) = cases.rows_of(
+        llm, named, ids[:PROMPT], ids[PROMPT:]
+    )
     assert cached == 80 and losses.shape == (SCORED,)
     assert np.unpackbits(kept, axis=-1).sum(-1).tolist() == [[80] * llm.spec.kv_heads] * 2
-    _, full, hits, _ = cases.row_of("full", llm, ids[:PROMPT], ids[PROMPT:])
     stream = models.Stream(llm, "full")
     stream.prefill([ids[: PROMPT + 1]])
     for token, hit in zip(ids[PROMPT + 1 :], hits, strict=True):
@@ -55,6 +56,27 @@ def test_the_answer_is_scored_after_its_prompt(llm, ids, name):
     expected = np.concatenate(list(models.losses(llm, ids, "full")))[PROMPT:]
     np.testing.assert_allclose(full, expected, rtol=2e-5)
     assert np.abs(losses - full).max() > 1e-4
+
+
+def test_a_shared_reading_changes_nothing(llm, ids):
+    by_name = cases.policies(PROMPT, 0.5, 2)
+    named = [(name, by_name[name]) for name in ("tova", "streaming", cases.ADAPTIVE, "uniform")]
+    together = cases.rows_of(llm, named, ids[:PROMPT], ids[PROMPT:])
+    for case, row in zip(named, together, strict=True):
+        (alone,) = cases.rows_of(llm, [case], ids[:PROMPT], ids[PROMPT:])
+        np.testing.assert_array_equal(row.kept, alone.kept)
+        np.testing.assert_allclose(row.losses, alone.losses, rtol=1e-5)
+
+
+def test_kvzip_keeps_the_largest_scores_of_all_layers(llm, ids):
+    """Beside the sinks, as kvpress does, which removes the smallest of the model."""
+    named = [("kvzip", cases.policies(PROMPT, 0.5, 2)["kvzip"])]
+    (row,) = cases.rows_of(llm, named, ids[:PROMPT], ids[PROMPT:])
+    scores = cases.model_rows.scores(llm, "kvzip", tuple(ids[:PROMPT]))
+    scores[:, :, : cases.SINKS] = 2
+    kept = np.unpackbits(row.kept, axis=-1)[..., :PROMPT].astype(bool)
+    count = cases.budget(PROMPT, 0.5) * scores.shape[0] * scores.shape[1]
+    assert kept.sum() == count and scores[kept].min() >= scores[~kept].max()
 
 
 def row(cached: float, loss: float, *kept: int) -> cases.CaseRow:
