@@ -235,33 +235,40 @@ def piece_scores(
     """The largest attention of each key of a piece from the queries of its repetition.
 
     start, size: the place of the piece in the context; beyond the end of the context it is masked.
+    ALIGNED queries at a time: a CPU takes three times as long for all queries of a head at once.
     """
     kv_heads, tokens = spec.kv_heads, context.k.shape[1]
     piece = start + jnp.arange(size)
     place = jnp.concatenate([jnp.arange(sinks), jnp.minimum(piece, tokens - 1)])
     rotated = spec.encoding.rotate(context.k[:, place], context.positions[:, place])[0]
     keys = jnp.concatenate([rotated, spec.encoding.rotate(repeat.k, repeat.positions)[0]])
-    in_context = (piece < tokens) & context.valid[0, place[sinks:]]
-    written = jnp.concatenate([jnp.ones(sinks, bool), in_context])
-    queries = spec.encoding.rotate(repeat.q, repeat.positions)[0]
-    count = len(queries)
-    causal = jnp.tril(jnp.ones((count, count), bool)) & repeat.valid[0][None]
-    visible = jnp.concatenate([jnp.broadcast_to(written, (count, len(written))), causal], axis=1)
-
+    keys = keys.astype(jnp.float32).transpose(1, 2, 0)  # [K,H,S]
+    written = jnp.concatenate([jnp.ones(sinks, bool), piece < tokens])
+    written &= context.valid[0, place]
+    queries = spec.encoding.rotate(repeat.q, repeat.positions)[0].astype(jnp.float32)
+    group = queries.shape[1] // kv_heads
+    queries = queries.reshape(-1, ALIGNED, kv_heads, group, spec.head_dim)
+    number = jnp.arange(repeat.q.shape[1])
     if sink_logits is not None:
-        sink_logits = jnp.reshape(sink_logits, (kv_heads, -1, 1, 1)).astype(jnp.float32)
+        sink_logits = jnp.reshape(sink_logits, (kv_heads, -1, 1)).astype(jnp.float32)
 
-    def of_head(head: tuple[Array, Array, Array | None]) -> Float32[Array, " P"]:
-        (q, k), sink = (x.astype(jnp.float32) for x in head[:2]), head[2]  # [T,G,H], [S,H]
-        logits = jnp.einsum("tgh,sh->gts", q, k, precision=jax.lax.Precision.HIGHEST)
-        logits = logits * jnp.float32(spec.scale)
-        logits = jnp.where(visible[None], logits, -jnp.inf)
-        shares = jax.nn.softmax(logits, axis=-1)
-        if sink is not None:
-            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-            shares *= jax.nn.sigmoid(total - sink)  # the rest is the sink's
-        shares = jnp.where(repeat.valid[0][None, :, None], shares, 0.0)
-        return jnp.max(shares, axis=(0, 1))[sinks : sinks + size]
+    def of_block(
+        best: Float32[Array, "K P"], block: tuple[Array, Array, Array]
+    ) -> tuple[Float32[Array, "K P"], None]:
+        q, row, valid = block
+        logits = jnp.einsum("tkgh,khs->kgts", q, keys, precision=jax.lax.Precision.HIGHEST)
+        repeated = (number[None] <= row[:, None]) & repeat.valid
+        visible = jnp.concatenate(
+            [jnp.broadcast_to(written, (len(row), len(written))), repeated], axis=1
+        )
+        logits = jnp.where(visible[None, None], logits * jnp.float32(spec.scale), -jnp.inf)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        if sink_logits is not None:  # the rest is the sink's
+            total = jnp.logaddexp(total, sink_logits)
+        share = logits[..., sinks : sinks + size] - total[..., None]
+        share = jnp.where(valid[None, None, :, None], share, -jnp.inf)
+        return jnp.maximum(best, jnp.max(share, axis=(1, 2))), None
 
-    queries = queries.reshape(count, kv_heads, -1, queries.shape[-1]).transpose(1, 0, 2, 3)
-    return jax.lax.map(of_head, (queries, keys.transpose(1, 0, 2), sink_logits))
+    blocks = queries, number.reshape(-1, ALIGNED), repeat.valid[0].reshape(-1, ALIGNED)
+    nothing = jnp.full((kv_heads, size), -jnp.inf, jnp.float32)
+    return jnp.exp(jax.lax.scan(of_block, nothing, blocks)[0])
