@@ -134,9 +134,11 @@ STATEMENTS = (
               "bytes, within 0.02 nats", NAME, [below(f"rows/{CALIBRATED_HALF_WINDOW}", 0.02)]),
     Statement("docs/which_cache.md", "with a window of 32 tokens it is over 0.1 nats higher", NAME,
               [above("rows/retrieval", LARGE)]),
-    Statement("evals/NEGATIVE.md", "with the window of 32 tokens that it has for prompts, it loses "
-              "over 0.1 nats more than `streaming` of as many bytes", NAME,
-              [above("rows/retrieval", LARGE)]),
+    Statement("evals/NEGATIVE.md", "its loss exceeds that of `streaming` by over 0.1 nats with a "
+              "window of 32 tokens, and by over 0.02, the goal, with half of its capacity as the "
+              "window", NAME,
+              [above("rows/retrieval", LARGE),
+               above(f"rows/{HALF_WINDOW}/loss_over_base", 0.02)]),
     Statement(PAGE, "half of the capacity as window is better than 32 tokens", NAME,
               [below(f"rows/{HALF_WINDOW}", "rows/retrieval")]),
 )  # fmt: skip
