@@ -132,8 +132,8 @@ STATEMENTS = (
                for comparison in (
                    above(f"rows/{name}/long/times_as_long", 1),
                    above(f"rows/{name}/long/state_bytes", "rows/full/long/state_bytes"))]),
-    Statement(PAGE, "From a quarter, `snapkv` and `pyramidkv` answer no needle even if the "
-              "question is part of the prompt", "tasks_query_aware",
+    Statement(PAGE, "From a quarter of 1,024 tokens, `snapkv` and `pyramidkv` answer no needle "
+              "even if the question is part of the prompt", "tasks_query_aware",
               [below(f"tasks/needle/1024/ratios/0.25/{name}/score", 0.001)
                for name in ("snapkv", "pyramidkv")]),
     Statement(PAGE, "the loss after the prompt is lower under `expected-attention` than under "
