@@ -209,7 +209,7 @@ STATEMENTS = (
     Statement(PAGE, "memory does not limit them", "operations",
               [below(ROW.format("decode, int8, batch 1", row, "share_of_bandwidth"), 0.3,
                      sure=False) for row in ALL_PRODUCTS]),
-    Statement(PAGE, "Attention is the largest operation", "operations",
+    Statement(PAGE, "Attention takes longer than any single product", "operations",
               [above(ROW.format(f"decode, {form}, batch 8", ATTENTION, "milliseconds"),
                      ROW.format(f"decode, {form}, batch 8", row, "milliseconds"))
                for form in ("float32", "int8") for row in ALL_PRODUCTS]),

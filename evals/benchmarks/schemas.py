@@ -425,18 +425,6 @@ def speed_table() -> str:
     return table(heads, rows, caption)
 
 
-def schemas_table() -> str:
-    """A row per schema: milliseconds to compile it, and of a mask."""
-    results = read(RECORDS["speed"])["results"]
-    heads = ("schema", "compilation (ms)", "mask (ms)")
-    names = ("compile_milliseconds", "mask_milliseconds")
-    rows = (
-        (title, *(ranged(times[name], "median", ".2f") for name in names))
-        for title, times in results["schemas"].items()
-    )
-    return table(heads, rows)
-
-
 def others_than(results: dict[str, Any], part: str) -> dict[str, int]:
     """The invalid answers of each model without this part."""
     return {
@@ -445,9 +433,7 @@ def others_than(results: dict[str, Any], part: str) -> dict[str, int]:
     }
 
 
-TABLES = {
-    "schemas_valid": valid_table, "schemas_speed": speed_table, "schemas_masks": schemas_table,
-}  # fmt: skip
+TABLES = {"schemas_valid": valid_table, "schemas_speed": speed_table}
 STATEMENTS = (
     Statement("docs/results/speed.md", "Every answer of SmolLM2 is valid", "schemas_valid",
               [within(f"models/{REAL}/{{schema}}/invalid")]),

@@ -70,12 +70,14 @@ USES = {
         "most single facts",
     ),
     "retrieval": (
-        "a prompt that is asked about afterwards: single facts anywhere in it",
+        "a prompt that is asked about afterwards: single facts anywhere in it; with `every`, "
+        "endless text that is asked about",
         "a mesh that splits KV heads, but with `budgets=equal`",
     ),
     "tova": (
         "a baseline of caches that evict by the newest query's attention",
-        "long texts: each token compresses the cache; a mesh that splits KV heads",
+        "single distant facts; long texts: each token compresses the cache; a mesh that splits KV "
+        "heads",
     ),
     "rkv": (
         "long answers that repeat themselves, as chains of thought do",
@@ -87,7 +89,7 @@ USES = {
     ),
     "triattention": (
         "long answers, by a score that needs no attention",
-        "models without rotary positions, in which distance tells little",
+        "single distant facts; models without rotary positions, in which distance tells little",
     ),
     "magicpig": (
         "prompts of a hundred thousand tokens on a CPU, to read fewer keys per token",

@@ -19,7 +19,7 @@ from jaxkv.rows import Storage
 
 @dataclass(frozen=True)
 class Retrieval(CompressionPolicy):
-    """Keep a prompt's ends and, of the others, the tokens with the least alike keys of a layer.
+    """Keep a prompt's ends and, of the others, those whose keys differ most from their head's mean.
 
     Few KV heads retrieve: they attend to the one sentence that answers a question. With the same
     budget in every head, a cache evicts that sentence from them. Here the heads of a layer compete
@@ -45,7 +45,7 @@ class Retrieval(CompressionPolicy):
     storage: Storage = "float"
     layer_budgets: LayerBudgets | None = field(default=None, repr=False)  # set by `for_layer`
 
-    summary: ClassVar[str] = "a prompt's ends, and the tokens with the least alike keys of a layer"
+    summary: ClassVar[str] = "a prompt's ends, and the tokens whose keys differ most, by head"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364, with the budgets of AdaKV, 2407.11550"
 
     def __post_init__(self) -> None:
