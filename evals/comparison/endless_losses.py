@@ -107,11 +107,10 @@ def losses_table() -> str:
         f"Nats per token, tokens {first:,} to {last:,} of {len(results['by_text'])} novels under "
         "SmolLM2-135M; ± gives two standard errors over novels."
     )
-    heads = ("policy", "loss minus streaming's", "of single novels", "state", "policy string")
+    heads = ("policy", "loss minus streaming's", "state", "policy string")
     rows = sorted(results["rows"].items(), key=lambda row: row[1]["loss_over_base"])
     return table(heads, (
         (f"`{name}`", "0" if name == BASE else over_base(row),
-         " / ".join(f"{gap:+.2f}" for gap in row["loss_over_base_by_text"]),
          show(row["state_bytes"]), f"`{results['cases'][name]['policy']}`")
         for name, row in rows
     ), caption)  # fmt: skip

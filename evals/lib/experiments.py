@@ -95,7 +95,6 @@ STATEMENTS: tuple[Statement, ...] = tuple(
 )
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_sections.policies,
-    "policy_bytes": policy_sections.policy_bytes,
 }
 for experiment in EXPERIMENTS:
     TABLES |= getattr(experiment, "TABLES", {})

@@ -6,15 +6,7 @@ import dataclasses
 import inspect
 import re
 
-from jaxkv.evals.lib.table import page_table, table_head, table_row
 from jaxkv.policies import POLICIES
-from jaxkv.policy_spec import EXAMPLE_TOKENS, describe
-from jaxkv.state.memory import show
-
-CAPTION = (
-    "The bytes of one sequence in one layer of SmolLM2-135M in float32, at its largest: a policy "
-    "that compresses the prompt first caches all of it. `for_layer` may give layers other sizes."
-)
 
 # What a policy is for, and what not.
 USES = {
@@ -105,16 +97,6 @@ USES |= {
     "loki": ("an oracle baseline: attention to keys ranked in few dimensions", READS_ALL),
     "vattention": ("an oracle baseline: attention with an error bound", READS_ALL),
 }
-
-
-def policy_bytes() -> str:
-    """One row per policy: the bytes of a sequence in the layer of `describe`, by its tokens."""
-    lines = [*table_head("policy", *(f"{n:,} tokens" for n in EXAMPLE_TOKENS))]
-    lines += [
-        table_row(f"`{policy['name']}`", *map(show, policy["bytes"].values()))
-        for policy in describe()
-    ]
-    return page_table(lines, caption=CAPTION)
 
 
 def policies() -> str:
