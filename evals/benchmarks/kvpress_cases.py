@@ -149,7 +149,7 @@ def pyramid_budgets(prompt: int, ratio: float, layers: int) -> list[int]:
     return [round(first - layer * (first - last) / (layers - 1)) for layer in range(layers)]
 
 
-def press(name: str, ratio: float) -> dict[str, Any]:
+def press_fields(name: str, ratio: float) -> dict[str, Any]:
     """The kvpress side of a case: the names of the presses and the fields of the inner one."""
     press, around = PRESSES[name]
     return {"press": press, "around": around, "fields": {"compression_ratio": ratio}}
@@ -203,14 +203,8 @@ def rows_of(
     the prompt. Policies that attend exactly until the end of prefill share the reading.
     SystemExit where a loss is not finite.
     """
-    streams = [
-        models.Stream(
-            llm,
-            while_reading(policy) if isinstance(policy, Scored) else policy,
-            tokens=len(prompt) + len(answer),
-        )
-        for _, policy in named
-    ]
+    size = len(prompt) + len(answer)
+    streams = [models.Stream(llm, while_reading(policy), tokens=size) for _, policy in named]
     sharing = [
         stream for stream, (_, policy) in zip(streams, named, strict=True)
         if shared_prompt.attends_exactly(stream.policies) and not isinstance(policy, Scored)

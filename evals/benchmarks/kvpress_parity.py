@@ -116,11 +116,11 @@ def compare(
     keys = cases.keys(size, llm.config.layers, options.skip)
     chosen = {ratio: cases.policies(size, ratio, llm.config.layers) for _, ratio in keys}
     pressed = cases.with_press(keys)
-    asked = repr([(key, chosen[key[1]][key[0]]) for key in keys])
-    asked += repr([cases.press(*key) for key in pressed])
+    settings = repr([(key, chosen[key[1]][key[0]]) for key in keys])
+    settings += repr([cases.press_fields(*key) for key in pressed])
     sides: dict[str, list[np.ndarray]] = {"theirs": [], "ours": []}
     for passage in passages:
-        hash_ = zlib.crc32(f"{asked} {list(passage.prompt)} {list(passage.rest)}".encode())
+        hash_ = zlib.crc32(f"{settings} {list(passage.prompt)} {list(passage.rest)}".encode())
         title = f"{llm.name}, {passage.title}, {size}, {len(passage.rest) - 1}, {hash_:x}"
         of_sides = {
             "theirs": ("kvpress", partial(of_kvpress, llm, passage, pressed, python)),
@@ -149,7 +149,7 @@ def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str
         request = {
             "model": str(folder_of(llm, Path(folder))), "prompt": prompt,
             "tokens": list(map(int, [*passage.prompt, *passage.rest])),
-            "cases": [cases.press(*key) for key in keys],
+            "cases": [cases.press_fields(*key) for key in keys],
         }  # fmt: skip
         answer = json.loads(called(python, str(SCRIPT), stdin=json.dumps(request)))
     shape = llm.config.layers, llm.spec.kv_heads, -(-prompt // 8)
@@ -264,6 +264,7 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 SAME = 0.02  # nats: a smaller difference counts as none
 STREAMING = [f"prompts/4096/cases/streaming/{ratio}/difference" for ratio in (0.25, 0.5)]
+NO_PRESS = "–"  # where kvpress has no such method
 SHOWN_AS = {cases.ENDS: "streaming", cases.ADAPTIVE: "retrieval"}  # the colour of a policy
 NEWER = (cases.ADAPTIVE, cases.ADAPTIVE_SNAPKV, "tova", "kvzip", cases.KVZAP)  # than the record
 UNPLOTTED = (cases.BUDGETS, *NEWER[1:])  # so that each line has a colour
@@ -371,19 +372,25 @@ def needles_table() -> str:
     """Right answers of jaxkv and of kvpress: a row per method, a column per length and ratio."""
     needles = read("peers")["results"].get("needles", {})
     columns = [(length, f"{ratio:g}") for length in needles for ratio in cases.RATIOS]
-    caption = "Right answers of jaxkv / kvpress, by length and the share that is removed:"
+    caption = (
+        f"Right answers of jaxkv / kvpress, {NO_PRESS} without such a press, by length and the "
+        "share that is removed:"
+    )
     if not columns:
         return cells_table(("method", "right answers"), [("all", UNMEASURED)], caption)
     heads = ("method", *(f"{int(n):,}: {100 * float(ratio):g}%" for n, ratio in columns))
+    names = dict.fromkeys(name for by_name in needles.values() for name in by_name["cases"])
     rows = (
         (name, *(answers_of(needles[n]["cases"].get(name, {}).get(x)) for n, x in columns))
-        for name in cases.PRESSES
+        for name in names
     )
     return cells_table(heads, rows, caption)
 
 
 def answers_of(row: Mapping[str, Any] | None) -> str:
-    return UNMEASURED if row is None else f"{row['right']['ours']} / {row['right']['theirs']}"
+    if row is None:
+        return UNMEASURED
+    return f"{row['right']['ours']} / {row['right'].get('theirs', NO_PRESS)}"
 
 
 def plot(axes: Any, results: dict[str, Any]) -> None:

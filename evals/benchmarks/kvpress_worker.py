@@ -26,16 +26,16 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(
-        asked["model"], dtype=torch.float32, attn_implementation="sdpa"
+        request["model"], dtype=torch.float32, attn_implementation="sdpa"
     )
-    tokens = torch.tensor([asked["tokens"]])
+    tokens = torch.tensor([request["tokens"]])
     keys: list[Any] = []  # of the whole prompt, by layer
     rows = [
-        row_of(model, press, tokens, asked["prompt"], keys)
-        for press in (None, *map(press_of, asked["cases"]))
+        row_of(model, press, tokens, request["prompt"], keys)
+        for press in (None, *map(press_of, request["cases"]))
     ]
     print(json.dumps([*rows[1:], rows[0]]))
 

@@ -25,6 +25,7 @@ from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.state_sizes import sequence_bytes, streaming
 from jaxkv.evals.lib.table import over_base, table
 from jaxkv.evals.lib.verdict import Statement, above, below
+from jaxkv.evals.tasks import model_rows
 from jaxkv.evals.tasks.budgets import (
     CALIBRATED_HALF_WINDOW,
     HALF_WINDOW,
@@ -33,7 +34,6 @@ from jaxkv.evals.tasks.budgets import (
     WINDOW,
     repeated,
 )
-from jaxkv.evals.tasks.model_rows import calibration_of
 from jaxkv.models.loading.llm import Llm
 from jaxkv.state.memory import show
 
@@ -64,7 +64,7 @@ def cases(llm: Llm, budget: int, every: int, names: Sequence[str] = ()) -> dict[
     """
     base = streaming(budget - SINKS)
     max_bytes, by_name = sequence_bytes(llm, base), {BASE: Case(base)}
-    calibration = calibration_of(llm)
+    calibration = model_rows.calibration_of(llm)
     for name in names or policies(budget, every, calibration):
         sizes = range(budget, every + MIN_CAPACITY - 1, -1)
         strings = (policies(size, every, calibration)[name] for size in sizes)
@@ -81,6 +81,7 @@ def cases(llm: Llm, budget: int, every: int, names: Sequence[str] = ()) -> dict[
 def measure(run: Run) -> dict[str, Any]:
     """All caches on all texts: losses beyond the size of the cache, and bytes."""
     llm, options = run.llm, run.options
+    model_rows.check(llm, options.policies)
     caches = cases(llm, options.budget, options.every, options.policies)
     by_text = measure_cases(llm, texts_of(run), caches, BASE, run.record)
     skip = -(-2 * options.budget // BIN) * BIN  # every cache evicts
@@ -96,10 +97,10 @@ MEASURE = Measure(NAME, measure, FLAGS, model=SMOLLM2, texts=1)
 
 def losses_table() -> str:
     """A row per policy, the smallest loss first."""
-    results, *others = (
+    results, *later = (
         read(name)["results"] for name in (NAME, FORMS) if (RESULTS / f"{name}.json").exists()
     )
-    for other in others:
+    for other in later:
         results["rows"] |= {k: row for k, row in other["rows"].items() if k != BASE}
         results["cases"] |= other["cases"]
     first, last = results["tokens"]

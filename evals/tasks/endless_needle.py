@@ -79,19 +79,19 @@ def measure(run: Run) -> dict[str, Any]:
     for task in options.tasks:
         tasks[task] = {}
         for length in options.lengths:
-            asked = prompts(llm, task, length, options.samples, options.seed, beyond=True)
+            drawn = prompts(llm, task, length, options.samples, options.seed, beyond=True)
             tasks[task][str(length)] = {}
             for name, policy in by_name.items():
                 right = []
-                for start in range(0, len(asked), options.batch):
-                    part = asked[start : start + options.batch]
+                for start in range(0, len(drawn), options.batch):
+                    part = drawn[start : start + options.batch]
                     seeds = [options.seed + start + i for i in range(len(part))]
                     batch = Batch(llm, part, TASKS[task].tokens, options.budget, seeds)
                     key = f"{llm.name}, {task}, {length}, seed {options.seed}, {start}+{len(part)}"
                     answers = lambda b=batch, p=policy: right_answers(b, p)
                     key = f"{key}, {named(policy, llm.policies(policy))}"
                     right.append(parts.part(key, answers))
-                depths = [depth_of(i) for i in range(len(asked))]
+                depths = [depth_of(i) for i in range(len(drawn))]
                 entry = score.summary(np.concatenate(right), depths)
                 tasks[task][str(length)][name] = entry
                 print(f"{task}, {length} tokens, {name}: {entry['score']:.2f}", flush=True)

@@ -87,8 +87,8 @@ def needle_results() -> Results:
 
     Raises ValueError where they have different numbers of samples.
     """
-    merged, *others = (read(name, RESULTS)["results"] for name in NEEDLES)
-    for results in others:
+    merged, *later = (read(name, RESULTS)["results"] for name in NEEDLES)
+    for results in later:
         if results["samples"] != merged["samples"]:
             raise ValueError("the records of needles must have equal numbers of samples")
         for task, length, case in cases(results):
@@ -326,8 +326,8 @@ STATEMENTS = (
     Statement(PAGE, "In 4,096 tokens, with a quarter, no other policy that was measured finds more "
               "than 4 of 20 needles, and all but `keydiff` give at most 7 of 20 pass keys",
               "needles_4096_quarter",
-              [below(f"tasks/{task}/4096/ratios/{QUARTER}/{{policy}}/score", most)
-               for task, most in (("needle", 0.201), ("passkey", 0.351))]),
+              [below(f"tasks/{task}/4096/ratios/{QUARTER}/{{policy}}/score", limit)
+               for task, limit in (("needle", 0.201), ("passkey", 0.351))]),
     Statement(PAGE, "With equal budgets in all KV heads, `retrieval` finds 14 and 16 of 20 needles "
               "with a quarter of 1,024 and 2,048 tokens", "needles_equal",
               [within(of_needles("needle", length, QUARTER, "retrieval-equal"), right / 20)

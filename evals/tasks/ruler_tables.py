@@ -135,11 +135,11 @@ def mean_scores(policies: Sequence[str], share: str, lengths: Sequence[str] = LE
 
 def lead(results: Results) -> dict[str, float]:
     """The mean score of retrieval with a quarter cached, minus the best of the others."""
-    ours, others = (
+    ours, baselines = (
         mean_scores(policies, QUARTER)(results)
         for policies in (("retrieval",), ("streaming", "snapkv", "keydiff"))
     )
-    return {length: ours[length] - others[length] for length in ours}
+    return {length: ours[length] - baselines[length] for length in ours}
 
 
 STATEMENTS = (

@@ -23,7 +23,7 @@ from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_places
 from jaxkv.models.generation.kvzip import compress, while_reading
 from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
 from jaxkv.models.loading.llm import Llm
-from jaxkv.models.network.config import Config
+from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
 from jaxkv.policies.prompt_compression.scored import Scored
 from jaxkv.typing import Array, Float, Float32
@@ -79,8 +79,8 @@ class Batch:
 
         NaN where the tokens of an answer are not in the context.
         """
-        states = zip(stream.policies, stream.decoding.states, strict=True)
-        layers = [policy.cached(self.llm.spec, state) for policy, state in states]
+        states = zip(stream.policies, self.llm.specs, stream.decoding.states, strict=True)
+        layers = [policy.cached(spec, state) for policy, spec, state in states]
         layers = [tuple(map(np.asarray, layer)) for layer in layers]
         shares = np.full(len(self.prompts), np.nan)
         for row, prompt in enumerate(self.prompts):
@@ -126,8 +126,7 @@ class Batch:
         """A stream that has read the contexts, prefill finished, with room for the rest."""
         llm = self.llm
         chosen = model_rows.policy_of(policy)
-        reading = while_reading(chosen) if isinstance(chosen, Scored) else chosen
-        stream = models.Stream(llm, reading, batch=len(self.prompts), seed=self.seeds)
+        stream = models.Stream(llm, while_reading(chosen), batch=len(self.prompts), seed=self.seeds)
         contexts = [prompt.context for prompt in self.prompts]
         lengths = np.array(list(map(len, contexts)))
         stream.reserve(lengths)
@@ -135,11 +134,8 @@ class Batch:
         if policy == self.full_policy:
             states = self.recorded[0]
         elif all(layer_policy.min_prompt is not None for layer_policy in policies):
-            layers = zip(policies, states, self.recorded[1], strict=True)
-            states = tuple(
-                absorb(layer_policy, llm.spec, state, chunk)
-                for layer_policy, state, chunk in layers
-            )
+            layers = zip(policies, llm.specs, states, self.recorded[1], strict=True)
+            states = tuple(absorb(*of_one) for of_one in layers)
         else:
             _, states, _ = self.read(policies, states, np.zeros_like(lengths), contexts)
         position = jnp.asarray(lengths, jnp.uint32)
@@ -212,17 +208,16 @@ class Batch:
             x, new, chunks = decoder.embedded(part), [], []
             for layer, (policy, state) in enumerate(zip(policies, states, strict=True)):
                 weights = layer_weights(llm.weights, layer)
-                x, state, attended = run_recorded(llm.config, policy, weights, x, state, *where)
+                config = of_layer(llm.config, layer)
+                x, state, attended = run_recorded(config, policy, weights, x, state, *where)
                 new, chunks = [*new, state], [*chunks, attended] if recording else chunks
             states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
+        join = partial(jnp.concatenate, axis=1)
         layers = [
-            AttentionInputs(*map(_concatenate, *chunks)) for chunks in zip(*seen, strict=True)
+            AttentionInputs(*map(join, zip(*chunks, strict=True)))
+            for chunks in zip(*seen, strict=True)
         ]
-        return jnp.concatenate(hidden, axis=1), states, layers
-
-
-def _concatenate(*parts: Array) -> Array:
-    return jnp.concatenate(parts, axis=1)
+        return join(hidden), states, layers
 
 
 @partial(jax.jit, static_argnums=0)

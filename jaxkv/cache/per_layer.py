@@ -1,14 +1,13 @@
 """Tokens chosen for all KV heads of a layer together: one array of rows, each of one KV head.
 
-KV heads may have different numbers of tokens without slots that stay empty. Rows stay empty only
-where a head has fewer tokens than a budget that is fixed. Attention reads every row once, as it
+KV heads may have different numbers of tokens without slots that stay empty. Rows stay empty where
+there are fewer tokens than rows. Attention reads every row once, as it
 would with equal heads. Each query is multiplied with the rows of all heads, and the rows of other
 heads are masked: K times the products, with the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,21 +82,14 @@ def attend(
     return slot_attention(q, tokens.k, tokens.v, bias, spec.scale, spec.softcap)
 
 
-def keep_best(
-    tokens: PerHeadTokens,
-    score: Float32[Array, "B K S"],
-    valid: Bool[Array, "B K S"],
-    best_of: Callable[[Array, Array, Array], Int32[Array, "B R"]],
+def take(
+    tokens: PerHeadTokens, best: Int32[Array, "B R"], valid: Bool[Array, "B K S"]
 ) -> tuple[PerLayerTokens, Float32[Array, "B 1 R"]]:
-    """The valid tokens with the highest scores, head by head, and their log weights.
+    """The tokens at these places of the slots of all heads, head by head, and their log weights.
 
-    best_of: chooses places in the slots of all heads, from the scores, the order of each head's
-    places by score, and `valid`.
+    Places that are not valid, or beyond the slots, become empty rows at the end.
     """
-    batch, kv_heads, size = score.shape
-    score = jnp.where(valid, score, -jnp.inf)
-    order = jnp.argsort(-score, axis=2, stable=True)
-    best = best_of(score, order, valid)
+    batch, kv_heads, size = valid.shape
     filled = jnp.take_along_axis(valid.reshape(batch, -1), best, 1, mode="fill", fill_value=False)
     place = jnp.sort(jnp.where(filled, best, kv_heads * size), axis=1)[:, None]
     taken = per_head.pick(flat(tokens), jnp.minimum(place, kv_heads * size - 1))
@@ -106,19 +98,16 @@ def keep_best(
 
 
 def best_of_layer(
-    score: Float32[Array, "B K S"],
-    order: Int32[Array, "B K S"],
-    valid: Bool[Array, "B K S"],
-    budget: int,
-    minimum: int,
+    score: Float32[Array, "B K S"], valid: Bool[Array, "B K S"], budget: int, minimum: int
 ) -> Int32[Array, "B R"]:
     """The highest scores of all KV heads together, `budget` a head (AdaKV, arXiv 2407.11550).
 
-    minimum: tokens that each head has at least. order: each head's places, the highest score first.
-    Returns places in the slots of all heads, head by head.
+    minimum: tokens that each head has at least. Of equal scores, those of the first head come
+    first. Returns places in the slots of all heads, head by head.
     """
     batch, kv_heads, size = score.shape
-    rank = jnp.argsort(order, axis=2)
+    score = jnp.where(valid, score, -jnp.inf)
+    rank = jnp.argsort(_order(score), axis=2)
     score = jnp.where(valid & (rank < minimum), jnp.inf, score)
     _, best = jax.lax.top_k(score.reshape(batch, -1), kv_heads * min(budget, size))
     return best
@@ -126,7 +115,6 @@ def best_of_layer(
 
 def best_of_heads(
     score: Float32[Array, "B K S"],
-    order: Int32[Array, "B K S"],
     valid: Bool[Array, "B K S"],
     budgets: Int32[Array, "#B K"],
     total: int,
@@ -136,7 +124,8 @@ def best_of_heads(
     Returns places in the slots of all heads, head by head, and one beyond them for each row that
     no head needs, because there are fewer tokens.
     """
-    batch, kv_heads, size = order.shape
+    batch, kv_heads, size = score.shape
+    order = _order(jnp.where(valid, score, -jnp.inf))
     budgets = jnp.minimum(budgets, size)
     end = jnp.cumsum(budgets, axis=1)
     row = jnp.arange(min(total, kv_heads * size), dtype=jnp.int32)[None]
@@ -145,6 +134,11 @@ def best_of_heads(
     place = jnp.broadcast_to(head * size + row - first, (batch, row.shape[1]))
     best = jnp.take_along_axis(order.reshape(batch, -1), place, axis=1, mode="clip")
     return jnp.where(head < kv_heads, best.astype(jnp.int32) + head * size, kv_heads * size)
+
+
+def _order(score: Float32[Array, "B K S"]) -> Int32[Array, "B K S"]:
+    """The places of each head, the highest score first, of equal ones the oldest."""
+    return jnp.argsort(-score, axis=2, stable=True)
 
 
 def cached(tokens: PerLayerTokens, log_weight: Float32[Array, "B 1 R"], kv_heads: int) -> Cached:

@@ -140,7 +140,7 @@ def scores_by_layer(
     text = token_parts(llm, ids, 0, len(ids))
     repeats = [token_parts(llm, tokens, len(ids), longest) for _, tokens in pieces]
     policy = Full(max=len(ids) + longest, start=len(ids) + longest)
-    sizes = min(SINKS, front), min(PIECE, len(ids) - front)
+    size = min(PIECE, len(ids) - front)
     done, total = 0, (len(ids) + sum(len(tokens) for _, tokens in pieces)) * llm.config.layers
     for layer in range(llm.config.layers):
         weights = layer_weights(llm.weights, layer)
@@ -152,9 +152,9 @@ def scores_by_layer(
         done += len(ids)
         for (piece, tokens), repeat in zip(pieces, repeats, strict=True):
             copied = jax.tree.map(jnp.copy, state)
-            _, asked = run_layer_on(llm.config, policy, weights, repeat, copied)
-            place = np.int32(piece.start)
-            attended = piece_scores(llm.spec, *sizes, context, asked, place, sinks)
+            _, inputs = run_layer_on(llm.config, policy, weights, repeat, copied)
+            first, place = min(SINKS, piece.start), np.int32(piece.start)
+            attended = piece_scores(llm.spec, first, size, context, inputs, place, sinks)
             scores[:, piece] = np.asarray(attended)[:, : piece.stop - piece.start]
             done += len(tokens)
             if progress is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from jaxkv.models.loading.llm import Llm
 from jaxkv.policies.prompt_compression.scored import Scored, global_budgets
 from jaxkv.typing import Float32, Integer
 
+Policies = TypeVar("Policies")  # a policy, its string, or one per layer
 ROWS = 256  # a multiple of the rows of a layer under global budgets
 
 
@@ -45,9 +47,13 @@ def kvzip_stream(llm: Llm, ids: Sequence[int], front: int, policy: Scored, seed:
     return stream
 
 
-def while_reading(policy: Scored) -> Scored:
-    """The policy during a prompt: global budgets follow from its scores."""
-    return replace(policy, budgets="adaptive") if policy.budgets == "global" else policy
+def while_reading(policy: Policies) -> Policies:
+    """The policy during a prompt; other budgets than global ones, and other policies, are kept.
+
+    Global budgets follow from the scores of the prompt.
+    """
+    is_global = isinstance(policy, Scored) and policy.budgets == "global"
+    return replace(policy, budgets="adaptive") if is_global else policy
 
 
 def check_scored(policy: object) -> None:

@@ -172,6 +172,7 @@ def rank(
         )
     return {
         "budget": budget,
+        "split": llm.mesh is not None and llm.mesh.shape.get("model", 1) > 1,
         "stretches": len(text.tokens),
         "prompt": text.prompt,
         "scored": text.scored,
@@ -199,7 +200,7 @@ def _row(
         "agreement": float(score.agreement[predicted].mean()),
         "milliseconds_per_token": None
         if not times
-        else {"median": float(np.median(times)), "least": min(times), "most": max(times)},
+        else {"median": float(np.median(times)), "min": min(times), "max": max(times)},
         "prompt_bytes": budgets.prompt_bytes_of(llm, score.policy, text.prompt),
         "acts_on_prompt": budgets.acts_on_prompt(policies),
         # No distance exceeds the trained context, however long the text is.

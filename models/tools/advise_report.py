@@ -105,7 +105,7 @@ def sentences(results: Mapping[str, Any], command: str = "jaxkv chat") -> list[s
             line += ", and no other is within noise of it"
         told.append(f"{line}.")
     levels = [[by_name[name] for name in names] for names in results["levels"]]
-    return [*told, choices.facts_sentence(), *_choices(levels, command)]
+    return [*told, *choices.facts_lines(results["split"]), *_choices(levels, command)]
 
 
 def _choices(levels: Sequence[Sequence[Row]], command: str) -> list[str]:
@@ -150,9 +150,7 @@ def _choice(level: Sequence[Row]) -> tuple[Row, str]:
     if len(level) == 1 or not have_errors or not all(times):
         return level[0], "by its loss"
     fastest = min(times, key=lambda time: time["median"])
-    equal = [
-        row for row, time in zip(level, times, strict=True) if time["least"] <= fastest["most"]
-    ]
+    equal = [row for row, time in zip(level, times, strict=True) if time["min"] <= fastest["max"]]
     if len(equal) == 1:
         return equal[0], "the fastest of these"
     default = [row for row in equal if row["policy"].partition(":")[0] == DEFAULT]

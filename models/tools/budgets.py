@@ -217,10 +217,10 @@ def bytes_of(llm: Llm, policy: str, prompt: int, scored: int = 0) -> int:
 
 
 def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
-    if policy.min_prompt is None or prompt <= policy.min_prompt:
+    if policy.min_prompt is None or prompt < policy.min_prompt:
         total = max(1, prompt + scored)
         exact = replace(policy, start=total) if policy.grows else policy
-        return state_bytes([exact], spec, 1, total)
+        return state_bytes([exact], spec, 1, total) - _statistics_bytes(policy, spec)
     exact = replace(policy, start=prompt)
     after = shapes_after_prefill(exact, spec, prompt)
     row = rows.nbytes(spec, getattr(policy, "storage", "float"))
@@ -233,6 +233,13 @@ def _bytes(policy: Policy, spec: Spec, prompt: int, scored: int) -> int:
         exact_tokens, sampled = _compressed(policy.ends, prompt, sample - dense)
         empty = (dense - exact_tokens) * exact_bytes + (sample - dense - sampled) * sampled_bytes
     return nbytes(after) - empty + scored * exact_bytes
+
+
+def _statistics_bytes(policy: Policy, spec: Spec) -> int:
+    """Bytes of what a method gathers until the end of prefill, which the cache then drops."""
+    if not isinstance(policy, CompressionPolicy) or not policy.grows:
+        return 0
+    return nbytes(jax.eval_shape(partial(policy.scorer.statistics, spec, 1)))
 
 
 def _compressed(ends: ExactEnds, prompt: int, slots: int) -> tuple[int, int]:

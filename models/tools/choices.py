@@ -18,6 +18,7 @@ class Choice(NamedTuple):
     device: str
     policy: str
     reason: str
+    settings: str = ""  # in the policy string that `jaxkv advise` prints
 
 
 CHOICES = (
@@ -27,7 +28,8 @@ CHOICES = (
     Choice(ENDLESS, FACTS, CPU, "retrieval",
            "with every=N, half of capacity as the window and budgets=calibrated it finds needles "
            "that left the window of streaming, in 8,192 tokens; capacity + N must fit the trained "
-           "context, and `jaxkv calibrate` writes the budgets, for models of Llama's form"),
+           "context, and `jaxkv calibrate` writes the budgets, for models of Llama's form",
+           "capacity=896,window=448,every=128,budgets=calibrated,calibration=FILE"),
     Choice(PROMPT, GIST, ANY, "snapkv",
            "of up to 1,024 tokens: with half evicted it loses less than streaming"),
     Choice("a longer prompt", GIST, ANY, "streaming",
@@ -36,20 +38,26 @@ CHOICES = (
     Choice(PROMPT, FACTS, CPU, "retrieval",
            "the budget goes to the heads that retrieve; with an eighth of 1,024 tokens cached it "
            "finds more needles with budgets=calibrated, in a text of the novel that the budgets "
-           "were measured on"),
+           "were measured on", "capacity=1024"),
     Choice(PROMPT, FACTS, f"{MESH}; none has run it", "retrieval",
            "with budgets=equal, because a mesh splits no budget that KV heads share; with a "
-           "quarter of 1,024 and 2,048 tokens it finds over two thirds of the needles"),
+           "quarter of 1,024 and 2,048 tokens it finds over two thirds of the needles",
+           "capacity=1024,budgets=equal"),
     Choice("a prompt of a hundred thousand tokens", BOTH, "CPU with ample memory", "magicpig",
            "it caches every token and reads few; no accelerator has run its present lookup"),
 )  # fmt: skip
 
 
-def facts_sentence() -> str:
-    """What measured losses do not tell: the policy to take for single facts."""
-    takes = [
-        f"{choice.policy} for {choice.text} ({choice.reason})"
+def facts_lines(split: bool) -> list[str]:
+    """What measured losses do not tell: the policies to take for single facts, a line each.
+
+    split: whether a mesh splits KV heads.
+    """
+    lines = [
+        f'For {FACTS} in {choice.text} take "{choice.policy}:{choice.settings}": {choice.reason}.'
         for choice in CHOICES
-        if choice.need == FACTS and MESH not in choice.device
+        if choice.need == FACTS and (MESH in choice.device) == split
     ]
-    return f"Losses measure {GIST}. For {FACTS}, take {', and '.join(takes)}."
+    if split:
+        lines.append(f"For {FACTS} in {ENDLESS} no cache was measured that a mesh can split.")
+    return [f"Losses measure {GIST}, not {FACTS}.", *lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jaxkv import models
 from jaxkv.errors import UserError
 from jaxkv.models.generation.score import Score
-from jaxkv.models.tools import advise, advise_report, budgets, measurement
+from jaxkv.models.tools import advise, advise_report, budgets, choices, measurement
 from jaxkv.models.tools.measurement import Stretches, is_noise
 from jaxkv.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.policy_spec import parse_policy
@@ -127,6 +128,34 @@ def test_every_cached_token_counts(llm, policy):
     tokens = (12 - window) * heads * (row + 8) + (window + 4) * (heads * row + 4)
     fixed = 8 * heads + 4  # seeds and a count
     assert budgets.bytes_of(llm, policy, 43, 4) == llm.config.layers * (tokens + fixed)
+
+
+@pytest.mark.filterwarnings("ignore:.*needs a prompt of at least 16 tokens")
+@pytest.mark.parametrize("prompt", [15, 16, 17])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:capacity=15,window=5", "pyramidkv:capacity=12,window=5"]
+)
+def test_bytes_where_a_prompt_is_hardly_compressed(llm, policy, prompt):
+    """The queries that a method gathers are dropped after the prompt, compressed or not."""
+    stream = models.Stream(llm, policy, tokens=prompt)
+    stream.prefill([list(range(2, 2 + prompt))])
+    stream.finish_prefill()
+    layers = zip(stream.policies, stream.decoding.states, strict=True)
+    count = sum(
+        int((np.asarray(layer.cached(llm.spec, state).log_weight)[0] > -np.inf).sum())
+        for layer, state in layers
+    )
+    row, heads = 2 * llm.spec.head_dim * 4, llm.spec.kv_heads
+    size = budgets.bytes_of(llm, policy, prompt)
+    assert count * row < size <= count * (row + 8) + llm.config.layers * (8 * heads + 4)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_policies_for_facts_are_those_that_a_mesh_can_split(split):
+    texts = re.findall(r'take "(.*?)"', "\n".join(choices.facts_lines(split)))
+    assert len(texts) == 2 - split
+    for text in texts:
+        assert parse_policy(text.replace("FILE", "default")).heads_coupled != split
 
 
 @pytest.mark.parametrize("fields", ["", ",budgets=equal", ",budgets=adaptive"])

@@ -39,7 +39,7 @@ def oracle(llm, ids, front):
         inputs = np.array([[*ids, *tokens]], np.int32)
         layers = forward(llm.config, llm.weights, inputs, attend_with_probabilities)[2]
         counted = np.zeros(inputs.shape[1], bool)
-        counted[: min(front, 4)] = counted[piece] = counted[len(ids) :] = True
+        counted[: min(piece.start, 4)] = counted[piece] = counted[len(ids) :] = True
         for layer, attention in enumerate(layers):
             attention = np.asarray(attention[0], np.float64)[:, len(ids) :]
             others = attention[:, :, ~counted].sum(axis=2, keepdims=True)

@@ -214,14 +214,15 @@ class CompressionPolicy(Policy):
         if self.budgets == "equal":
             return keep_best(tokens, count, score, self.budget)
         valid = jnp.broadcast_to(_first(count, score.shape[2]), score.shape)
-        keep = partial(per_layer.keep_best, tokens, score, valid)
         if self.layer_budgets is None:
             minimum = self.budget // SAFEGUARD
-            return keep(partial(per_layer.best_of_layer, budget=self.budget, minimum=minimum))
+            best = per_layer.best_of_layer(score, valid, self.budget, minimum)
+            return per_layer.take(tokens, best, valid)
         heads, total = state.head_budgets, self.layer_budgets.total
-        chosen, weight = keep(partial(per_layer.best_of_heads, budgets=heads, total=total))
-        unknown = jnp.any(heads < 0, axis=1)[:, None, None]
-        return chosen, jnp.where(unknown, jnp.nan, weight)
+        best = per_layer.best_of_heads(score, valid, heads, total)
+        chosen, weight = per_layer.take(tokens, best, valid)
+        impossible = jnp.any(heads < 0, axis=1) | (jnp.sum(heads, axis=1) > total)
+        return chosen, jnp.where(impossible[:, None, None], jnp.nan, weight)
 
     def prompt_score(self, spec: Spec, state: CompressedState) -> Float32[Array, "B K C"]:
         """The score of the tokens between the ends of a prompt."""
@@ -448,7 +449,7 @@ def check_every(policy: CompressionPolicy) -> None:
     if policy.start != default:
         raise UserError(
             f"start={policy.start} belongs to a cache that grows, and with every={policy.every} it "
-            "has a constant size; leave one of them out"
+            "has a constant size; leave start out, or give every=none"
         )
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import rows
-from jaxkv.cache.per_head import PerHeadTokens
 from jaxkv.contract import Chunk, Leaf, Spec
 from jaxkv.errors import UserError, check_int
 from jaxkv.policies.prompt_compression import base
@@ -23,7 +22,7 @@ from jaxkv.policies.prompt_compression.base import (
 )
 from jaxkv.policies.prompt_compression.head_shares import LayerBudgets
 from jaxkv.rows import Storage
-from jaxkv.typing import Array, Bool, Float32, Int32, UInt32
+from jaxkv.typing import Array, Float32, Int32, UInt32
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _MAX_COUNT = 2**31 - 1
@@ -133,21 +132,10 @@ class ExpectedAttention(CompressionPolicy):
 
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         """The logarithm of each token's score: most softmax weights of a sharp head underflow."""
-        after = tokens.newest_position + jnp.uint32(1)
+        state, after = tokens.statistics, tokens.newest_position + jnp.uint32(1)
         between = jax.tree.map(lambda leaf: leaf[:, :, tokens.slots], tokens.seen)
-        return self._score(spec, tokens.statistics, between, tokens.scored, after)
-
-    def _score(
-        self,
-        spec: Spec,
-        state: QueryMoments,
-        tokens: PerHeadTokens,
-        scored: Bool[Array, "#B #K C"],
-        after: UInt32[Array, "B 1"],
-    ) -> Float32[Array, "B K C"]:
-        """`score`; scored: the filled slots; after: the position of the first later query."""
         rotation = self._mean_rotation(spec, after)
-        keys = rows.dequantise(tokens.k).astype(jnp.float32)
+        keys = rows.dequantise(between.k).astype(jnp.float32)
         mean = jnp.einsum("bkmgx,bxh->bkgh", state.mean, rotation, precision=HIGHEST)
         logits = jnp.einsum("bkgh,bksh->bkgs", mean, keys, precision=HIGHEST)
         logits = jnp.float32(spec.scale) * logits
@@ -157,14 +145,14 @@ class ExpectedAttention(CompressionPolicy):
         products = jnp.einsum("bkgdh,bksh->bkgsd", covariance, keys, precision=HIGHEST)
         variance = jnp.sum(products * keys[:, :, None], axis=-1)
         logits += jnp.float32(spec.scale**2 / 2) * variance
-        penalty = spec.encoding.bias(after, tokens.positions, keys.shape[1])
+        penalty = spec.encoding.bias(after, between.positions, keys.shape[1])
         logits = logits if penalty is None else logits + penalty[:, :, :, 0]
-        logits = jnp.where(scored[:, :, None], logits, -jnp.inf)
+        logits = jnp.where(tokens.scored[:, :, None], logits, -jnp.inf)
         shares = jax.nn.log_softmax(logits, axis=-1)
         score = jax.nn.logsumexp(shares, axis=2) - jnp.float32(math.log(shares.shape[2]))
         epsilon = math.log(self.epsilon) if self.epsilon else -math.inf
         length = jnp.sqrt(
-            jnp.sum(jnp.square(rows.dequantise(tokens.v).astype(jnp.float32)), axis=-1)
+            jnp.sum(jnp.square(rows.dequantise(between.v).astype(jnp.float32)), axis=-1)
         )
         return jnp.logaddexp(score, jnp.float32(epsilon)) + jnp.log(length)
 

@@ -31,9 +31,9 @@ MAX_BYTES = 10_000_000  # of a file; a model of 100 layers has a few kilobytes
 class HeadShares(NamedTuple):
     """The head shares of a model, with what they were measured on.
 
-    name, fingerprint: the model's. text: the sha256 and the number of tokens of the text that was
-    read. shares: a number from 0 to 1 for each layer and KV head, which `jaxkv calibrate` makes add
-    up to 1.
+    name, fingerprint: the model's. text: the sha256 of the text, and the number of its first tokens
+    that were read. shares: a number from 0 to 1 for each layer and KV head, which `jaxkv calibrate`
+    makes add up to 1.
     """
 
     name: str

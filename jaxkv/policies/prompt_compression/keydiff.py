@@ -41,9 +41,10 @@ class KeyDiff(CompressionPolicy):
     Generated tokens are cached exactly. A prompt of at most `capacity` tokens is not compressed.
 
     keys: rotated, as in the paper, or unrotated, as they were before their rotation; scores of
-    unrotated keys are rounded to 2^-14, and of equal ones the older token stays. budgets: equal
-    for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer together
-    (AdaKV, arXiv 2407.11550); calibrated for as many in all heads of the model together, of which
+    unrotated keys are rounded to 2^-14, and of equal ones in a head the older token stays. budgets:
+    equal for `capacity` tokens in each KV head; adaptive for as many in all heads of a layer
+    together (AdaKV, arXiv 2407.11550), of which each head has at least a fifth of an equal share,
+    as in kvpress; calibrated for as many in all heads of the model together, of which
     each head has a fixed number, and each layer one of eight sums. calibration: for
     budgets=calibrated, the file that `jaxkv calibrate` wrote, or the name of one in the package.
     Then a head compresses each prompt that is longer than its number. start: slots before the

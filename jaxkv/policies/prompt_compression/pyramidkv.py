@@ -22,8 +22,10 @@ class PyramidKV(CompressionPolicy):
     beta: the last layer has 1/beta of the mean budget, besides the window. window, kernel, pool,
     every, positions, start, storage: as in snapkv. The step from layer to layer is rounded down, as
     in the published code, so the mean is above `capacity`, by less than half as many tokens as
-    there are layers. With `every`, a query sees at most the budget of its layer, the window and
-    `every` tokens. It has no `budgets`, because its budgets are those of the layers.
+    there are layers. A model with sliding-window layers misses the mean by more, because the
+    budgets of these layers are not used. With `every`, a query sees at most the budget of its
+    layer, the window and `every` tokens. It has no `budgets`, because its budgets are those of the
+    layers.
 
     Here the budgets do not depend on the prompt. In the published code they do: a prompt of fewer
     than `capacity` tokens stays whole, all layers have the same budget up to twice as many tokens,

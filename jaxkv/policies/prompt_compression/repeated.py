@@ -96,17 +96,13 @@ def find_sampled(sample: Sample, log_weight: Float32[Array, "B X C"], kv_heads: 
     )
 
 
-def flat(sample: Sample) -> PerLayerTokens:
-    """A sample as rows of all KV heads."""
-    return sample if isinstance(sample, PerLayerTokens) else per_layer.flat(sample)
-
-
 def in_order(exact: Ring, sample: Sample, sampled: Sampled, sinks: int, size: int) -> PerHeadTokens:
     """The cached tokens of each KV head in `size` slots, oldest first; later slots have any."""
     batch, kv_heads, slots = exact.k.shape[:3]
     positions = jnp.broadcast_to(exact.positions[:, None], (batch, kv_heads, slots))
     tokens = per_layer.flat(PerHeadTokens(exact.k, exact.v, positions))
-    tokens = per_head.join(*(PerHeadTokens(*rows[:3]) for rows in (flat(sample), tokens)))
+    sampled_rows = sample if isinstance(sample, PerLayerTokens) else per_layer.flat(sample)
+    tokens = per_head.join(*(PerHeadTokens(*rows[:3]) for rows in (sampled_rows, tokens)))
     slot, count = jnp.arange(size)[None, None], sampled.count[..., None]
     in_ring = jnp.minimum(jnp.where(slot < sinks, slot, slot - count), slots - 1)
     in_ring += tokens.positions.shape[2] - slots * (kv_heads - jnp.arange(kv_heads)[None, :, None])

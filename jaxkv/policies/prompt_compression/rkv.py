@@ -34,12 +34,13 @@ class RKV(CompressionPolicy):
     The chain of thought of a reasoning model repeats itself, and its repetitions attend to each
     other. So attention alone keeps the repetitions; the similarity of keys finds them.
 
-    importance: the attention of the last `window` queries to the tokens before them, as a mean. The
-    logits are first maximised over the query heads of a KV head; attention is then maximised over
-    `kernel` neighbours. redundancy: the mean cosine of a token's key with the keys of all cached
-    tokens, as a softmax over the tokens. The newest of the tokens that are alike (a cosine above
-    `threshold`) is not redundant to any of them, so it stays. Of only two alike tokens, neither is
-    redundant to the other. The score is mix x importance - (1 - mix) x redundancy.
+    importance: the attention (as in snapkv) of the last `window` queries to the tokens before them,
+    as a mean. The logits are first maximised over the query heads of a KV head; attention is then
+    maximised over `kernel` neighbours. redundancy: the mean cosine of a token's key with the keys
+    of all cached tokens, as a softmax over the tokens. The newest of the tokens that are alike (a
+    cosine above `threshold`) is not redundant to any of them, so it stays. Of only two alike
+    tokens, neither is redundant to the other. The score is mix x importance - (1 - mix) x
+    redundancy.
 
     After the authors' code (github.com/Zefan-Cai/R-KV), which keeps one of the tokens that are
     alike; its description allows several. mix: 0.1 as in the description; the script has 0.07. In
@@ -69,7 +70,7 @@ class RKV(CompressionPolicy):
 
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start, "window=8")
-        snapkv.check_window(self.capacity, self.window, "capacity=1024,window=8")
+        base.check_capacity(self.capacity, self.start, window=self.window)
         snapkv.check_kernel(self.kernel)
         if not 0 <= self.mix <= 1 or not -1 <= self.threshold <= 1:
             raise UserError(

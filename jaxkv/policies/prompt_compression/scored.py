@@ -39,8 +39,8 @@ class Scored(CompressionPolicy):
         state = policy.with_scores(state, scores)  # [B,K,S], a score for each token of the prompt
         state = policy.finish_prefill(spec, state)
 
-    function: computes the scores in place of that, from `ScoredTokens`. A state without scores, or
-    with NaN among them, gives NaN after the prompt.
+    function: computes the scores of the tokens between the ends [B,K,C] in place of that, from
+    `ScoredTokens`. A state without scores, or with NaN among them, gives NaN after the prompt.
 
     budgets: equal and adaptive as in keydiff; global for numbers of tokens that the caller puts
     into the state with the scores, those of `global_budgets` for example. Then the compressed
@@ -86,7 +86,9 @@ class Scored(CompressionPolicy):
 
     @property
     def layer_budgets(self) -> LayerBudgets | None:
-        return LayerBudgets((), self.rows, self.rows, 0) if self.budgets == "global" else None
+        if self.budgets != "global":
+            return None
+        return LayerBudgets((), max(1, self.rows), self.rows, 0)
 
     def statistics(self, spec: Spec, batch: int) -> Float32[Array, "B K S"]:
         """The scores that are set: NaN for each slot; none where a function computes them."""
@@ -137,7 +139,14 @@ class Scored(CompressionPolicy):
     def score(self, spec: Spec, tokens: ScoredTokens) -> Float32[Array, "B K C"]:
         if self.function is None:
             return tokens.statistics[:, :, tokens.slots]
-        return self.function(spec, tokens)
+        score = self.function(spec, tokens)
+        expected = (*tokens.stored.k.shape[:2], tokens.scored.shape[2])
+        if score.shape != expected:
+            raise UserError(
+                f"function must return [B,K,C], a score for each token between the ends, of shape "
+                f"{list(expected)}, got {list(score.shape)}; cut it by [:, :, tokens.slots]"
+            )
+        return score
 
     def choose(
         self, spec: Spec, state: CompressedState, tokens: PerHeadTokens, count: Array

@@ -27,14 +27,14 @@ class TOVA(CompressionPolicy):
     A decoder with a cache of a fixed size is a recurrent network whose state is a set of tokens.
     The attention of the newest query tells best which of them may leave.
 
-    The score of a token is its attention from the newest query, averaged over all query heads of
-    the layer, so all KV heads of a layer cache the same tokens. The newest token may be evicted
-    like any other. every: as in keydiff. With the default of 1 every token evicts another, in
-    prompts and answers alike, so a prompt is processed token by token. The published code reads the
-    prompt with full attention, compresses it once, and then evicts at each token of the answer. No
-    setting does both: with every=none the prompt is compressed once, and the answer is cached in
-    full. kvpress's TOVA always keeps the newest token. positions, start: as in keydiff. storage: as
-    in streaming.
+    The score of a token is its attention (as in snapkv) from the newest query, averaged over all
+    query heads of the layer, so all KV heads of a layer cache the same tokens. The newest token may
+    be evicted like any other. every: as in keydiff. With the default of 1 every token evicts
+    another, in prompts and answers alike, so a prompt is processed token by token. The published
+    code reads the prompt with full attention, compresses it once, and then evicts at each token of
+    the answer. No setting does both: with every=none the prompt is compressed once, and the answer
+    is cached in full. kvpress's TOVA always keeps the newest token. positions, start: as in
+    keydiff. storage: as in streaming.
     """
 
     capacity: int = 256

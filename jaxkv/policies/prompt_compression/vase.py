@@ -33,11 +33,11 @@ class VaSE(CompressionPolicy):
 
     Of the tokens before the newest `window`, the first `sinks` stay, and those whose values have
     the largest range (maximum minus minimum): together the share `large` of `capacity`. The other
-    places go to tokens drawn without replacement, each in proportion to its attention from the last
-    `window` queries, averaged over the queries, over `kernel` neighbours and over the query heads
-    of a KV head. A draw is a function of the seed, of the token's position and of the newest
-    token's position, so each compression has draws of its own. It has no `budgets`, because draws
-    of different KV heads cannot be compared.
+    places go to tokens drawn without replacement, each in proportion to its attention (as in
+    snapkv) from the last `window` queries, averaged over the queries, over `kernel` neighbours and
+    over the query heads of a KV head. A draw is a function of the seed, of the token's position and
+    of the newest token's position, so each compression has draws of its own. It has no `budgets`,
+    because draws of different KV heads cannot be compared.
 
     This is VaSE-AttnV, after the authors' code (github.com/terarachang/VaSE) and its setting for
     MATH-500; the variant VaSE-DKV is left out. The code compresses a prompt when the answer begins,
@@ -63,7 +63,7 @@ class VaSE(CompressionPolicy):
 
     def __post_init__(self) -> None:
         base.check_ends(self.ends, self.start)
-        snapkv.check_window(self.capacity, self.window, "capacity=1024,window=64")
+        base.check_capacity(self.capacity, self.start, window=self.window)
         snapkv.check_kernel(self.kernel)
         if not 0 <= self.large <= 1:
             raise UserError(f"large must be from 0 to 1, got {self.large}; try large=0.25")

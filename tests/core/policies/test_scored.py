@@ -139,10 +139,23 @@ def test_global_budgets_count_the_largest_scores_of_all_layers():
     assert global_budgets(scores, 4)[1].tolist() == [0, 0]
 
 
-def test_global_budgets_that_are_not_set_give_nan():
-    policy = Scored(capacity=12, budgets="global", rows=14, **ENDS)
+@pytest.mark.parametrize("rows", [0, 14])
+@pytest.mark.parametrize("head_budgets", [None, [[10, 5], [0, 15]]])
+def test_global_budgets_that_are_not_set_or_too_many_give_nan(rows, head_budgets):
+    """In one head of each sequence. In compiled code nothing can be refused."""
+    policy = Scored(capacity=12, budgets="global", rows=rows, **ENDS)
     state = read(policy)
-    state = state._replace(statistics=jnp.zeros_like(state.statistics))
+    if head_budgets is None:
+        state = state._replace(statistics=jnp.zeros_like(state.statistics))
+    else:
+        scores = np.ones((2, 2, TOKENS), "f4")
+        state = jax.jit(policy.with_scores)(state, scores, np.array(head_budgets))
     state = policy.reserve(SPEC, policy.finish_prefill(SPEC, state), 5)
     out = policy.update(SPEC, state, chunk(SPEC, 1, TOKENS, batch=2))[0].out
-    assert np.isnan(out).any(axis=(1, 2, 3)).all()  # of each sequence, in one of its heads
+    assert np.isnan(out).any(axis=(1, 2, 3)).all()
+
+
+def test_a_function_gives_a_score_for_each_token_between_the_ends():
+    policy = Scored(capacity=12, function=lambda spec, tokens: tokens.stored.k[..., 0], **ENDS)
+    with pytest.raises(UserError, match=r"function must return \[B,K,C\], .*; cut it by"):
+        policy.finish_prefill(SPEC, read(policy))

@@ -100,6 +100,8 @@ def test_an_experiment_writes_its_record(name, files, trials, monkeypatch):
         ("magicpig.sparse_tokens", "--written 400", "must be at most 1024 tokens, got 2800"),
         ("comparison.endless_losses", f"{TEXTS} --budget 64 --every 64",
          "at least 14 tokens of the budget, got every=64 and budget=64; give a smaller every"),
+        ("comparison.endless_losses", f"{TEXTS} --budget 64 --every 16 --policies "
+         "retrieval-half-window-calibrated", "needs head shares in the package"),
         ("comparison.endless_losses", f"{TEXTS} --budget 64 --every 50",
          "streaming with --budget 64, which --every 50 exceeds; give a smaller --every"),
         ("tasks.__main__", "--policies windw", "got windw; did you mean 'window'?"),

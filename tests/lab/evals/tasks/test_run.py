@@ -19,6 +19,7 @@ from jaxkv.models.network import uncached
 from jaxkv.models.tools.passage import passage
 from jaxkv.policy_spec import parse_policy
 from tests.lab.evals.magicpig.test_sparse_losses import share_read
+from tests.models.test_families import write_family
 from tests.tiny import write_tiny
 
 TEMPLATE = (
@@ -86,6 +87,23 @@ def test_divergence_is_that_of_a_plain_computation(llm, batch, policy):
         assert columns["kl"][i] == pytest.approx(np.mean(kl), rel=1e-3, abs=1e-6)
         assert columns["agreement"][i] == np.mean(agrees)
         assert columns["tokens"][i] == len(answer)
+
+
+@pytest.mark.filterwarnings("ignore:.*keep the model's own window")
+@pytest.mark.parametrize("name", ["smollm3", "gemma3"])
+@pytest.mark.parametrize("policy", ["full:start=640,max=640", POLICIES[1]])
+def test_layers_that_differ_are_read_as_a_stream_reads_them(tmp_path, name, policy):
+    """Some without rotation, some with a window and a rotation of their own."""
+    llm = models.load(write_family(tmp_path, name))
+    ids = np.random.default_rng(0).integers(2, 250, 99).tolist()
+    batch = Batch(llm, [TaskPrompt(ids[:90], ids[90:], ("a",))], tokens=6, slots=640, seeds=[0])
+    (answer,) = batch.greedy(batch.prefill(policy))
+    stream = models.Stream(llm, policy)
+    stream.prefill([ids[:90]])
+    stream.finish_prefill()
+    stream.prefill([ids[90:]])
+    tokens, _ = stream.decode(models.Sampling(), 6, llm.eos)
+    assert answer == [token for token in tokens[0].tolist() if token >= 0]
 
 
 def test_heads_that_cache_an_answer(llm, batch):
