@@ -10,7 +10,15 @@ from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.table import UNMEASURED, over_base, ranged, table
 from jaxkv.evals.lib.verdict import Results, Statement, above, below, within
 from jaxkv.evals.tasks.budgets import CALIBRATED, CALIBRATED_HALF_WINDOW, SCORED
-from jaxkv.evals.tasks.report import ANSWERS, BUDGETED, EIGHTH, QUARTER, needle_results, of_needles
+from jaxkv.evals.tasks.report import (
+    ANSWERS,
+    BUDGETED,
+    EIGHTH,
+    LONG_SAMPLED,
+    QUARTER,
+    needle_results,
+    of_needles,
+)
 from jaxkv.models.tools.choices import CHOICES
 from jaxkv.policies import POLICIES, Retrieval
 from jaxkv.state.memory import show
@@ -104,7 +112,9 @@ STATEMENTS = (
     Statement(PAGE, "a quarter of 1,024 tokens answers all needles and pass keys", "needles_1024",
               [within(of_needles(task, LENGTH, QUARTER, name), 1)
                for task in ANSWERS for name in SCORED]),
-    Statement(PAGE, "From an eighth, most pass keys are lost with KVzap", "needles_1024",
+    Statement(PAGE, "and a quarter of 4,096 all needles", LONG_SAMPLED,
+              [within(of_needles("needle", "4096", QUARTER, name), 1) for name in SCORED]),
+    Statement(PAGE, "From an eighth of 1,024, most pass keys are lost with KVzap", "needles_1024",
               [below(of_needles("passkey", LENGTH, EIGHTH, "kvzap"), 0.5)]),
     *(Statement(page, says, "needles_equal",
                 [above(of_needles("needle", length, QUARTER, "retrieval-equal"), 2 / 3)
