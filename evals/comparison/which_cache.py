@@ -49,11 +49,12 @@ def recall_loss_cost() -> str:
              "time per token over full's")  # fmt: skip
     rows = [
         (f"`{name}`", *recall(records, name), endless(losses.get(name), POLICIES[name]),
-         *cost(beside["rows"].get(name), name))
+         *cost(beside["rows"][name]["long"], name))
         for name in POLICIES if name not in ORACLES
     ]  # fmt: skip
     loss = endless(losses[CALIBRATED_HALF_WINDOW], Retrieval)
-    rows.append((f"`{CALIBRATED}`", *recall(records, CALIBRATED), loss, *cost(None, CALIBRATED)))
+    rows.append((f"`{CALIBRATED}`", *recall(records, CALIBRATED), loss,
+                 *cost(beside["other_costs"][CALIBRATED], CALIBRATED)))  # fmt: skip
     return table(heads, rows, caption)
 
 
@@ -79,10 +80,8 @@ def recall(records: Sequence[Results], name: str) -> list[str]:
     return [UNMEASURED] * len(ANSWERS)
 
 
-def cost(row: Results | None, name: str) -> list[str]:
-    if row is None:
-        return [UNMEASURED] * 3
-    long = row["long"]
+def cost(long: Results, name: str) -> list[str]:
+    """Memory and time after a long prompt."""
     return [
         show(long["reading_bytes"]),
         show(long["state_bytes"]),
