@@ -133,7 +133,7 @@ def test_every_policy_string_of_the_pages_is_one():
     policies -= {"name:field=value,..."}
     assert len(policies) > 5
     for text in policies:
-        jaxkv.by_layer(text, 30)
+        jaxkv.by_layer(text.replace("=FILE", "=smollm2-135m"), 30)  # of a user
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +231,16 @@ def test_the_python_of_readme_runs():
     assert len(names["answer"].tokens) > 500 and names["answer"].text in printed
     assert repetition(printed) < LOOP
     assert names["out"].shape == names["q"].shape
+
+
+def test_the_scores_of_the_policies_page_compress_a_prompt():
+    names: dict = {"__name__": "policies"}
+    run_blocks("docs/policies.md", names)
+    states, capacity = names["stream"].decoding.states, names["policy"].capacity
+    filled = [int((np.asarray(state.log_weight) > -np.inf).sum()) for state in states]
+    kv_heads, sinks = names["llm"].spec.kv_heads, names["policy"].sinks
+    assert sum(filled) == len(states) * kv_heads * (capacity - sinks)
+    assert 0 < names["tokens"].shape[1] <= 16
 
 
 def test_the_python_of_the_serving_pages_runs(folder):
