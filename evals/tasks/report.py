@@ -49,7 +49,7 @@ def cases(results: Results) -> Iterator[tuple[str, str, Results]]:
 def gates() -> str:
     """A row per task: the right answers of full attention by length of the context."""
     by_task: dict[str, dict[str, str]] = {}
-    for record in ("task_gates", "task_gates_4096"):
+    for record in ("task_gates", "task_gates_4096", "lines_gates"):
         results = read(record, RESULTS)["results"]
         for task, length, case in cases(results):
             full = case["full"]
@@ -284,6 +284,8 @@ STATEMENTS = (
               "tasks", "task_gates",
               [within(full_scores(*ANSWERS), 1, by=1 - GATE),
                below(full_scores(*OTHER_TASKS), 0.5)]),
+    Statement(PAGE, "Nor does it solve the lines of LongEval", "lines_gates",
+              [below(full_scores("lines"), 0.1)]),
     Statement(PAGE, "Of the other policies that evict or compress, `keydiff` answers most in 1,024 "
               "tokens", "tasks", [above(keydiff_lead)]),
     Statement(PAGE, "The others recall little more than what their window still holds", "tasks",
