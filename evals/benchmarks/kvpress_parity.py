@@ -162,11 +162,10 @@ def of_kvpress(llm: Llm, passage: ScoredPrompt, keys: Sequence[Key], python: str
 
 def folder_of(llm: Llm, folder: Path) -> Path:
     """A folder with the model, and the tokenizer that KVzip asks for a repetition with."""
-    if llm.path.is_dir():
-        return llm.path
-    as_folder(llm, folder)
-    add_chat(llm, folder)
-    return folder
+    model = as_folder(llm, folder)
+    if model == folder:  # a new one, without a tokenizer
+        add_chat(llm, folder)
+    return model
 
 
 def called(python: str, *words: str, stdin: str = "") -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxkv.contract import Policy
 from jaxkv.evals.benchmarks.kvpress_parity import sure_cases
 from jaxkv.evals.lib.record import read
@@ -35,10 +33,10 @@ def answers() -> str:
 
 def recall_loss_cost() -> str:
     """A row per policy: recall, the loss in endless text, bytes and time."""
-    tasks, beside = (read(name)["results"] for name in ("tasks", "side_by_side"))
-    records, losses = (tasks, needle_results()), endless_losses()
+    needles, beside = needle_results(), read("side_by_side")["results"]
+    losses = endless_losses()
     caption = (
-        f"SmolLM2-135M: right answers of {tasks['samples']} with a quarter of {int(LENGTH):,} "
+        f"SmolLM2-135M: right answers of {needles['samples']} with a quarter of {int(LENGTH):,} "
         "tokens cached or attended; losses in nats per token at the bytes of 256 tokens, over five "
         "novels, ± two standard errors, of the form that compresses again and again. Default "
         f"model: costs with {beside['budget']} tokens per KV head after {beside['long']:,}, of the "
@@ -48,12 +46,12 @@ def recall_loss_cost() -> str:
              "memory during prefill", "memory during decode",
              "time per token over full's")  # fmt: skip
     rows = [
-        (f"`{name}`", *recall(records, name), endless(losses.get(name), POLICIES[name]),
+        (f"`{name}`", *recall(needles, name), endless(losses.get(name), POLICIES[name]),
          *cost(beside["rows"][name]["long"], name))
         for name in POLICIES if name not in ORACLES
     ]  # fmt: skip
     loss = endless(losses[CALIBRATED_HALF_WINDOW], Retrieval)
-    rows.append((f"`{CALIBRATED}`", *recall(records, CALIBRATED), loss,
+    rows.append((f"`{CALIBRATED}`", *recall(needles, CALIBRATED), loss,
                  *cost(beside["other_costs"][CALIBRATED], CALIBRATED)))  # fmt: skip
     return table(heads, rows, caption)
 
@@ -69,15 +67,11 @@ def endless(row: Results | None, kind: type[Policy]) -> str:
     return over_base(row) if row["loss_over_base"] else "0"
 
 
-def recall(records: Sequence[Results], name: str) -> list[str]:
-    """Right answers by task, of the first record that has the policy."""
-    for record in records:
-        cases = [record["tasks"][task][LENGTH] for task in ANSWERS]
-        rows = [case["full"] if name == "full" else case["ratios"][QUARTER].get(name)
-                for case in cases]  # fmt: skip
-        if None not in rows:
-            return [f"{record['samples'] * row['score']:.3g}" for row in rows]
-    return [UNMEASURED] * len(ANSWERS)
+def recall(needles: Results, name: str) -> list[str]:
+    """Right answers by task."""
+    cases = [needles["tasks"][task][LENGTH] for task in ANSWERS]
+    rows = [case["full"] if name == "full" else case["ratios"][QUARTER][name] for case in cases]
+    return [f"{needles['samples'] * row['score']:.3g}" for row in rows]
 
 
 def cost(long: Results, name: str) -> list[str]:

@@ -16,7 +16,7 @@ from jaxkv.evals.lib.parts import Parts, named
 from jaxkv.evals.lib.record import read
 from jaxkv.evals.lib.run import SMOLLM2, Measure, Run, flag, run
 from jaxkv.evals.lib.table import UNMEASURED, table
-from jaxkv.evals.lib.verdict import Statement, above, below, within
+from jaxkv.evals.lib.verdict import Derived, Statement, above, below, within
 from jaxkv.evals.tasks import model_rows, score
 from jaxkv.evals.tasks.budgets import (
     CALIBRATED_HALF_WINDOW,
@@ -152,10 +152,10 @@ TABLES = {NAME: answers_table}
 PAGE, WHICH, NEGATIVE = "docs/results/tasks.md", "docs/which_cache.md", "evals/NEGATIVE.md"
 
 
-def by_quarter(results: dict[str, Any]) -> list[dict[str, float]]:
-    """The share of needles that calibrated budgets find in each quarter of 20,000 tokens."""
-    row = results["tasks"]["needle"]["20000"][CALIBRATED_HALF_WINDOW]
-    return [{"20000": share} for share in row["by_depth"]]
+def in_quarter(number: int) -> Derived:
+    """The share of needles that calibrated budgets find in this quarter of 20,000 tokens."""
+    row = lambda results: results["tasks"]["needle"]["20000"][CALIBRATED_HALF_WINDOW]
+    return lambda results: {"20000": row(results)["by_depth"][number]}
 
 
 STATEMENTS = (
@@ -173,8 +173,7 @@ STATEMENTS = (
                within(f"tasks/needle/20000/{CALIBRATED_HALF_WINDOW}/score", 0.5)]),
     Statement(WHICH, "those of the oldest quarter of the text were lost and those of the newest "
               "quarter found", NAME,
-              [within(lambda results: by_quarter(results)[0], 0),
-               within(lambda results: by_quarter(results)[-1], 1)]),
+              [within(in_quarter(0), 0), within(in_quarter(3), 1)]),
     Statement(PAGE, "With half of its capacity as window and without calibrated budgets it finds "
               "few", f"{NAME}_half_window",
               [above(f"tasks/needle/8192/{HALF_WINDOW}/score"),

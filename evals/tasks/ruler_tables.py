@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import mean
 
@@ -45,19 +45,19 @@ def full_score(case: Results | None) -> str:
     return f"{full['score']:.0%} ({full['samples']})"
 
 
-def solved(record: str, length: str) -> Iterator[tuple[str, Results]]:
-    """The tasks that full attention solves at a length."""
-    for task, by_length in tasks_of(record).items():
+def solved(tasks: Mapping[str, Results], length: str) -> Iterator[tuple[str, Results]]:
+    """The tasks that full attention solves at a length. tasks: by task and length."""
+    for task, by_length in tasks.items():
         if by_length.get(length, {}).get("scored"):
             yield task, by_length[length]
 
 
 def board(record: str) -> str:
     """A row per policy: mean score and mean KL over the solved tasks, by length and share."""
-    columns, full = {}, []
+    columns, full, tasks = {}, [], tasks_of(record)
     for length in LENGTHS:
         for share, evicted in SHARES.items():
-            if cases := [case for _, case in solved(record, length)]:
+            if cases := [case for _, case in solved(tasks, length)]:
                 head = f"{int(length):,}, {len(cases)} tasks: {evicted}"
                 columns[head] = [case["ratios"].get(share, {}) for case in cases]
                 full.append(f"{100 * mean(case['full']['score'] for case in cases):.0f}")
@@ -70,12 +70,13 @@ def board(record: str) -> str:
 
 def by_task(record: str) -> str:
     """A row per policy: the score in each solved task, with a quarter of the context cached."""
-    columns = {
-        f"{task}, {int(length):,}": [case["ratios"].get(QUARTER, {})]
+    cases = {
+        f"{task}, {int(length):,}": case
         for length in LENGTHS
-        for task, case in solved(record, length)
+        for task, case in solved(tasks_of(record), length)
     }
-    full = [f"{100 * case['full']['score']:.0f}" for x in LENGTHS for _, case in solved(record, x)]
+    columns = {head: [case["ratios"].get(QUARTER, {})] for head, case in cases.items()}
+    full = [f"{100 * case['full']['score']:.0f}" for case in cases.values()]
     return policies(
         columns, full,
         f"Score in percent / KL in nats with {SHARES[QUARTER]} of the context evicted.",
@@ -121,9 +122,7 @@ def mean_scores(policies: Sequence[str], share: str, lengths: Sequence[str] = LE
     def by_length(results: Results) -> dict[str, float]:
         best = {}
         for length in lengths:
-            cases = [
-                x[length] for x in results["tasks"].values() if x.get(length, {}).get("scored")
-            ]
+            cases = [case for _, case in solved(results["tasks"], length)]
             best[length] = max(
                 mean(case["ratios"][share][policy]["score"] for case in cases)
                 for policy in policies

@@ -21,7 +21,7 @@ from jaxkv.contract import Policy, State
 from jaxkv.evals.tasks import model_rows, score
 from jaxkv.evals.tasks.prompts import ROOM, TaskPrompt, answer_places
 from jaxkv.models.generation.kvzip import compress, while_reading
-from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, run_recorded
+from jaxkv.models.generation.shared_prompt import AttentionInputs, absorb, join, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config, of_layer
 from jaxkv.models.network.decoder import Decoder, Weights, layer_weights
@@ -212,12 +212,8 @@ class Batch:
                 x, state, attended = run_recorded(config, policy, weights, x, state, *where)
                 new, chunks = [*new, state], [*chunks, attended] if recording else chunks
             states, hidden, seen = tuple(new), [*hidden, decoder.normed(x)], [*seen, chunks]
-        join = partial(jnp.concatenate, axis=1)
-        layers = [
-            AttentionInputs(*map(join, zip(*chunks, strict=True)))
-            for chunks in zip(*seen, strict=True)
-        ]
-        return join(hidden), states, layers
+        layers = list(map(join, zip(*seen, strict=True)))
+        return jnp.concatenate(hidden, axis=1), states, layers
 
 
 @partial(jax.jit, static_argnums=0)

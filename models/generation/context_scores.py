@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.contract import Policy, Spec, State
 from jaxkv.errors import UserError, check_int
 from jaxkv.models.generation.decoding import Static, embed
-from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, run_recorded
+from jaxkv.models.generation.shared_prompt import CHUNK, AttentionInputs, join, run_recorded
 from jaxkv.models.loading.llm import Llm
 from jaxkv.models.network.config import Config
 from jaxkv.models.network.decoder import Weights, layer_weights, rms_norm, sink_logits
@@ -218,8 +218,7 @@ def run_layer_on(
         x = tokens.x[number]
         tokens.x[number], state, inputs = run_recorded(config, policy, weights, x, state, *where)
         seen.append(inputs)
-    join = partial(jnp.concatenate, axis=1)
-    return state, AttentionInputs(*map(join, zip(*seen, strict=True)))
+    return state, join(seen)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

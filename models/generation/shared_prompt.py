@@ -37,6 +37,11 @@ class AttentionInputs(NamedTuple):
     valid: Bool[Array, "B T"]
 
 
+def join(chunks: Sequence[AttentionInputs]) -> AttentionInputs:
+    """The inputs of consecutive chunks as those of one."""
+    return AttentionInputs(*(jnp.concatenate(x, axis=1) for x in zip(*chunks, strict=True)))
+
+
 def attends_exactly(policies: Sequence[Policy]) -> bool:
     """Whether attention within a prompt is full attention, in every layer."""
     return all(
